@@ -1,0 +1,122 @@
+"""The contract between control plane and training cluster: objects below `jobs/{id}/attempts/{n}/`. No I/O here.
+
+    attempt.json                          what to do (`AttemptRequest`), written by the control plane before it submits
+    events/{writer}/{sequence}.json       what happened (`AttemptEvent`), numbered from 1 by each writer without gaps
+    control/{name}                        the control plane's wishes (none yet)
+    checkpoints/{name}/...                sharded training state; its `manifest.json` is written last
+    artifact/...                          the distilled model; its `manifest.json` is written last
+    logs.txt                              the entrypoint's log, saved when the attempt has ended
+
+Workers have no other channel to the control plane. An attempt writes below its own prefix only, so a stale one writes
+where nobody reads.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from swiftkv_platform.specs import JobSpec
+
+MANIFEST = "manifest.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class AttemptRequest(_Record):
+    """What one attempt has to do."""
+
+    job_id: str
+    attempt: Annotated[int, Field(ge=1)]
+    spec: JobSpec
+    resume_from: str | None = None
+    """Key of the complete checkpoint (its directory) of an earlier attempt to go on from; None starts at step 0."""
+    run_id: str
+    """W&B run id, the same for every attempt of a job."""
+
+
+class AttemptEvent(_Record):
+    """Something a worker or the driver says.
+
+    `data` by type:
+
+    - `status`: `{"status": "running" | "evaluating"}`, sent by the driver when that phase begins.
+    - `metrics`: `{"points": [{"step", "tokens", "logits_loss", "loss", "lr", "grad_norm", "tokens_per_second", ...}],
+      "total_steps": int}`; several steps may share an event.
+    - `checkpoint`: `{"step": int, "key": str, "size": int, "sha256": str}` (of its manifest).
+    - `artifact`: `{"key": str, "sha256": str, "size": int, "metrics": {...}}`; the attempt has done its work.
+    - `tracking`: `{"provider": "wandb", "run_id", "url", "mode"}`.
+    - `error`: `{"code": str, "field": str | None, "value": Any, "retryable": bool}`; the attempt has failed.
+    - `message`: free.
+    """
+
+    time: float
+    """Unix seconds."""
+    level: Literal["info", "warn", "error"] = "info"
+    type: Literal["message", "status", "metrics", "checkpoint", "artifact", "tracking", "error"]
+    message: str
+    data: dict[str, Any] = {}
+
+
+class ManifestFile(_Record):
+    """One file of an artifact or checkpoint."""
+
+    size: Annotated[int, Field(ge=0)]
+    """Bytes."""
+    sha256: str
+
+
+class Manifest(_Record):
+    """What makes a directory of objects complete: it is written after every file it names."""
+
+    format_version: Literal[1] = 1
+    kind: Literal["artifact", "checkpoint"]
+    files: dict[str, ManifestFile]
+    """By path relative to the directory, the manifest itself left out."""
+    created_at: float
+    """Unix seconds."""
+    lineage: dict[str, Any] = {}
+    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec. Checkpoint: step, world_size, ..."""
+    metrics: dict[str, Any] = {}
+    """Artifact: the evaluation report (`evaluation.json`)."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+
+def attempt_prefix(job_id: str, attempt: int) -> str:
+    return f"jobs/{job_id}/attempts/{attempt}"
+
+
+def request_key(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/attempt.json"
+
+
+def events_prefix(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/events"
+
+
+def event_key(job_id: str, attempt: int, writer: str, sequence: int) -> str:
+    return f"{events_prefix(job_id, attempt)}/{writer}/{sequence:08d}.json"
+
+
+def checkpoints_prefix(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/checkpoints"
+
+
+def artifact_prefix(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/artifact"
+
+
+def logs_key(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/logs.txt"
+
+
+def submission_id(job_id: str, attempt: int) -> str:
+    """Ray's id of an attempt: one a try, so that a second submission of the same try is refused by Ray."""
+    return f"{job_id}-{attempt}"

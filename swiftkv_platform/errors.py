@@ -1,0 +1,104 @@
+"""The whole exception tree. It knows codes and fields; how an error becomes HTTP is the API's business.
+
+    SwiftKVError
+    ├── InvalidInputError          something the caller can put right: names field, value and what would do
+    │   ├── DataError              a data set that cannot be read, is empty or lacks columns
+    │   └── ModelError             a checkpoint or configuration that cannot be used
+    ├── NotFoundError              no such job, model, deployment or object
+    ├── ConflictError              legal request, wrong moment
+    │   ├── IllegalTransitionError     a status that cannot follow the present one
+    │   ├── StaleVersionError          somebody else changed the row first
+    │   └── IdempotencyConflictError   the same key with another body
+    ├── StorageError               the object store failed
+    │   ├── ObjectNotFoundError
+    │   └── ArtifactCorruptError       a file differs from its manifest
+    ├── ClusterUnavailableError    Ray does not answer
+    ├── DatabaseUnavailableError   the database does not answer
+    └── TrainingError              a run that cannot go on
+        ├── LossNotFiniteError
+        └── QualityGateError
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class SwiftKVError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    code: ClassVar[str] = "internal_error"
+    """Stable machine-readable name; `status_reason.code` of a failed job."""
+
+    def __init__(self, message: str, *, field: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        """Dotted path of the offending field, e.g. `swiftkv.num_key_value_layers`."""
+        self.value = value
+
+
+class InvalidInputError(SwiftKVError):
+    """Bad input; the message says what would be accepted."""
+
+    code = "invalid_input"
+
+
+class DataError(InvalidInputError):
+    code = "data_error"
+
+
+class ModelError(InvalidInputError):
+    code = "model_error"
+
+
+class NotFoundError(SwiftKVError):
+    code = "not_found"
+
+
+class ConflictError(SwiftKVError):
+    code = "conflict"
+
+
+class IllegalTransitionError(ConflictError):
+    code = "illegal_transition"
+
+
+class StaleVersionError(ConflictError):
+    code = "stale_version"
+
+
+class IdempotencyConflictError(ConflictError):
+    code = "idempotency_key_reused"
+
+
+class StorageError(SwiftKVError):
+    code = "storage_error"
+
+
+class ObjectNotFoundError(StorageError):
+    code = "object_not_found"
+
+
+class ArtifactCorruptError(StorageError):
+    code = "artifact_corrupt"
+
+
+class ClusterUnavailableError(SwiftKVError):
+    code = "cluster_unavailable"
+
+
+class DatabaseUnavailableError(SwiftKVError):
+    code = "database_unavailable"
+
+
+class TrainingError(SwiftKVError):
+    code = "training_error"
+
+
+class LossNotFiniteError(TrainingError):
+    code = "loss_not_finite"
+
+
+class QualityGateError(TrainingError):
+    code = "quality_gate"

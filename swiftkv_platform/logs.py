@@ -1,0 +1,31 @@
+"""Structured logs: one JSON object a line, carrying job, attempt and rank where they are bound. Knows no sink but stderr."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
+    """Send this process's structured logs to stderr and bind `bound` (job_id, attempt, rank, ...) to every line."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    structlog.contextvars.bind_contextvars(**bound)
+
+
+def get_logger(**bound: Any) -> structlog.stdlib.BoundLogger:
+    """A logger whose lines carry `bound`."""
+    logger: structlog.stdlib.BoundLogger = structlog.get_logger(**bound)
+    return logger

@@ -1,0 +1,76 @@
+"""What a SwiftKV model costs, from its configuration alone: layer map, prefill FLOPs, KV bytes. Imports no torch.
+
+Sources: paper, section 3 (transformation) and table 1 (prefill compute).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swiftkv_platform.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """Which layer reads which KV-cache layer (L layers, l = `num_key_value_layers`, g = `key_value_group_size`).
+
+    Layers below l own their cache layer; layers >= l form groups of g consecutive ones (the last may be shorter), and a
+    group shares one cache layer, whose projections belong to the group's first layer, its leader.
+    """
+
+    num_hidden_layers: int
+    num_key_value_layers: int
+    key_value_group_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_key_value_layers <= self.num_hidden_layers:
+            raise InvalidInputError(
+                f"swiftkv.num_key_value_layers is {self.num_key_value_layers}; this model of {self.num_hidden_layers} "
+                f"layers accepts 1..{self.num_hidden_layers - 1} ({self.num_hidden_layers}: dense)",
+                field="swiftkv.num_key_value_layers",
+                value=self.num_key_value_layers,
+            )
+        skipped = max(self.num_hidden_layers - self.num_key_value_layers, 1)
+        if not 1 <= self.key_value_group_size <= skipped:
+            raise InvalidInputError(
+                f"swiftkv.key_value_group_size is {self.key_value_group_size}; with {skipped} layers that compute no KV "
+                f"of their own 1..{skipped} are accepted",
+                field="swiftkv.key_value_group_size",
+                value=self.key_value_group_size,
+            )
+
+    @property
+    def num_kv_cache_layers(self) -> int:
+        """l + ceil((L - l) / g)."""
+        return self.num_key_value_layers + len(self.leaders)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """First layer of each group, ascending."""
+        return tuple(range(self.num_key_value_layers, self.num_hidden_layers, self.key_value_group_size))
+
+    def leader(self, layer: int) -> int:
+        """The layer whose KV projections layer >= l attends to."""
+        offset = layer - self.num_key_value_layers
+        return layer - offset % self.key_value_group_size
+
+    def group(self, leader: int) -> range:
+        """The layers of a leader's group."""
+        return range(leader, min(leader + self.key_value_group_size, self.num_hidden_layers))
+
+    def cache_layer(self, layer: int) -> int:
+        """Index of the KV-cache layer that `layer` reads."""
+        if layer < self.num_key_value_layers:
+            return layer
+        return self.num_key_value_layers + (layer - self.num_key_value_layers) // self.key_value_group_size
+
+
+def resolve_num_key_value_layers(
+    num_hidden_layers: int, num_key_value_layers: int | None, prefill_reduction: float | None
+) -> int:
+    """l from whichever of its two spellings is given; half of the layers where neither is."""
+    if num_key_value_layers is not None:
+        return num_key_value_layers
+    share = 0.5 if prefill_reduction is None else prefill_reduction
+    skipped = min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
+    return num_hidden_layers - skipped

@@ -1,0 +1,53 @@
+"""The process environment as one frozen object. Every variable is `SWIFTKV_<FIELD>`; credentials of S3, W&B and the hub
+keep the names their own libraries read (`AWS_*`, `WANDB_API_KEY`, `HF_TOKEN`) and never pass through here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def default_home() -> Path:
+    """`~/.swiftkv`: databases, stores, logs and pids of a machine without configuration."""
+    return Path.home() / ".swiftkv"
+
+
+class Settings(BaseSettings):
+    """Settings of the control plane and of the command line."""
+
+    model_config = SettingsConfigDict(env_prefix="SWIFTKV_", frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    home: Path = Field(default_factory=default_home)
+    """Directory of everything that has no address of its own."""
+    database_url: str | None = None
+    """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
+    storage_uri: str | None = None
+    """Object store: directory or `s3://bucket/prefix`; None is `{home}/store`. Endpoint, region and keys of S3 come from
+    `AWS_ENDPOINT_URL`, `AWS_REGION` and boto3's own credential chain."""
+    ray_dashboard_url: str = "http://127.0.0.1:8265"
+    """Where Ray's job and serve APIs answer."""
+    serve_url: str = "http://127.0.0.1:8001"
+    """Where Ray Serve's HTTP proxy answers."""
+    host: str = "127.0.0.1"
+    """Address the control plane listens on; without API keys only loopback is allowed."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    reconcile_interval_s: Annotated[float, Field(gt=0.0)] = 1.0
+    """Pause between two rounds of the reconciler."""
+    max_running_jobs: Annotated[int, Field(ge=1)] = 1
+    """Jobs submitted to Ray at the same time; the rest wait in the queue."""
+    max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
+    """A larger body is answered with 413."""
+    allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
+    """Host header values accepted while no API key is configured (a web page must not reach the API by rebinding)."""
+
+    @property
+    def resolved_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.home / 'swiftkv.db'}"
+
+    @property
+    def resolved_storage_uri(self) -> str:
+        return self.storage_uri or str(self.home / "store")

@@ -1,0 +1,260 @@
+"""Jobs, their events and what they leave behind, as frozen values, and the one table of transitions. Knows no I/O.
+
+queued ──▶ starting ──▶ running ──▶ evaluating ──▶ succeeded
+   ▲          │            │            │
+   └──────────┴── retry ───┴────────────┘      paused ──▶ queued
+any live status ──▶ failed, or ──▶ cancelling ──▶ cancelled; running ──▶ pausing ──▶ paused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Literal
+
+from ulid import ULID
+
+from swiftkv_platform.attempts import submission_id
+from swiftkv_platform.errors import IllegalTransitionError
+from swiftkv_platform.specs import JobSpec
+
+
+class JobStatus(StrEnum):
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    EVALUATING = "evaluating"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    CANCELLING = "cancelling"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        return not TRANSITIONS[self]
+
+    @property
+    def holds_cluster(self) -> bool:
+        """Whether an attempt may be on the cluster."""
+        return self not in _OFF_CLUSTER
+
+
+TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
+    source: frozenset(JobStatus(target) for target in targets.split())
+    for source, targets in {
+        JobStatus.QUEUED: "starting failed cancelling",
+        JobStatus.STARTING: "running queued failed cancelling",
+        JobStatus.RUNNING: "evaluating succeeded pausing queued failed cancelling",
+        JobStatus.EVALUATING: "succeeded queued failed cancelling",
+        JobStatus.PAUSING: "paused succeeded failed cancelling",
+        JobStatus.PAUSED: "queued failed cancelling",
+        JobStatus.CANCELLING: "cancelled succeeded failed",
+        JobStatus.SUCCEEDED: "",
+        JobStatus.FAILED: "",
+        JobStatus.CANCELLED: "",
+    }.items()
+}
+"""What may follow each status. A retry, and a resume, goes back to `queued`; a job that finishes while pausing or
+cancelling has succeeded."""
+
+_OFF_CLUSTER = frozenset(
+    {JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
+)
+
+
+def new_id(prefix: Literal["job", "evt", "mdl", "dep"]) -> str:
+    """A fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
+    return f"{prefix}_{ULID()}"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a job has the status it has."""
+
+    code: str
+    """`worker_lost`, `data_error`, ...: the codes of `errors.py` and those only the cluster can cause."""
+    message: str
+    field: str | None = None
+    """Dotted path of the spec's field to blame."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The cause of an attempt's failure."""
+
+    reason: Reason
+    retryable: bool
+    """Whether another attempt can mend it."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    step: int = 0
+    total_steps: int | None = None
+    tokens: int = 0
+    """Trained on so far."""
+    percent: float = 0.0
+    seconds_remaining: int | None = None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Where speed is measured from: the first point of an uninterrupted stretch of steps."""
+
+    step: int
+    time: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try of a job; a new one starts from these defaults."""
+
+    number: int = 1
+    submission_id: str | None = None
+    """Set before anything is submitted, so that after a crash Ray can be asked."""
+    submitted_at: float | None = None
+    """Unix seconds at which Ray was first known to have it."""
+    resume_from: str | None = None
+    """Key of the checkpoint the attempt goes on from."""
+    cursor: Mapping[str, int] = field(default_factory=dict)
+    """Last sequence number read of each event writer."""
+    pace: Pace | None = None
+    failure: Failure | None = None
+    """What the attempt itself said, or the control plane decided, about why it fails."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A distillation job. Times are Unix seconds."""
+
+    id: str
+    tenant: str
+    created_by: str
+    spec: JobSpec
+    created_at: int
+    status: JobStatus = JobStatus.QUEUED
+    status_reason: Reason | None = None
+    started_at: int | None = None
+    """When the first attempt began to run."""
+    finished_at: int | None = None
+    estimated_finish: int | None = None
+    progress: Progress = Progress()
+    attempt: Attempt = Attempt()
+    retries: int = 0
+    """Attempts that count against `fault_tolerance.max_retries`."""
+    not_before: float = 0.0
+    """A retry waits in the queue until then."""
+    tracking: Mapping[str, Any] | None = None
+    artifact_uri: str | None = None
+    distilled_model: str | None = None
+    result: Mapping[str, Any] | None = None
+    error: Reason | None = None
+    version: int = 0
+    """Raised by every update; an update of an older version is refused."""
+
+
+EventType = Literal["status", "message", "metrics", "checkpoint"]
+Level = Literal["info", "warn", "error"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a job."""
+
+    id: str
+    job_id: str
+    created_at: int
+    type: EventType
+    message: str
+    level: Level = "info"
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """The measurements of one optimizer step; a replayed step replaces the earlier one."""
+
+    step: int
+    attempt: int
+    time: float
+    values: Mapping[str, float | int | None]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A distilled model: an artifact somebody can deploy, and where it came from."""
+
+    id: str
+    tenant: str
+    name: str
+    job_id: str
+    attempt: int
+    created_at: int
+    artifact_uri: str
+    manifest_digest: str
+    """SHA-256 of its manifest, which in turn names each file's."""
+    size: int
+    """Bytes."""
+    lineage: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+
+def status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Event:
+    """The event that tells a job's present status."""
+    data: dict[str, Any] = {"status": job.status.value, "attempt": job.attempt.number}
+    message = f"{job.status}, attempt {job.attempt.number}"
+    if previous is not None:
+        data["previous"] = previous.value
+    if job.status_reason is not None:
+        data["reason"] = {"code": job.status_reason.code, "field": job.status_reason.field}
+        message = f"{message}: {job.status_reason.message}"
+    level: Level = "info"
+    if job.status is JobStatus.FAILED:
+        level = "error"
+    elif job.status_reason is not None:
+        level = "warn"
+    return Event(new_id("evt"), job.id, now, "status", message, level=level, data=data)
+
+
+def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None = None) -> tuple[Job, Event]:
+    """The job in another status, and the event that says so. No other code changes a status.
+
+    Raises `IllegalTransitionError` where the table does not allow it.
+    """
+    if status not in TRANSITIONS[job.status]:
+        allowed = ", ".join(sorted(TRANSITIONS[job.status])) or "nothing: it is final"
+        raise IllegalTransitionError(
+            f"job {job.id} is {job.status} and cannot become {status}; what can follow is {allowed}",
+            field="status",
+            value=job.status.value,
+        )
+    changed = replace(job, status=status, status_reason=reason)
+    if status is JobStatus.RUNNING and job.started_at is None:
+        changed = replace(changed, started_at=now)
+    if not status.holds_cluster:
+        changed = replace(changed, estimated_finish=None, progress=replace(job.progress, seconds_remaining=None))
+    if status.is_terminal:
+        changed = replace(changed, finished_at=now)
+    if status is JobStatus.FAILED:
+        changed = replace(changed, error=reason)
+    return changed, status_event(changed, now=now, previous=job.status)
+
+
+def start(job: Job, *, now: int) -> tuple[Job, Event]:
+    """Give the present attempt its submission id; what is submitted under it can be found again after a crash."""
+    attempt = replace(job.attempt, submission_id=submission_id(job.id, job.attempt.number))
+    return transition(replace(job, attempt=attempt), JobStatus.STARTING, now=now)
+
+
+def requeue(
+    job: Job, *, now: int, reason: Reason, resume_from: str | None, delay_s: float, counts: bool
+) -> tuple[Job, Event]:
+    """Queue the next attempt, at the earliest after `delay_s` seconds; `counts` says whether it uses up a retry."""
+    following = Attempt(number=job.attempt.number + 1, resume_from=resume_from)
+    retries = job.retries + 1 if counts else job.retries
+    queued = replace(job, attempt=following, retries=retries, not_before=now + delay_s)
+    return transition(queued, JobStatus.QUEUED, now=now, reason=reason)

@@ -1,0 +1,290 @@
+"""What orchestration needs from the outside, as protocols beside their consumer. Knows no implementation.
+
+Every method may raise the errors its docstring names and no other; network and database failures arrive as
+`ClusterUnavailableError`, `StorageError` and `DatabaseUnavailableError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    def __call__(self) -> float:
+        """Unix seconds."""
+        ...
+
+
+# Database
+
+
+@dataclass(frozen=True)
+class Page:
+    """A request for part of a list."""
+
+    after: str | None = None
+    """Id of the last item already seen, in the chosen order."""
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+    """By time of creation."""
+
+
+@dataclass(frozen=True)
+class Slice(Generic[T]):
+    """Part of a list."""
+
+    items: Sequence[T]
+    has_more: bool
+
+
+@dataclass(frozen=True)
+class JobFilter:
+    status: JobStatus | None = None
+    model: str | None = None
+    """The teacher's `name_or_path`."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """All of these pairs."""
+
+
+@dataclass(frozen=True)
+class Idempotency:
+    """A caller's promise that requests with this key are one request."""
+
+    key: str
+    body_hash: str
+
+
+class JobRepository(Protocol):
+    """Jobs with their events and metrics. Each method is one transaction."""
+
+    def create(self, job: Job, event: Event, *, idempotency: Idempotency | None = None) -> Job:
+        """Store a new job; with a key the tenant has used before, return that key's job and store nothing.
+
+        Raises `IdempotencyConflictError` if the key came with another body.
+        """
+        ...
+
+    def get(self, job_id: str, *, tenant: str) -> Job:
+        """Raises `NotFoundError`, also for another tenant's job."""
+        ...
+
+    def list(self, page: Page, *, tenant: str, where: JobFilter = ...) -> Slice[Job]:
+        """Raises `InvalidInputError` if `page.after` names no job of the tenant."""
+        ...
+
+    def live(self) -> Sequence[Job]:
+        """All tenants' jobs that are not in a final status, oldest first."""
+        ...
+
+    def count_by_status(self) -> Mapping[JobStatus, int]: ...
+
+    def update(
+        self,
+        job: Job,
+        *,
+        events: Sequence[Event] = (),
+        points: Sequence[MetricPoint] = (),
+        model: Model | None = None,
+    ) -> Job:
+        """Replace the row of the version that `job` was read at, and add what happened, all or nothing.
+
+        Returns the job with its new version. Raises `StaleVersionError` if the row has moved on.
+        """
+        ...
+
+    def events(self, job_id: str, page: Page) -> Slice[Event]:
+        """A job's events in the order in which they were stored. Raises `InvalidInputError` for an unknown `after`."""
+        ...
+
+    def points(self, job_id: str, *, after_step: int | None = None, limit: int = 1000) -> Slice[MetricPoint]:
+        """Metrics by ascending step."""
+        ...
+
+
+class Catalog(Protocol):
+    """Distilled models and their deployments. Each method is one transaction."""
+
+    def get_model(self, model_id: str, *, tenant: str) -> Model:
+        """Raises `NotFoundError`."""
+        ...
+
+    def list_models(self, page: Page, *, tenant: str) -> Slice[Model]: ...
+
+    def create_deployment(self, deployment: Deployment) -> Deployment:
+        """Raises `ConflictError` naming the holder if the route prefix is taken."""
+        ...
+
+    def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
+        """Raises `NotFoundError`."""
+        ...
+
+    def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]: ...
+
+    def all_deployments(self) -> Sequence[Deployment]:
+        """All tenants', oldest first."""
+        ...
+
+    def set_deployment_state(self, deployment_id: str, state: DeploymentState) -> None:
+        """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free."""
+        ...
+
+    def remove_deployment(self, deployment_id: str) -> None:
+        """Forget a deployment that is no longer served."""
+        ...
+
+
+# Training cluster
+
+
+class SubmissionStatus(StrEnum):
+    """Ray's view of a submission."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self not in (SubmissionStatus.PENDING, SubmissionStatus.RUNNING)
+
+
+@dataclass(frozen=True)
+class Submission:
+    status: SubmissionStatus
+    message: str = ""
+    """Ray's own explanation."""
+
+
+class JobCluster(Protocol):
+    """Where attempts run. Every method raises `ClusterUnavailableError` when the cluster does not answer."""
+
+    def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
+        """Start a command under an id that can be used once; does nothing if that id is already known."""
+        ...
+
+    def status(self, submission_id: str) -> Submission | None:
+        """None: the cluster does not know the id."""
+        ...
+
+    def stop(self, submission_id: str) -> None:
+        """Ask for the end of a submission; harmless for one that has ended or is unknown."""
+        ...
+
+    def logs(self, submission_id: str) -> str:
+        """What the entrypoint has printed so far; empty for an unknown id."""
+        ...
+
+    def check(self) -> None:
+        """Returns if the cluster answers."""
+        ...
+
+
+class StoredEvent(Protocol):
+    """An event object and its place among its writer's."""
+
+    @property
+    def writer(self) -> str: ...
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def event(self) -> AttemptEvent: ...
+
+
+class AttemptStore(Protocol):
+    """The objects below `jobs/{id}/attempts/{n}/`. Every method raises `StorageError` when the store fails."""
+
+    def write_request(self, request: AttemptRequest) -> None:
+        """Write `attempt.json`; writing the same request again changes nothing."""
+        ...
+
+    def read_events(self, job_id: str, attempt: int, cursor: Mapping[str, int]) -> Sequence[StoredEvent]:
+        """Events after `cursor` (last sequence number read, by writer), each writer's in order and without gaps."""
+        ...
+
+    def newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:
+        """Key of the newest complete checkpoint of the attempts before `before_attempt` (of all, if None)."""
+        ...
+
+    def artifact_manifest(self, job_id: str, attempt: int) -> Manifest | None:
+        """None: the artifact is not complete."""
+        ...
+
+    def artifact_uri(self, job_id: str, attempt: int) -> str: ...
+
+    def save_logs(self, job_id: str, attempt: int, text: str) -> None: ...
+
+
+# Serving cluster
+
+
+class DeploymentStatus(StrEnum):
+    PENDING = "pending"
+    """Stored, not yet handed to the cluster."""
+    DEPLOYING = "deploying"
+    RUNNING = "running"
+    UNHEALTHY = "unhealthy"
+    """It ran, and some replica does not any more."""
+    FAILED = "failed"
+    """It could not be started."""
+    DELETING = "deleting"
+
+
+@dataclass(frozen=True)
+class DeploymentState:
+    """The serving cluster's view of a deployment."""
+
+    status: DeploymentStatus
+    message: str = ""
+    replicas: int = 0
+    """Running now."""
+
+
+@dataclass(frozen=True)
+class DeploymentSpec:
+    """What is to be served. The fields are the arguments of `serve.app:build_app`."""
+
+    id: str
+    model: str
+    """`mdl_` id."""
+    artifact_uri: str
+    route_prefix: str = "/"
+    min_replicas: int = 1
+    max_replicas: int = 1
+    target_ongoing_requests: float = 8
+    """Requests a replica should work on at once; more replicas are started above it."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Engine options, handed through."""
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A served model."""
+
+    spec: DeploymentSpec
+    tenant: str
+    created_at: int
+    state: DeploymentState = DeploymentState(DeploymentStatus.PENDING)
+
+
+class ServeCluster(Protocol):
+    """Where deployments run. Every method raises `ClusterUnavailableError` when the cluster does not answer."""
+
+    def apply(self, deployments: Sequence[DeploymentSpec]) -> None:
+        """Make these, and no others, the served applications. Returns before they are ready."""
+        ...
+
+    def status(self) -> Mapping[str, DeploymentState]:
+        """By deployment id; an application that is gone is absent."""
+        ...

@@ -1,0 +1,285 @@
+"""Directories of files in an object store that are complete or invisible, and verified when they come back.
+
+A directory is complete once its `manifest.json` exists; it is written last and names size and SHA-256 of every file.
+Knows nothing about what the files mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from swiftkv_platform.attempts import MANIFEST, Manifest, ManifestFile
+from swiftkv_platform.errors import (
+    ArtifactCorruptError,
+    ConflictError,
+    InvalidInputError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, validate_key
+
+_PARALLEL_FILES = 8
+"""Files transferred at the same time."""
+
+
+def publish_directory(
+    store: ObjectStore,
+    directory: Path,
+    prefix: str,
+    *,
+    kind: Literal["artifact", "checkpoint"],
+    lineage: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> Manifest:
+    """Upload every file below `directory` to `prefix`, then the manifest, which it returns.
+
+    Repeating it after a failure, at whatever point, completes the upload; repeating it after success changes nothing.
+    Raises `ConflictError` if `prefix` is complete already with other files.
+    """
+    existing = _read(store, prefix)
+    if existing is not None:
+        return _same_files(existing, describe_directory(directory), prefix)
+    files = upload_files(store, directory, prefix)
+    return write_manifest(store, prefix, files, kind=kind, lineage=lineage, metrics=metrics)
+
+
+def describe_directory(directory: Path) -> dict[str, ManifestFile]:
+    """Size and SHA-256 of every file below `directory`, by its relative path; a `manifest.json` at the top is left out.
+
+    Raises `InvalidInputError` if there is none.
+    """
+    names = {path.relative_to(directory).as_posix(): path for path in sorted(_files(directory))}
+    if not names:
+        raise InvalidInputError(
+            f"directory {directory} has no files to upload", field="directory", value=str(directory)
+        )
+    with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+        return dict(zip(names, pool.map(_describe_file, names.values()), strict=True))
+
+
+def upload_files(store: ObjectStore, directory: Path, prefix: str) -> dict[str, ManifestFile]:
+    """Upload every file below `directory` to `prefix`, without a manifest.
+
+    Several ranks may upload their own files to one prefix; one of them merges what each call returned and hands it to
+    `write_manifest`.
+    """
+    files = describe_directory(directory)
+    with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+        list(pool.map(lambda name: store.upload_file(directory / name, join_key(prefix, name)), files))
+    return files
+
+
+def write_manifest(
+    store: ObjectStore,
+    prefix: str,
+    files: Mapping[str, ManifestFile],
+    *,
+    kind: Literal["artifact", "checkpoint"],
+    lineage: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> Manifest:
+    """Make `prefix` complete: every file must be there. Returns the manifest that is stored.
+
+    Raises `ConflictError` if the prefix is complete already with other files, and `InvalidInputError` for file names,
+    lineage or metrics that do not fit a manifest.
+    """
+    manifest = Manifest(
+        kind=kind, files=dict(files), created_at=time.time(), lineage=dict(lineage), metrics=dict(metrics)
+    )
+    _check_names(manifest)
+    try:
+        store.put_bytes(join_key(prefix, MANIFEST), _canonical(manifest), if_absent=True)
+    except ConflictError:
+        return _same_files(read_manifest(store, prefix), files, prefix)
+    return manifest
+
+
+def is_complete(store: ObjectStore, prefix: str) -> bool:
+    """Whether everything of the directory has been uploaded."""
+    return store.head(join_key(prefix, MANIFEST)) is not None
+
+
+def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
+    """The manifest of a complete directory. Raises `ObjectNotFoundError` if it is incomplete or missing, and
+    `ArtifactCorruptError` if it cannot be understood."""
+    key = join_key(prefix, MANIFEST)
+    data = store.get_bytes(key)
+    try:
+        manifest = Manifest.model_validate_json(data)
+        _check_names(manifest)
+    except (ValidationError, InvalidInputError) as error:
+        raise ArtifactCorruptError(
+            f"manifest {key!r} in {store.uri} is unusable: {error}", field="key", value=key
+        ) from error
+    return manifest
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """SHA-256 (hex) of the manifest's bytes as stored: it pins the content of every file."""
+    return hashlib.sha256(_canonical(manifest)).hexdigest()
+
+
+def delete_directory(store: ObjectStore, prefix: str) -> None:
+    """Remove a directory, its manifest first, so that it is never complete with files missing."""
+    store.delete(join_key(prefix, MANIFEST))
+    store.delete_prefix(prefix)
+
+
+def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manifest:
+    """Download the complete directory at `prefix` to `destination`, which appears in one step or not at all.
+
+    Size and SHA-256 of every file are checked on the way. A `destination` that already holds exactly these files (all
+    are read and hashed) is kept; one that holds another or a damaged artifact is replaced.
+
+    Raises `ObjectNotFoundError` if `prefix` is incomplete, `ArtifactCorruptError` if a file differs from the manifest,
+    and `ConflictError` if `destination` holds something that is no artifact.
+    """
+    manifest = read_manifest(store, prefix)
+    if _holds(destination, manifest):
+        return manifest
+    if not _replaceable(destination):
+        raise ConflictError(
+            f"{destination} exists and holds no artifact; name an empty or a new directory",
+            field="destination",
+            value=str(destination),
+        )
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=destination.parent) as workspace:
+        fresh = Path(workspace) / "new"
+        _download(store, prefix, manifest, fresh)
+        _swap_in(fresh, destination, retired=Path(workspace) / "old", manifest=manifest)
+    return manifest
+
+
+def _download(store: ObjectStore, prefix: str, manifest: Manifest, directory: Path) -> None:
+    """All files into the new `directory`, the manifest last; the first failure ends it."""
+    with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
+        transfers = [
+            pool.submit(_download_file, store, join_key(prefix, name), directory / name, file)
+            for name, file in manifest.files.items()
+        ]
+        try:
+            for transfer in transfers:
+                transfer.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    (directory / MANIFEST).write_bytes(_canonical(manifest))
+
+
+def _download_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile) -> None:
+    digest, size = hashlib.sha256(), 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for chunk in store.stream(key):
+                digest.update(chunk)
+                size += len(chunk)
+                file.write(chunk)
+    except ObjectNotFoundError as error:
+        raise _corrupt(store, key, f"it is missing, its manifest says {expected.size} bytes") from error
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}", field="destination", value=str(path)) from error
+    if ManifestFile(size=size, sha256=digest.hexdigest()) != expected:
+        raise _corrupt(
+            store,
+            key,
+            f"expected {expected.size} bytes with sha256 {expected.sha256}, "
+            f"found {size} bytes with sha256 {digest.hexdigest()}",
+        )
+
+
+def _corrupt(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptError:
+    return ArtifactCorruptError(
+        f"{key!r} in {store.uri} differs from its manifest: {difference}; publish the directory again elsewhere",
+        field="file",
+        value=key,
+    )
+
+
+def _replaceable(destination: Path) -> bool:
+    """Whether nothing but an artifact could be lost there."""
+    if not destination.exists():
+        return True
+    return destination.is_dir() and ((destination / MANIFEST).is_file() or not any(destination.iterdir()))
+
+
+def _swap_in(fresh: Path, destination: Path, *, retired: Path, manifest: Manifest) -> None:
+    """Put `fresh` in the place of `destination`. Another process may be doing the same: then its copy is as good."""
+    with suppress(FileNotFoundError):
+        destination.rename(retired)
+    try:
+        fresh.rename(destination)
+    except OSError:
+        if not _holds(destination, manifest):
+            raise
+
+
+def _holds(directory: Path, manifest: Manifest) -> bool:
+    """Whether `directory` has exactly the files of `manifest`."""
+    if not (directory / MANIFEST).is_file() or (directory / MANIFEST).read_bytes() != _canonical(manifest):
+        return False
+    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in _files(directory)}
+    if sizes != {name: file.size for name, file in manifest.files.items()}:
+        return False
+    return describe_directory(directory) == manifest.files
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """Every file below `directory` except a manifest at its top."""
+    return (path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
+
+
+def _describe_file(path: Path) -> ManifestFile:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_SIZE):
+            digest.update(chunk)
+            size += len(chunk)
+    return ManifestFile(size=size, sha256=digest.hexdigest())
+
+
+def _same_files(existing: Manifest, files: Mapping[str, ManifestFile], prefix: str) -> Manifest:
+    differing = sorted(
+        name for name in existing.files.keys() | files.keys() if existing.files.get(name) != files.get(name)
+    )
+    if differing:
+        raise ConflictError(
+            f"{prefix!r} is complete with other files ({', '.join(differing[:3])}); publish under another prefix",
+            field="prefix",
+            value=prefix,
+        )
+    return existing
+
+
+def _read(store: ObjectStore, prefix: str) -> Manifest | None:
+    return read_manifest(store, prefix) if is_complete(store, prefix) else None
+
+
+def _check_names(manifest: Manifest) -> None:
+    for name in manifest.files:
+        validate_key(name)
+        if name == MANIFEST:
+            raise InvalidInputError(f"a manifest does not name itself ({MANIFEST!r})", field="files", value=name)
+
+
+def _canonical(manifest: Manifest) -> bytes:
+    """One byte string per manifest: sorted keys, no white space, UTF-8."""
+    try:
+        document = manifest.model_dump(mode="json")
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"lineage and metrics of a manifest must be plain JSON with finite numbers: {error}", field="lineage"
+        ) from error
+    return text.encode()

@@ -1,0 +1,196 @@
+"""The attempt contract of `swiftkv_platform.attempts`, read and written in an object store. Decides nothing."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from swiftkv_platform.attempts import (
+    AttemptEvent,
+    AttemptRequest,
+    Manifest,
+    artifact_prefix,
+    checkpoints_prefix,
+    event_key,
+    events_prefix,
+    logs_key,
+    request_key,
+)
+from swiftkv_platform.errors import ObjectNotFoundError, StorageError
+from swiftkv_platform.storage.artifacts import is_complete, manifest_digest, read_manifest
+from swiftkv_platform.storage.object_store import ObjectStore, join_key
+
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
+_EVENT_NAME = re.compile(r"(\d{8,})\.json")
+
+
+@dataclass(frozen=True)
+class StoredEvent:
+    """An event and its place in the stream of its writer."""
+
+    writer: str
+    sequence: int
+    event: AttemptEvent
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A complete checkpoint."""
+
+    attempt: int
+    step: int
+    key: str
+    """Its directory."""
+    size: int
+    """Bytes of its files."""
+    sha256: str
+    """Digest of its manifest."""
+
+
+@dataclass(frozen=True, order=True)
+class _CheckpointName:
+    """Sorts checkpoints by how far they got; of one step the newest attempt's comes last."""
+
+    step: int
+    attempt: int
+    key: str
+
+
+class AttemptStore:
+    """What attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def write_request(self, request: AttemptRequest) -> None:
+        """Say what an attempt has to do; doing it again replaces the request."""
+        key = request_key(request.job_id, request.attempt)
+        self._store.put_bytes(key, request.model_dump_json().encode())
+
+    def read_request(self, job_id: str, attempt: int) -> AttemptRequest:
+        """What the attempt has to do. Raises `ObjectNotFoundError`."""
+        key = request_key(job_id, attempt)
+        data = self._store.get_bytes(key)
+        try:
+            return AttemptRequest.model_validate_json(data)
+        except ValidationError as error:
+            raise StorageError(
+                f"attempt request {key!r} cannot be understood: {error}", field="key", value=key
+            ) from error
+
+    def read_events(self, job_id: str, attempt: int, cursor: Mapping[str, int]) -> list[StoredEvent]:
+        """Events after `cursor` (writer -> last sequence seen), merged by time, each writer's own order kept.
+
+        A writer's events are returned up to the first missing number.
+        """
+        writers = self._store.list_directories(events_prefix(job_id, attempt))
+        streams = [self._writer_events(job_id, attempt, writer, cursor.get(writer, 0)) for writer in writers]
+        return list(heapq.merge(*streams, key=lambda stored: stored.event.time))
+
+    def _writer_events(self, job_id: str, attempt: int, writer: str, last_seen: int) -> Iterator[StoredEvent]:
+        expected = last_seen + 1
+        for sequence, key in _event_keys(self._store, job_id, attempt, writer, after=last_seen):
+            if sequence != expected:
+                return
+            expected += 1
+            data = self._store.get_bytes(key)
+            try:
+                event = AttemptEvent.model_validate_json(data)
+            except ValidationError as error:
+                raise StorageError(f"event {key!r} cannot be understood: {error}", field="key", value=key) from error
+            yield StoredEvent(writer, sequence, event)
+
+    def list_checkpoints(self, job_id: str) -> list[StoredCheckpoint]:
+        """Complete checkpoints of all attempts, by step, then attempt."""
+        found: list[StoredCheckpoint] = []
+        for name in self._checkpoint_names(job_id):
+            try:
+                manifest = read_manifest(self._store, name.key)
+            except ObjectNotFoundError:
+                continue  # incomplete, or rotated away since the listing
+            found.append(StoredCheckpoint(name.attempt, name.step, name.key, manifest.size, manifest_digest(manifest)))
+        return found
+
+    def newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:
+        """Key of the complete checkpoint with the largest step, of the newest attempt that has it, if there is one.
+
+        With `before_attempt`, only checkpoints of earlier attempts count.
+        """
+        names = self._checkpoint_names(job_id)
+        candidates = [name for name in names if before_attempt is None or name.attempt < before_attempt]
+        return next((name.key for name in reversed(candidates) if is_complete(self._store, name.key)), None)
+
+    def _checkpoint_names(self, job_id: str) -> list[_CheckpointName]:
+        """Checkpoint directories of all attempts in ascending order, complete or not."""
+        names: list[_CheckpointName] = []
+        for attempt in self._store.list_directories(f"jobs/{job_id}/attempts"):
+            if not attempt.isdecimal():
+                continue
+            prefix = checkpoints_prefix(job_id, int(attempt))
+            for name in self._store.list_directories(prefix):
+                match = _CHECKPOINT_NAME.match(name)
+                if match:
+                    names.append(_CheckpointName(int(match.group(1)), int(attempt), join_key(prefix, name)))
+        return sorted(names)
+
+    def artifact_manifest(self, job_id: str, attempt: int) -> Manifest | None:
+        """The manifest of the attempt's model, None while that is not complete."""
+        try:
+            return read_manifest(self._store, artifact_prefix(job_id, attempt))
+        except ObjectNotFoundError:
+            return None
+
+    def artifact_uri(self, job_id: str, attempt: int) -> str:
+        """Address of the attempt's model: `fetch_directory(open_store(uri), "", destination)` fetches it."""
+        return join_key(self._store.uri, artifact_prefix(job_id, attempt))
+
+    def save_logs(self, job_id: str, attempt: int, text: str) -> None:
+        """Keep the entrypoint's log of an attempt that has ended."""
+        self._store.put_bytes(logs_key(job_id, attempt), text.encode(errors="replace"))
+
+    def read_logs(self, job_id: str, attempt: int) -> str | None:
+        """The log kept by `save_logs`, None if there is none."""
+        try:
+            return self._store.get_bytes(logs_key(job_id, attempt)).decode(errors="replace")
+        except ObjectNotFoundError:
+            return None
+
+
+class EventWriter:
+    """Writes the numbered events of one writer of an attempt; a writer's name belongs to one process at a time.
+
+    A process that takes over a name goes on after the last number. If two hold one name all the same, the slower one's
+    next `write` raises `ConflictError` (on servers with conditional writes; see `s3_store`).
+    """
+
+    def __init__(self, store: ObjectStore, job_id: str, attempt: int, writer: str) -> None:
+        self._store = store
+        self._job_id = job_id
+        self._attempt = attempt
+        self._writer = writer
+        self._last: int | None = None
+
+    def write(self, event: AttemptEvent) -> int:
+        """Store `event` under the next number, which it returns."""
+        if self._last is None:
+            keys = _event_keys(self._store, self._job_id, self._attempt, self._writer, after=0)
+            self._last = max((sequence for sequence, _ in keys), default=0)
+        sequence, self._last = self._last + 1, None  # looked up again after a failure: the object may have arrived
+        key = event_key(self._job_id, self._attempt, self._writer, sequence)
+        self._store.put_bytes(key, event.model_dump_json().encode(), if_absent=True)
+        self._last = sequence
+        return sequence
+
+
+def _event_keys(store: ObjectStore, job_id: str, attempt: int, writer: str, *, after: int) -> Iterator[tuple[int, str]]:
+    """Numbers and keys of a writer's events after number `after`, ascending."""
+    prefix = join_key(events_prefix(job_id, attempt), writer)
+    start_after = event_key(job_id, attempt, writer, after)
+    for info in store.list(prefix, start_after=start_after):
+        match = _EVENT_NAME.fullmatch(info.key.removeprefix(f"{prefix}/"))
+        if match:
+            yield int(match.group(1)), info.key

@@ -1,0 +1,174 @@
+"""An object store in a directory of this machine (or of a file system that all machines mount). Knows no network."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
+from swiftkv_platform.storage.object_store import (
+    CHUNK_SIZE,
+    PROBE_KEY,
+    TEMPORARY_PREFIX,
+    ObjectInfo,
+    validate_key,
+    validate_prefix,
+)
+
+
+class LocalObjectStore:
+    """Each object is a file; it is written beside its place under a temporary name, then moved there in one step.
+
+    Files whose names start with `TEMPORARY_PREFIX` are objects in the making and are not listed.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    @property
+    def uri(self) -> str:
+        return str(self._root)
+
+    def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        path = self._path(key)
+        with _storage_errors("write", key), _temporary_beside(path) as temporary:
+            temporary.write_bytes(data)
+            _flush(temporary)
+            if not if_absent:
+                temporary.replace(path)
+                return
+            try:
+                path.hardlink_to(temporary)
+            except FileExistsError as error:
+                raise ConflictError(f"object {key!r} exists already in {self.uri}", field="key", value=key) from error
+
+    def get_bytes(self, key: str) -> bytes:
+        with _storage_errors("read", key):
+            return self._path(key).read_bytes()
+
+    def head(self, key: str) -> ObjectInfo | None:
+        path = self._path(key)
+        with _storage_errors("inspect", key):
+            return ObjectInfo(key, path.stat().st_size) if path.is_file() else None
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        trimmed = validate_prefix(prefix)
+        with _storage_errors("list", prefix):
+            yield from self._walk(f"{trimmed}/" if trimmed else "", start_after)
+
+    def list_directories(self, prefix: str) -> builtins.list[str]:
+        trimmed = validate_prefix(prefix)
+        directory = f"{trimmed}/" if trimmed else ""
+        with _storage_errors("list", prefix):
+            names = [name.removesuffix("/") for name, _ in self._entries(directory) if name.endswith("/")]
+            return sorted(name for name in names if any(self._walk(f"{directory}{name}/", None)))
+
+    def upload_file(self, path: Path, key: str) -> None:
+        target = self._path(key)
+        with _storage_errors("upload", key), _temporary_beside(target) as temporary:
+            shutil.copyfile(path, temporary)
+            _flush(temporary)
+            temporary.replace(target)
+
+    def download_file(self, key: str, path: Path) -> None:
+        with _storage_errors("download", key), _temporary_beside(path) as temporary:
+            shutil.copyfile(self._path(key), temporary)
+            temporary.replace(path)
+
+    def stream(self, key: str, chunk_size: int = CHUNK_SIZE) -> Iterator[bytes]:
+        with _storage_errors("read", key), self._path(key).open("rb") as file:
+            while chunk := file.read(chunk_size):
+                yield chunk
+
+    def delete(self, key: str) -> None:
+        with _storage_errors("delete", key):
+            self._path(key).unlink(missing_ok=True)
+
+    def delete_prefix(self, prefix: str) -> None:
+        trimmed = validate_prefix(prefix)
+        if not trimmed:
+            raise InvalidInputError("delete_prefix needs a prefix that is not empty", field="prefix", value=prefix)
+        with _storage_errors("delete", prefix):
+            if (self._root / trimmed).is_dir():
+                shutil.rmtree(self._root / trimmed)
+
+    def presigned_url(self, key: str, expires_s: int) -> str | None:  # noqa: ARG002 (a directory serves no URLs)
+        validate_key(key)
+        return None
+
+    def ping(self) -> None:
+        try:
+            self.put_bytes(PROBE_KEY, b"ok")
+            self.get_bytes(PROBE_KEY)
+            self.delete(PROBE_KEY)
+        except StorageError as error:
+            raise StorageError(
+                f"object store directory {self.uri} cannot be used: {error.message}",
+                field="storage_uri",
+                value=self.uri,
+            ) from error
+
+    def _path(self, key: str) -> Path:
+        return self._root / validate_key(key)
+
+    def _walk(self, directory: str, start_after: str | None) -> Iterator[ObjectInfo]:
+        """Objects below `directory` (empty, or with a trailing slash) in key order, from `start_after` on."""
+        for name, size in self._entries(directory):
+            key = directory + name
+            if name.endswith("/"):
+                if start_after is None or key > start_after or start_after.startswith(key):
+                    yield from self._walk(key, start_after)
+            elif start_after is None or key > start_after:
+                yield ObjectInfo(key, size)
+
+    def _entries(self, directory: str) -> builtins.list[tuple[str, int]]:
+        """Names in `directory` with their sizes. A trailing slash marks a directory, and gives the order S3 has."""
+        entries: list[tuple[str, int]] = []
+        try:
+            with os.scandir(self._root / directory) as scan:
+                for entry in scan:
+                    if entry.is_dir():
+                        entries.append((f"{entry.name}/", 0))
+                    elif not entry.name.startswith(TEMPORARY_PREFIX):
+                        with suppress(FileNotFoundError):  # deleted since the scan saw it
+                            entries.append((entry.name, entry.stat().st_size))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(entries)
+
+
+@contextmanager
+def _temporary_beside(path: Path) -> Iterator[Path]:
+    """A fresh file in the directory of `path`, gone at the end unless it was moved."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        temporary.chmod(0o644)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Force the content to disk: a rename must not survive a power loss that the content did not."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _storage_errors(action: str, key: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        if action in {"read", "download"}:
+            raise ObjectNotFoundError(f"there is no object {key!r}", field="key", value=key) from error
+        raise StorageError(f"cannot {action} {key!r}: {error}", field="key", value=key) from error
+    except OSError as error:
+        raise StorageError(f"cannot {action} {key!r}: {error}", field="key", value=key) from error

@@ -1,0 +1,168 @@
+"""What an object store is, and which one an address means. Knows keys and bytes, nothing about jobs or models."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from swiftkv_platform.errors import InvalidInputError
+
+CHUNK_SIZE = 1 << 20
+"""Bytes per read of a streamed object."""
+
+TEMPORARY_PREFIX = ".tmp-"
+"""File names a directory store keeps for objects being written; no key may contain such a segment."""
+
+PROBE_KEY = ".swiftkv-probe"
+"""Object that `ping` writes and deletes."""
+
+_MAX_KEY_BYTES = 1024
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One stored object."""
+
+    key: str
+    size: int
+    """Bytes."""
+
+
+class ObjectStore(Protocol):
+    """Whole objects under `/`-separated keys; a reader sees an object completely or not at all.
+
+    A `prefix` is a directory: `a/b` covers `a/b/c` and not `a/bc`; `""` is everything.
+    A key is never also the prefix of other keys. Every method raises `StorageError`
+    when the store fails, and `InvalidInputError` for a key that `validate_key` refuses.
+    """
+
+    @property
+    def uri(self) -> str:
+        """The address without credentials; `open_store(uri)` opens the same store."""
+
+    def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        """Write an object. With `if_absent`, raise `ConflictError` when the key exists."""
+
+    def get_bytes(self, key: str) -> bytes:
+        """The object's content. Raises `ObjectNotFoundError`."""
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Size of the object, None if there is none."""
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        """Objects below `prefix` in ascending order of their key, those after the key `start_after` only."""
+
+    def list_directories(self, prefix: str) -> builtins.list[str]:
+        """Sorted names of the immediate sub-directories that hold an object somewhere below."""
+
+    def upload_file(self, path: Path, key: str) -> None:
+        """Write the file's content as an object."""
+
+    def download_file(self, key: str, path: Path) -> None:
+        """Write the object to `path`, replacing it in one step. Raises `ObjectNotFoundError`."""
+
+    def stream(self, key: str, chunk_size: int = CHUNK_SIZE) -> Iterator[bytes]:
+        """The content in pieces of at most `chunk_size` bytes. Raises `ObjectNotFoundError`."""
+
+    def delete(self, key: str) -> None:
+        """Remove the object; a missing one is no error."""
+
+    def delete_prefix(self, prefix: str) -> None:
+        """Remove every object below `prefix`, which must not be empty."""
+
+    def presigned_url(self, key: str, expires_s: int) -> str | None:
+        """A URL that reads the object without credentials for `expires_s` seconds, where the store has such."""
+
+    def ping(self) -> None:
+        """Write, read and delete one small object, without waiting for a store that is away. Raises `StorageError`."""
+
+
+def open_store(uri: str) -> ObjectStore:
+    """The store at `uri`: a directory, `file:///directory` or `s3://bucket/prefix`. Does no I/O; `ping` does.
+
+    Raises `InvalidInputError` for an address that is none of these.
+    """
+    scheme = _SCHEME.match(uri)
+    name = scheme.group(1).lower() if scheme else "file"
+    if name == "s3":
+        from swiftkv_platform.storage.s3_store import S3ObjectStore
+
+        bucket, prefix = _parse_s3(uri)
+        return S3ObjectStore(bucket, prefix)
+    if name == "file" and uri:
+        from swiftkv_platform.storage.local_store import LocalObjectStore
+
+        return LocalObjectStore(_parse_file(uri) if scheme else Path(uri).expanduser())
+    raise _bad_uri(uri, "its scheme is unknown" if uri else "it is empty")
+
+
+def validate_key(key: str) -> str:
+    """`key` itself, if it is a relative path of ordinary segments. Raises `InvalidInputError`."""
+    reason = _key_fault(key)
+    if reason is not None:
+        raise InvalidInputError(
+            f"object key {key!r} {reason}; keys are relative paths such as 'jobs/1/a.json'", field="key", value=key
+        )
+    return key
+
+
+def validate_prefix(prefix: str) -> str:
+    """`prefix` without a trailing slash, if it is empty or a valid key. Raises `InvalidInputError`."""
+    trimmed = prefix.removesuffix("/")
+    return validate_key(trimmed) if trimmed else ""
+
+
+def join_key(prefix: str, name: str) -> str:
+    """`name` below `prefix`, which may be empty."""
+    return f"{prefix.removesuffix('/')}/{name}" if prefix else name
+
+
+def _key_fault(key: str) -> str | None:
+    segments = key.split("/")
+    if "" in segments:
+        return "is empty, absolute or has an empty segment"
+    if "." in segments or ".." in segments:
+        return "has a '.' or '..' segment"
+    if any(segment.startswith(TEMPORARY_PREFIX) for segment in segments):
+        return f"has a segment that starts with {TEMPORARY_PREFIX!r}"
+    if "\\" in key or not key.isprintable():
+        return "has a backslash or a character that cannot be printed"
+    if len(key.encode()) > _MAX_KEY_BYTES:
+        return f"is longer than {_MAX_KEY_BYTES} bytes"
+    return None
+
+
+def _parse_s3(uri: str) -> tuple[str, str]:
+    parts = urlsplit(uri)
+    if parts.query or parts.fragment:
+        raise _bad_uri(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
+    if not _BUCKET.fullmatch(parts.netloc):
+        raise _bad_uri(uri, f"{parts.netloc!r} is no bucket name")
+    prefix = parts.path.strip("/")
+    fault = _key_fault(prefix) if prefix else None
+    if fault is not None:
+        raise _bad_uri(uri, f"its prefix {fault}")
+    return parts.netloc, prefix
+
+
+def _parse_file(uri: str) -> Path:
+    parts = urlsplit(uri)
+    if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
+        raise _bad_uri(uri, "a file address names no host and an absolute path")
+    return Path(unquote(parts.path))
+
+
+def _bad_uri(uri: str, why: str) -> InvalidInputError:
+    shown = re.sub(r"//[^/@]*@", "//", uri)
+    return InvalidInputError(
+        f"object store address {shown!r} cannot be used: {why}; give a directory, file:///directory or s3://bucket/prefix",
+        field="storage_uri",
+        value=shown,
+    )

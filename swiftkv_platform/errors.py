@@ -21,13 +21,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 
 class SwiftKVError(Exception):
     """Base of every error this project raises on purpose."""
 
-    code: ClassVar[str] = "internal_error"
+    code: str = "internal_error"
     """Stable machine-readable name; `status_reason.code` of a failed job."""
 
     def __init__(self, message: str, *, field: str | None = None, value: Any = None) -> None:

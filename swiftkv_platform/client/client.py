@@ -1,0 +1,198 @@
+"""`Client`: one object for the control plane's routes and for generation. Knows addresses, keys and routes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any, Literal, Self, overload
+
+import httpx
+
+from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
+from swiftkv_platform.client.jobs import Jobs, rows
+from swiftkv_platform.client.models import Deployment, Generation, Model
+from swiftkv_platform.client.sse import iter_events
+from swiftkv_platform.client.transport import Transport
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+
+DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+DEFAULT_SERVE_URL = "http://127.0.0.1:8001"
+_CONTROL_PLANE_AWAY = "Is the control plane running? `swiftkv status` tells, `swiftkv up` starts one on this machine."
+_SERVE_AWAY = "Is a model deployed? `swiftkv deploy MODEL` serves one."
+
+
+class Client:
+    """A control plane and the Ray Serve in front of its models.
+
+    Args:
+        base_url: address of the control plane.
+        api_key: key of both; None where the server runs without keys.
+        serve_url: address of Ray Serve's HTTP proxy.
+        timeout: seconds without a byte before a connection counts as broken.
+        max_retries: further tries of a call after a connection error or a 503 that asks to wait.
+        outage_s: how long `jobs.wait` and `jobs.events` put up with a control plane that is away.
+        transport: replaces the network, for tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_BASE_URL,
+        api_key: str | None = None,
+        *,
+        serve_url: str = DEFAULT_SERVE_URL,
+        timeout: float = 60.0,
+        max_retries: int = 4,
+        outage_s: float = 60.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        def connect(url: str, when_away: str) -> Transport:
+            return Transport(
+                url,
+                api_key=api_key,
+                timeout=timeout,
+                max_retries=max_retries,
+                when_away=when_away,
+                transport=transport,
+            )
+
+        self._control = connect(base_url, _CONTROL_PLANE_AWAY)
+        self._serve = connect(serve_url, _SERVE_AWAY)
+        self.jobs = Jobs(self._control, outage_s=outage_s)
+        self.models = Models(self._control)
+        self.deployments = Deployments(self._control)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._control.close()
+        self._serve.close()
+
+    def health(self) -> dict[str, Any]:
+        """The answer of `/healthz`: the process lives."""
+        answer: dict[str, Any] = self._control.request("GET", "/healthz", repeatable=True).json()
+        return answer
+
+    def ready(self) -> dict[str, Any]:
+        """The answer of `/readyz`: database, Ray and object store answer.
+
+        Raises:
+            ServiceUnavailableError: one of them does not; the message says which.
+        """
+        answer: dict[str, Any] = self._control.request("GET", "/readyz", repeatable=True).json()
+        return answer
+
+    @overload
+    def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...
+    @overload
+    def generate(
+        self, prompt: str | list[int], *, stream: Literal[True], **parameters: Any
+    ) -> Iterator[Generation]: ...
+    def generate(
+        self, prompt: str | list[int], *, stream: bool = False, **parameters: Any
+    ) -> Generation | Iterator[Generation]:
+        """Continue a prompt (text or token ids) with the deployed model.
+
+        Args:
+            stream: return an iterator of pieces instead of the whole answer.
+            parameters: what `POST /generate` takes: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, ...
+        """
+        body = {"prompt": prompt, "stream": stream, **parameters}
+        if stream:
+            return self._generate_stream(body)
+        # Sampling without a seed gives another text, but nothing is done twice that anyone could notice.
+        return Generation.model_validate(self._serve.request("POST", "/generate", json=body, repeatable=True).json())
+
+    def _generate_stream(self, body: dict[str, Any]) -> Iterator[Generation]:
+        with self._serve.stream("POST", "/generate", json=body) as response:
+            for message in iter_events(response.iter_bytes()):
+                if message.data == "[DONE]":
+                    return
+                yield self._piece(message.data)
+        raise SwiftKVError(f"{self._serve.base_url} closed the stream before its end; ask again.")
+
+    def _piece(self, data: str) -> Generation:
+        document = json.loads(data)
+        if "choices" not in document:
+            # The status line has long been sent when generation fails midway: the stream carries the problem.
+            problem = Problem.model_validate({"status": 500, **document})
+            raise ServerError(problem, request=f"POST {self._serve.base_url}/generate")
+        return Generation.model_validate(document)
+
+
+class Models:
+    """Distilled models with their lineage."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def list(self, *, limit: int | None = None) -> list[Model]:
+        """Models, newest first."""
+        return [Model.model_validate(row) for row in rows(self._transport, "/models", {}, limit)]
+
+    def get(self, model_id: str) -> Model:
+        return Model.model_validate(self._transport.request("GET", f"/models/{model_id}", repeatable=True).json())
+
+
+class Deployments:
+    """Served models."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def create(self, model: str | None, **options: Any) -> Deployment:
+        """Serve a model; returns at once, `wait_ready` waits.
+
+        Args:
+            model: a `mdl_...` id, such as a succeeded job's `distilled_model`.
+            options: `min_replicas`, `max_replicas`, `target_ongoing_requests`, `engine`.
+        """
+        if model is None:
+            raise InvalidInputError(
+                "deployments.create(model=None): only a job that succeeded has a `distilled_model`; "
+                "its `status` and `error` tell why this one has none",
+                field="model",
+            )
+        body = {"model": model, **options}
+        return Deployment.model_validate(
+            self._transport.request("POST", "/deployments", json=body, repeatable=False).json()
+        )
+
+    def get(self, deployment_id: str) -> Deployment:
+        response = self._transport.request("GET", f"/deployments/{deployment_id}", repeatable=True)
+        return Deployment.model_validate(response.json())
+
+    def list(self) -> list[Deployment]:
+        return [Deployment.model_validate(row) for row in rows(self._transport, "/deployments", {}, None)]
+
+    def delete(self, deployment_id: str) -> None:
+        """Stop serving; deleting what is gone already is no error."""
+        try:
+            self._transport.request("DELETE", f"/deployments/{deployment_id}", repeatable=True)
+        except ResourceNotFoundError:
+            return
+
+    def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Deployment:
+        """Block until the deployment answers requests.
+
+        Raises:
+            SwiftKVError: it failed; the message says why.
+            WaitTimeoutError: time is up.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            deployment = self.get(deployment_id)
+            if deployment.status == "running":
+                return deployment
+            if deployment.status == "failed":
+                raise SwiftKVError(f"Deployment {deployment_id} failed: {deployment.message or 'no reason given'}")
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"Deployment {deployment_id} is still {deployment.status} after {timeout:g} s: {deployment.message}"
+                )
+            time.sleep(poll_interval)

@@ -1,0 +1,168 @@
+"""What a failed call raises, from the server's problem details (RFC 9457). Knows status codes, no transport.
+
+SwiftKVError
+├── UnreachableError             nobody answers at the address
+├── WaitTimeoutError             the job had not finished in time
+└── APIError                     the server refused: status, code, errors[]
+    ├── InvalidRequestError      400, 413, 415, 422; also an InvalidInputError
+    ├── AuthenticationError      401, 403
+    ├── ResourceNotFoundError    404; also a NotFoundError
+    ├── RequestConflictError     409; also a ConflictError
+    ├── RateLimitedError         429; retry_after
+    └── ServerError              5xx
+        └── ServiceUnavailableError   503; retry_after
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
+
+_EXCERPT = 500
+"""Characters of an answer that is no problem document shown in the message."""
+
+
+class FieldError(BaseModel):
+    """One field that was refused."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    field: str | None = None
+    value: Any = None
+    message: str = ""
+
+    def __str__(self) -> str:
+        # The server's message usually names the field already; saying it twice helps nobody.
+        if not self.field or self.field in self.message:
+            return self.message
+        return f"{self.field}: {self.message}"
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem details with this API's `code` and `errors`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    title: str = ""
+    status: int
+    detail: str = ""
+    code: str = "unknown"
+    errors: tuple[FieldError, ...] = ()
+
+
+class UnreachableError(SwiftKVError):
+    """No connection, or one that broke; the message says what would start or find the server."""
+
+    code = "unreachable"
+
+
+class WaitTimeoutError(SwiftKVError):
+    """`jobs.wait` ran out of time; the job goes on."""
+
+    code = "wait_timeout"
+
+
+class APIError(SwiftKVError):
+    """The server answered with an error."""
+
+    def __init__(self, problem: Problem, *, request: str, retry_after: float | None = None) -> None:
+        first = problem.errors[0] if problem.errors else FieldError()
+        super().__init__(_describe(problem, request, retry_after), field=first.field, value=first.value)
+        self.status = problem.status
+        """HTTP status code."""
+        self.code = problem.code
+        self.errors = problem.errors
+        """One entry a refused field: `field`, `value`, `message`."""
+        self.retry_after = retry_after
+        """Seconds the server asks to wait, where it does."""
+
+
+class InvalidRequestError(APIError, InvalidInputError):
+    """The request cannot be accepted as it is."""
+
+
+class AuthenticationError(APIError):
+    """No key, a wrong key, or one without the scope."""
+
+
+class ResourceNotFoundError(APIError, NotFoundError):
+    """No such job, model, deployment or file."""
+
+
+class RequestConflictError(APIError, ConflictError):
+    """A legal request at the wrong moment."""
+
+
+class RateLimitedError(APIError):
+    """A quota or a full queue."""
+
+
+class ServerError(APIError):
+    """The server failed."""
+
+
+class ServiceUnavailableError(ServerError):
+    """Ray, the database or the model is away for a while."""
+
+
+_BY_STATUS: dict[int, type[APIError]] = {
+    400: InvalidRequestError,
+    401: AuthenticationError,
+    403: AuthenticationError,
+    404: ResourceNotFoundError,
+    409: RequestConflictError,
+    413: InvalidRequestError,
+    415: InvalidRequestError,
+    422: InvalidRequestError,
+    429: RateLimitedError,
+    503: ServiceUnavailableError,
+}
+
+_NEXT_STEP: dict[int, str] = {
+    401: "Pass api_key= (command line: SWIFTKV_API_KEY).",
+    403: "Use a key that has the scope for this, or ask the operator for one.",
+    404: "`swiftkv jobs list` and `swiftkv models list` show what exists.",
+}
+
+
+def error_from(response: httpx.Response) -> APIError:
+    """The exception of an unsuccessful response, whose body must have been read."""
+    request = f"{response.request.method} {response.request.url}"
+    problem = _problem_of(response)
+    default = ServerError if response.status_code >= 500 else APIError
+    kind = _BY_STATUS.get(response.status_code, default)
+    return kind(problem, request=request, retry_after=retry_after_of(response))
+
+
+def retry_after_of(response: httpx.Response) -> float | None:
+    """Seconds of the `Retry-After` header; None if absent or a date."""
+    try:
+        return max(float(response.headers["retry-after"]), 0.0)
+    except (KeyError, ValueError):
+        return None
+
+
+def _problem_of(response: httpx.Response) -> Problem:
+    try:
+        document = response.json()
+        return Problem.model_validate({"status": response.status_code, **document})
+    except (ValueError, TypeError, ValidationError):
+        # A proxy in between, or Ray Serve itself, answers in plain text.
+        detail = response.text[:_EXCERPT].strip()
+        return Problem(status=response.status_code, title=response.reason_phrase, detail=detail)
+
+
+def _describe(problem: Problem, request: str, retry_after: float | None) -> str:
+    lines = [problem.detail or problem.title or "The server gave no reason."]
+    lines += [f"  {error}" for error in problem.errors if str(error) not in lines[0]]
+    if retry_after is not None:
+        lines.append(f"Try again in {retry_after:g} s.")
+    elif problem.status in _NEXT_STEP:
+        lines.append(_NEXT_STEP[problem.status])
+    elif problem.status >= 500:
+        lines.append("The server's log says more.")
+    return "\n".join(lines) + f"\n({problem.status} {problem.code}, {request})"

@@ -1,0 +1,201 @@
+"""The `/jobs` routes. Knows how to submit once, follow and wait; starts nothing itself."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ulid import ULID
+
+from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, WaitTimeoutError
+from swiftkv_platform.client.models import ArtifactFile, Estimate, Job, JobEvent, MetricPoint
+from swiftkv_platform.client.sse import iter_events, iter_lines
+from swiftkv_platform.client.transport import Patience, Transport
+from swiftkv_platform.specs import JobSpec
+
+_PAGE = 100
+_RECONNECT_PAUSE_S = 0.5
+
+
+class Jobs:
+    """Distillation jobs.
+
+    Args:
+        outage_s: how long `wait` and `events` put up with a server that is away (a restart, say).
+    """
+
+    def __init__(self, transport: Transport, *, outage_s: float) -> None:
+        self._transport = transport
+        self._outage_s = outage_s
+        self._seen: weakref.WeakValueDictionary[str, Job] = weakref.WeakValueDictionary()
+
+    def create(self, spec: JobSpec | dict[str, Any], idempotency_key: str | None = None) -> Job:
+        """Submit a job.
+
+        Without a key one is made up, so a retry after a broken connection cannot submit the job twice. Pass your own to
+        be safe over restarts of your program as well.
+
+        Raises:
+            InvalidRequestError: the spec is refused; `errors` names field, value and what is accepted.
+        """
+        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        response = self._transport.request("POST", "/jobs", json=_document(spec), headers=headers, repeatable=True)
+        return self._adopt(response.json())
+
+    def validate(self, spec: JobSpec | dict[str, Any]) -> Estimate:
+        """Check a spec as `create` would and estimate what it costs; stores nothing."""
+        response = self._transport.request("POST", "/jobs/validate", json=_document(spec), repeatable=True)
+        return Estimate.model_validate(response.json())
+
+    def get(self, job_id: str) -> Job:
+        return self._adopt(self._transport.request("GET", f"/jobs/{job_id}", repeatable=True).json())
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for the end of a job; asking twice is the same."""
+        return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/cancel", repeatable=True).json())
+
+    def wait(self, job_id: str, timeout: float | None = None, *, poll_interval: float = 1.0) -> Job:
+        """Block until the job has finished, well or not, and return it.
+
+        Args:
+            timeout: seconds; None waits for as long as it takes.
+
+        Raises:
+            WaitTimeoutError: time is up; the job goes on.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        patience = Patience(self._outage_s)
+        while True:
+            try:
+                job = self.get(job_id)
+                patience.answered()
+                if job.finished:
+                    return job
+            except (UnreachableError, ServiceUnavailableError) as error:
+                patience.forgive(error, poll_interval)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"Job {job_id} has not finished within {timeout:g} s; it goes on. "
+                    f"`swiftkv jobs watch {job_id}` follows it, `swiftkv jobs cancel {job_id}` ends it."
+                )
+            time.sleep(poll_interval)
+
+    def events(self, job_id: str, follow: bool = True, *, after: str | None = None) -> Iterator[JobEvent]:
+        """Yield a job's events in order, each once.
+
+        Args:
+            follow: go on until the job has finished, over broken connections and restarts of the server.
+            after: id of the last event already seen.
+        """
+        if not follow:
+            yield from self._past_events(job_id, after)
+            return
+        patience = Patience(self._outage_s)
+        while True:
+            try:
+                for event in self._live_events(job_id, after):
+                    patience.answered()
+                    after = event.id
+                    yield event
+                # The stream's end may be the job's end or a proxy's time limit: the job itself tells which.
+                finished = self.get(job_id).finished
+                patience.answered()
+            except (UnreachableError, ServiceUnavailableError) as error:
+                patience.forgive(error, _RECONNECT_PAUSE_S)
+                continue
+            if finished:
+                yield from self._past_events(job_id, after)
+                return
+            time.sleep(_RECONNECT_PAUSE_S)
+
+    def metrics(self, job_id: str) -> list[MetricPoint]:
+        """The time series, by ascending step."""
+        found = rows(self._transport, f"/jobs/{job_id}/metrics", {}, None)
+        return sorted((MetricPoint.model_validate(row) for row in found), key=lambda point: point.step)
+
+    def logs(self, job_id: str, follow: bool = False) -> Iterator[str]:
+        """Yield the log's lines; with `follow` as they are written, until the job has finished."""
+        params = {"follow": "true"} if follow else {}
+        with self._transport.stream("GET", f"/jobs/{job_id}/logs", params=params) as response:
+            yield from iter_lines(response.iter_bytes())
+
+    def artifacts(self, job_id: str) -> list[ArtifactFile]:
+        """The files of the distilled model."""
+        found = rows(self._transport, f"/jobs/{job_id}/artifacts", {}, None)
+        return [ArtifactFile.model_validate(row) for row in found]
+
+    def download(self, job_id: str, path: str, destination: Path) -> Path:
+        """Write one file of the artifact to `destination`, whole or not at all, and return it."""
+        partial = destination.with_name(destination.name + ".part")
+        try:
+            with (
+                self._transport.stream("GET", f"/jobs/{job_id}/artifacts/{path}", follow_redirects=True) as response,
+                partial.open("wb") as file,
+            ):
+                for chunk in response.iter_bytes():
+                    file.write(chunk)
+            partial.replace(destination)
+        finally:
+            partial.unlink(missing_ok=True)
+        return destination
+
+    def list(
+        self,
+        *,
+        status: str | None = None,
+        model: str | None = None,
+        metadata: dict[str, str] | None = None,
+        limit: int | None = None,
+    ) -> list[Job]:
+        """Jobs, newest first; all of them without `limit`."""
+        params = {"status": status, "model": model, **{f"metadata.{k}": v for k, v in (metadata or {}).items()}}
+        params = {name: value for name, value in params.items() if value is not None}
+        return [self._adopt(row) for row in rows(self._transport, "/jobs", params, limit)]
+
+    def _adopt(self, row: dict[str, Any]) -> Job:
+        """The one object of this job, brought up to date."""
+        fresh = Job.model_validate(row)
+        known = self._seen.get(fresh.id)
+        if known is None:
+            self._seen[fresh.id] = fresh
+            return fresh
+        for name, value in fresh:
+            setattr(known, name, value)
+        return known
+
+    def _past_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
+        params = {"order": "asc", **({"after": after} if after else {})}
+        for row in rows(self._transport, f"/jobs/{job_id}/events", params, None):
+            yield JobEvent.model_validate(row)
+
+    def _live_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
+        headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
+        with self._transport.stream("GET", f"/jobs/{job_id}/events", headers=headers) as response:
+            for message in iter_events(response.iter_bytes()):
+                # Anything else on the stream (a keep-alive, a newer server's own) is not ours.
+                with suppress(ValidationError):
+                    yield JobEvent.model_validate_json(message.data)
+
+
+def rows(transport: Transport, path: str, params: dict[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a list over all its pages, at most `limit`."""
+    left = limit
+    params = dict(params)
+    while left is None or left > 0:
+        size = _PAGE if left is None else min(left, _PAGE)
+        page = transport.request("GET", path, params={**params, "limit": size}, repeatable=True).json()
+        yield from page["data"]
+        if not page.get("has_more") or not page["data"]:
+            return
+        left = None if left is None else left - len(page["data"])
+        params["after"] = page["last_id"]
+
+
+def _document(spec: JobSpec | dict[str, Any]) -> dict[str, Any]:
+    # Only what was said: the server fills in its own defaults, and a JobSpec's must not override a newer server's.
+    return spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else spec

@@ -1,0 +1,163 @@
+"""The control plane's and `/generate`'s objects as a client sees them. Fields that a newer server adds are kept."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+JobStatus = Literal["queued", "starting", "running", "evaluating", "succeeded", "failed", "cancelling", "cancelled"]
+FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class StatusReason(_Answer):
+    code: str
+    message: str = ""
+    field: str | None = None
+
+
+class JobProgress(_Answer):
+    step: int = 0
+    total_steps: int | None = None
+    tokens: int = 0
+    percent: float | None = None
+    seconds_remaining: float | None = None
+
+
+class JobError(_Answer):
+    code: str
+    message: str = ""
+    param: str | None = None
+    """Dotted path of the field to blame, where one is."""
+
+
+class Job(_Answer):
+    """A distillation job.
+
+    Live: a client hands out one object per id, and every later answer about that job updates it.
+    """
+
+    id: str
+    object: str = "distillation.job"
+    name: str
+    status: str
+    status_reason: StatusReason | None = None
+    created_at: int
+    """Unix seconds, as all times here."""
+    started_at: int | None = None
+    finished_at: int | None = None
+    estimated_finish: int | None = None
+    progress: JobProgress | None = None
+    attempt: int = 0
+    spec: dict[str, Any] = {}
+    distilled_model: str | None = None
+    """Id of the model (`mdl_...`) to deploy."""
+    result: dict[str, Any] | None = None
+    tracking: dict[str, Any] | None = None
+    artifact_uri: str | None = None
+    submission_id: str | None = None
+    error: JobError | None = None
+    metadata: dict[str, str] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further status can follow."""
+        return self.status in FINISHED
+
+
+class JobEvent(_Answer):
+    """Something that happened to a job."""
+
+    id: str
+    created_at: int
+    level: Literal["info", "warn", "error"] = "info"
+    type: str
+    message: str = ""
+    data: dict[str, Any] = {}
+
+
+class MetricPoint(_Answer):
+    """The metrics of one step; evaluation metrics (`eval_*`) are extra fields."""
+
+    step: int
+    tokens: int | None = None
+    loss: float | None = None
+    logits_loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+
+
+class Estimate(_Answer):
+    """What `POST /jobs/validate` foresees."""
+
+
+class ArtifactFile(_Answer):
+    """One file of a job's artifact."""
+
+    path: str
+    size: int
+    sha256: str
+    url: str | None = None
+    """Time-limited address (S3) or route of the control plane (local store)."""
+
+
+class Model(_Answer):
+    """A distilled model with its lineage."""
+
+    id: str
+    job_id: str | None = None
+    created_at: int | None = None
+    metrics: dict[str, Any] | None = None
+
+
+class Deployment(_Answer):
+    """A served model."""
+
+    id: str
+    model: str
+    status: str
+    message: str | None = None
+    url: str | None = None
+    """Where `/generate` answers."""
+
+
+class GenerationChoice(_Answer):
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: str | None = None
+
+
+class Usage(_Answer):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_layers_skipped_tokens: int = 0
+    early_exit_tokens: int = 0
+
+
+class Timings(_Answer):
+    queue_ms: float | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    total_ms: float | None = None
+
+
+class Generation(_Answer):
+    """An answer of `/generate`, or one event of a streamed one (whose texts are what is new)."""
+
+    id: str = ""
+    model: str = ""
+    choices: list[GenerationChoice] = []
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text if self.choices else ""

@@ -1,0 +1,151 @@
+"""Requests with retries and typed errors. Knows HTTP, none of the routes."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, error_from, retry_after_of
+
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_PAUSE_S = 30.0
+
+# Raised before the request has left, so repeating it can do nothing twice.
+_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+class Transport:
+    """One server: its address, key, retries and errors.
+
+    Args:
+        when_away: what to do when nobody answers, appended to the error's message.
+        max_retries: further tries after a connection error or a 503 that carries `Retry-After`; pauses double from
+            0.25 s.
+        transport: replaces the network, for tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None,
+        timeout: float,
+        max_retries: int,
+        when_away: str,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._when_away = when_away
+        self._max_retries = max_retries
+        self._http = httpx.Client(
+            base_url=self.base_url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=timeout,
+            transport=transport,
+            # A proxy from the environment cannot reach this machine's loopback.
+            trust_env=not _is_loopback(self.base_url),
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        repeatable: bool,
+        json: Any = None,
+        params: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response:
+        """Send one request and return its successful response.
+
+        Args:
+            repeatable: whether a request that may have arrived can be sent again without doing its work twice.
+
+        Raises:
+            APIError: the server refused.
+            UnreachableError: no connection, after the retries.
+        """
+        for attempt in range(self._max_retries + 1):
+            last = attempt == self._max_retries
+            pause = _FIRST_BACKOFF_S * 2**attempt
+            try:
+                response = self._http.request(method, path, json=json, params=params, headers=headers)
+            except httpx.TransportError as error:
+                if last or not (repeatable or isinstance(error, _NEVER_SENT)):
+                    raise self.unreachable(error) from error
+            else:
+                if response.is_success:
+                    return response
+                asked = retry_after_of(response)
+                if last or response.status_code != 503 or asked is None:
+                    raise error_from(response)
+                pause = asked
+            time.sleep(min(pause, _LONGEST_PAUSE_S))
+        raise AssertionError("the last attempt returns or raises")
+
+    @contextmanager
+    def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        params: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+        follow_redirects: bool = False,
+    ) -> Iterator[httpx.Response]:
+        """Open a response whose body is read as it comes; not retried.
+
+        Raises:
+            APIError: the server refused.
+            UnreachableError: no connection, or one that broke while the body was read.
+        """
+        try:
+            with self._http.stream(
+                method, path, json=json, params=params, headers=headers, follow_redirects=follow_redirects
+            ) as response:
+                if not response.is_success:
+                    response.read()
+                    raise error_from(response)
+                yield response
+        except httpx.TransportError as error:
+            raise self.unreachable(error) from error
+
+    def unreachable(self, error: Exception) -> UnreachableError:
+        reason = str(error) or type(error).__name__
+        return UnreachableError(f"No answer from {self.base_url}: {reason}.\n{self._when_away}")
+
+
+class Patience:
+    """Forgives failures while the server is away for no longer than `outage_s` seconds at a stretch."""
+
+    def __init__(self, outage_s: float) -> None:
+        self._outage_s = outage_s
+        self._away_since: float | None = None
+
+    def answered(self) -> None:
+        self._away_since = None
+
+    def forgive(self, error: UnreachableError | ServiceUnavailableError, pause: float) -> None:
+        """Sleep before the next try, or raise `error` when the server has been away for too long."""
+        now = time.monotonic()
+        self._away_since = self._away_since or now
+        if now - self._away_since >= self._outage_s:
+            raise error
+        time.sleep(max(pause, getattr(error, "retry_after", None) or 0.0))
+
+
+def _is_loopback(url: str) -> bool:
+    host = httpx.URL(url).host
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

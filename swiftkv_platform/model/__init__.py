@@ -1,0 +1,6 @@
+"""The SwiftKV transformation of Hugging Face decoders. Importing it registers the classes with transformers' Auto classes."""
+
+from swiftkv_platform.model.conversion import convert
+from swiftkv_platform.model.families import FAMILIES, student_classes
+
+__all__ = ["FAMILIES", "convert", "student_classes"]

@@ -1,0 +1,90 @@
+"""The model families, as one table. A row names a transformers module; the SwiftKV classes are made from it.
+
+A family fits when its decoder layer hands keyword arguments on to its attention, which has `q_proj`, `k_proj`, `v_proj`,
+`o_proj` and rotates halves (RoPE of Llama). What differs further is a column here, not a fork of the forward pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.attention import SwiftKVAttentionMixin
+from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
+from swiftkv_platform.model.config import SwiftKVConfigMixin
+from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
+
+
+@dataclass(frozen=True)
+class Family:
+    """One teacher architecture of transformers."""
+
+    model_type: str
+    """Teacher's `model_type`; the student's is `{model_type}_swiftkv`."""
+    prefix: str
+    """Prefix of transformers' class names."""
+
+    def teacher_class(self, suffix: str) -> type[Any]:
+        """The family's class `{prefix}{suffix}`, from its modelling or configuration module."""
+        module = "configuration" if suffix == "Config" else "modeling"
+        path = f"transformers.models.{self.model_type}.{module}_{self.model_type}"
+        teacher: type[Any] = getattr(importlib.import_module(path), f"{self.prefix}{suffix}")
+        return teacher
+
+
+FAMILIES = {family.model_type: family for family in (Family("llama", "Llama"),)}
+
+
+@dataclass(frozen=True)
+class StudentClasses:
+    """The classes made for one family."""
+
+    config: type[Any]
+    causal_lm: type[Any]
+
+
+def _derive(family: Family, suffix: str, mixin: type, **members: Any) -> type[Any]:
+    """`{prefix}SwiftKV{suffix}`: the mixin before the family's own class, importable from this module."""
+    teacher = family.teacher_class(suffix)
+    name = f"{family.prefix}SwiftKV{suffix}"
+    body = {"__module__": __name__, "__qualname__": name, **members}
+    student = types.new_class(name, (mixin, teacher), exec_body=lambda namespace: namespace.update(body))
+    globals()[name] = student
+    return student
+
+
+def _build(family: Family) -> StudentClasses:
+    model_type = f"{family.model_type}_swiftkv"
+    config = _derive(
+        family, "Config", SwiftKVConfigMixin, model_type=model_type, __annotations__=SwiftKVConfigMixin.__annotations__
+    )
+    attention = _derive(family, "Attention", SwiftKVAttentionMixin)
+    layer = _derive(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
+    decoder = _derive(family, "Model", SwiftKVDecoderMixin, layer_class=layer, config_class=config)
+    causal_lm = _derive(family, "ForCausalLM", SwiftKVForCausalLMMixin, decoder_class=decoder, config_class=config)
+    AutoConfig.register(model_type, config, exist_ok=True)
+    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    return StudentClasses(config, causal_lm)
+
+
+STUDENTS = {model_type: _build(family) for model_type, family in FAMILIES.items()}
+
+
+def student_classes(model_type: str) -> StudentClasses:
+    """The classes that serve teachers of `model_type`.
+
+    Raises:
+        ModelError: naming the families there are.
+    """
+    if model_type not in STUDENTS:
+        raise ModelError(
+            f"no SwiftKV family for model_type {model_type!r}; there are {', '.join(sorted(STUDENTS))}",
+            field="model.name_or_path",
+            value=model_type,
+        )
+    return STUDENTS[model_type]

@@ -275,10 +275,10 @@ def _check_names(manifest: Manifest) -> None:
 
 def _canonical(manifest: Manifest) -> bytes:
     """One byte string per manifest: sorted keys, no white space, UTF-8."""
+    document = manifest.model_dump()  # JSON mode would turn NaN into null without a word
     try:
-        document = manifest.model_dump(mode="json")
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidInputError(
             f"lineage and metrics of a manifest must be plain JSON with finite numbers: {error}", field="lineage"
         ) from error

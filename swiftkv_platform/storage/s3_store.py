@@ -13,14 +13,17 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import boto3.session
+import botocore.session
 from boto3.exceptions import Boto3Error
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.loaders import Loader, create_loader
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, ObjectNotFoundError, StorageError
 from swiftkv_platform.storage.object_store import (
@@ -177,11 +180,15 @@ class S3ObjectStore:
 
     def ping(self) -> None:
         name = self._key(PROBE_KEY)
-        client = _client(attempts=1, timeout_s=5)
         with self._errors("use", PROBE_KEY):
-            client.put_object(Bucket=self._bucket, Key=name, Body=b"ok")
-            client.get_object(Bucket=self._bucket, Key=name)["Body"].read()
-            client.delete_object(Bucket=self._bucket, Key=name)
+            self._impatient.put_object(Bucket=self._bucket, Key=name, Body=b"ok")
+            self._impatient.get_object(Bucket=self._bucket, Key=name)["Body"].read()
+            self._impatient.delete_object(Bucket=self._bucket, Key=name)
+
+    @cached_property
+    def _impatient(self) -> S3Client:
+        """A client that says at once that the server is away."""
+        return _client(attempts=1, timeout_s=5)
 
     def _key(self, key: str) -> str:
         return join_key(self._prefix, validate_key(key))
@@ -212,12 +219,14 @@ class S3ObjectStore:
 
 
 def _client(*, attempts: int, timeout_s: int) -> S3Client:
-    """A client of its own session: boto3's default session is not thread-safe.
+    """A client of its own session, since boto3's default session is not thread-safe.
 
     Checksums only where the protocol requires them: other servers do not know the trailing ones that boto3 adds.
     """
     endpoint = _endpoint()
-    session = boto3.session.Session()
+    core = botocore.session.get_session()
+    core.register_component("data_loader", _api_descriptions())
+    session = boto3.session.Session(botocore_session=core)
     try:
         return session.client(
             "s3",
@@ -234,6 +243,12 @@ def _client(*, attempts: int, timeout_s: int) -> S3Client:
         )
     except (ValueError, BotoCoreError) as error:
         raise StorageError(f"cannot set up an S3 client: {error}") from error
+
+
+@cache
+def _api_descriptions() -> Loader:
+    """boto3's description of S3; parsing it takes most of the time of setting up a client."""
+    return create_loader()
 
 
 def _endpoint() -> str | None:

@@ -1,0 +1,21 @@
+"""S3 servers that live for a whole test session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.s3_servers import RcloneServer, S3Server, run_moto, run_rclone
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
+    with run_rclone(tmp_path_factory.mktemp("rclone")) as rclone:
+        yield rclone
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[S3Server]:
+    with run_moto() as server:
+        yield server

@@ -1,0 +1,334 @@
+"""What every object store does alike: a directory, the in-memory fake, and two S3 servers."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from swiftkv_platform.attempts import MANIFEST
+from swiftkv_platform.errors import (
+    ArtifactCorruptError,
+    ConflictError,
+    InvalidInputError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory, upload_files
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, open_store
+from tests.fakes.object_store import InMemoryObjectStore
+from tests.s3_servers import RcloneServer, S3Server, client_environment, free_port, run_rclone
+
+MULTIPART_BYTES = (9 << 20) + 17  # boto3 splits uploads from 8 MiB on
+
+
+def use(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Point this process at `server`; the address of a fresh prefix."""
+    for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return server.uri(f"test/{uuid.uuid4().hex}")
+
+
+S3 = [pytest.param(name, marks=pytest.mark.integration) for name in ("rclone", "moto")]
+
+
+@pytest.fixture(params=["local", "memory", *S3])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    if request.param == "local":
+        return open_store(str(tmp_path / "store"))
+    if request.param == "memory":
+        return InMemoryObjectStore()
+    return open_store(use(_server(request, request.param), monkeypatch))
+
+
+@pytest.fixture(params=S3)
+def s3_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    return open_store(use(_server(request, request.param), monkeypatch))
+
+
+def _server(request: pytest.FixtureRequest, name: str) -> S3Server:
+    if name == "rclone":
+        rclone: RcloneServer = request.getfixturevalue("rclone_server")
+        return rclone.server
+    moto: S3Server = request.getfixturevalue("moto_server")
+    return moto
+
+
+def keys(infos: Iterator[ObjectInfo]) -> list[str]:
+    return [info.key for info in infos]
+
+
+def put_all(store: ObjectStore, *names: str) -> None:
+    for name in names:
+        store.put_bytes(name, name.encode())
+
+
+# ---- objects
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", bytes(range(256)) * 5000], ids=["empty", "small", "1.28MB"])
+def test_an_object_comes_back_as_it_was_written(store: ObjectStore, data: bytes) -> None:
+    store.put_bytes("a/b.bin", b"older content")
+    store.put_bytes("a/b.bin", data)
+    assert store.get_bytes("a/b.bin") == data
+    assert b"".join(store.stream("a/b.bin", chunk_size=1000)) == data
+    assert store.head("a/b.bin") == ObjectInfo("a/b.bin", len(data))
+
+
+def test_names_may_have_spaces_and_letters_of_any_script(store: ObjectStore) -> None:
+    name = "data/Übung 1 + 2 & 100%.txt"
+    store.put_bytes(name, b"x")
+    assert keys(store.list("data")) == [name]
+    assert store.get_bytes(name) == b"x"
+
+
+def test_a_missing_object_is_said_to_be_missing(store: ObjectStore, tmp_path: Path) -> None:
+    store.put_bytes("a/b", b"x")
+    for missing in ("nope", "a"):
+        assert store.head(missing) is None
+        with pytest.raises(ObjectNotFoundError, match=missing):
+            store.get_bytes(missing)
+        with pytest.raises(ObjectNotFoundError, match=missing):
+            list(store.stream(missing))
+        with pytest.raises(ObjectNotFoundError, match=missing):
+            store.download_file(missing, tmp_path / "out" / "file")
+    assert list((tmp_path / "out").glob("*")) == []
+    store.delete("nope")
+
+
+def test_if_absent_keeps_what_is_there(store: ObjectStore) -> None:
+    store.put_bytes("k", b"first", if_absent=True)
+    with pytest.raises(ConflictError, match="'k'"):
+        store.put_bytes("k", b"second", if_absent=True)
+    assert store.get_bytes("k") == b"first"
+
+
+# rclone ignores If-None-Match: there a race may have two winners (see s3_store).
+@pytest.mark.parametrize("store", ["local", "memory", S3[1]], indirect=True)
+def test_of_many_writers_at_once_one_creates_the_object(store: ObjectStore) -> None:
+    barrier = threading.Barrier(8)
+
+    def create(writer: int) -> int | None:
+        barrier.wait()
+        try:
+            store.put_bytes("race", str(writer).encode(), if_absent=True)
+        except ConflictError:
+            return None
+        return writer
+
+    with ThreadPoolExecutor(8) as pool:
+        winners = [writer for writer in pool.map(create, range(8)) if writer is not None]
+    assert [str(writer).encode() for writer in winners] == [store.get_bytes("race")]
+
+
+def test_files_travel_both_ways(store: ObjectStore, tmp_path: Path) -> None:
+    data = bytes(range(251)) * (MULTIPART_BYTES // 251)
+    (tmp_path / "in").write_bytes(data)
+    store.upload_file(tmp_path / "in", "big/file")
+    target = tmp_path / "new" / "out"
+    store.download_file("big/file", target)
+    store.download_file("big/file", target)
+    assert target.read_bytes() == data
+    assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("bad", ["", "/a", "a/", "a//b", "../a", "a/./b", "a/..", "a\\b", "a\nb", ".tmp-x", "x" * 1025])
+def test_bad_keys_are_refused(store: ObjectStore, bad: str) -> None:
+    for call in (store.get_bytes, store.head, store.delete, lambda key: store.put_bytes(key, b"")):
+        with pytest.raises(InvalidInputError) as caught:
+            call(bad)
+        assert caught.value.value == bad
+
+
+# ---- directories
+
+
+def test_lists_in_key_order_below_a_directory(store: ObjectStore) -> None:
+    names = ["a/b-1", "a/b.txt", "a/b/1", "a/b/c/2", "a/b0", "ab", "z"]
+    put_all(store, *reversed(names))
+    assert keys(store.list("")) == names
+    assert keys(store.list("a")) == keys(store.list("a/")) == names[:5]
+    assert keys(store.list("a/b")) == ["a/b/1", "a/b/c/2"]
+    assert keys(store.list("nothing")) == []
+    for position, name in enumerate(names):
+        assert keys(store.list("", start_after=name)) == names[position + 1 :]
+    assert keys(store.list("a", start_after="a/b/0")) == ["a/b/1", "a/b/c/2", "a/b0"]
+
+
+def test_names_the_directories_that_hold_something(store: ObjectStore) -> None:
+    put_all(store, "top", "r/10/x", "r/9/x/y", "r/file", "r/gone/x")
+    store.delete("r/gone/x")
+    assert store.list_directories("") == ["r"]
+    assert store.list_directories("r") == ["10", "9"]
+    assert store.list_directories("r/9") == ["x"]
+    assert store.list_directories("r/9/x") == store.list_directories("nothing") == []
+
+
+def test_deletes_a_directory_and_nothing_beside_it(store: ObjectStore) -> None:
+    put_all(store, "d/1", "d/e/2", "d.txt", "de/3")
+    store.delete_prefix("d")
+    store.delete_prefix("never/there")
+    assert keys(store.list("")) == ["d.txt", "de/3"]
+    with pytest.raises(InvalidInputError):
+        store.delete_prefix("")
+
+
+@pytest.mark.integration
+def test_more_objects_than_one_answer_carries(rclone_server: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(use(rclone_server.server, monkeypatch))
+    names = [f"many/{number:05d}" for number in range(1005)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda name: store.put_bytes(name, b""), names))
+    assert keys(store.list("many")) == names
+    store.delete_prefix("many")
+    assert keys(store.list("many")) == []
+
+
+def test_ping_leaves_nothing_behind(store: ObjectStore) -> None:
+    store.ping()
+    assert keys(store.list("")) == []
+
+
+# ---- artifacts
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "source"
+    (directory / "nested").mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "nested" / "weights.bin").write_bytes(bytes(range(256)) * 4096)
+    return directory
+
+
+def publish(store: ObjectStore, source: Path) -> None:
+    publish_directory(store, source, "art", kind="artifact", lineage={"job_id": "job_1"}, metrics={"kl": 0.25})
+
+
+def test_an_artifact_comes_back_verified(store: ObjectStore, source: Path, tmp_path: Path) -> None:
+    publish(store, source)
+    manifest = fetch_directory(store, "art", tmp_path / "out")
+    assert set(manifest.files) == {"config.json", "nested/weights.bin"}
+    for name in manifest.files:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert (manifest.lineage, manifest.metrics) == ({"job_id": "job_1"}, {"kl": 0.25})
+
+
+def test_a_flipped_byte_is_refused(store: ObjectStore, source: Path, tmp_path: Path) -> None:
+    publish(store, source)
+    data = bytearray(store.get_bytes("art/nested/weights.bin"))
+    data[12345] ^= 1
+    store.put_bytes("art/nested/weights.bin", bytes(data))
+    with pytest.raises(ArtifactCorruptError, match=r"nested/weights\.bin.*expected .*found ") as caught:
+        fetch_directory(store, "art", tmp_path / "out")
+    assert caught.value.message.count("sha256") == 2
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "store") == ["source"]
+
+
+def test_a_half_uploaded_artifact_is_invisible(store: ObjectStore, source: Path, tmp_path: Path) -> None:
+    upload_files(store, source, "art")
+    assert not is_complete(store, "art")
+    with pytest.raises(ObjectNotFoundError, match=MANIFEST):
+        fetch_directory(store, "art", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    publish(store, source)
+    assert is_complete(store, "art")
+
+
+# ---- S3 alone
+
+
+def test_an_s3_address_opens_the_same_store_again(s3_store: ObjectStore) -> None:
+    s3_store.put_bytes("a/b", b"x")
+    assert keys(open_store(s3_store.uri).list("")) == ["a/b"]
+    assert keys(open_store(f"{s3_store.uri}/a").list("")) == ["b"]
+
+
+def test_a_presigned_url_needs_no_credentials(s3_store: ObjectStore) -> None:
+    s3_store.put_bytes("a/b c", b"content")
+    url = s3_store.presigned_url("a/b c", 60)
+    assert url is not None
+    assert httpx.get(url).content == b"content"
+
+
+@pytest.mark.integration
+def test_a_tampered_presigned_url_is_refused(rclone_server: RcloneServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(use(rclone_server.server, monkeypatch))
+    put_all(store, "a", "b")
+    url = store.presigned_url("a", 60)
+    assert url is not None
+    assert httpx.get(url.replace("/a?", "/b?")).status_code == 403
+
+
+@pytest.mark.integration
+def test_a_wrong_secret_is_refused_and_not_repeated(
+    rclone_server: RcloneServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = use(rclone_server.server, monkeypatch)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret-of-this-server")
+    store = open_store(uri)
+    for call in (
+        store.ping,
+        lambda: store.get_bytes("a"),
+        lambda: store.put_bytes("a", b""),
+        lambda: list(store.list("")),
+    ):
+        with pytest.raises(StorageError, match="refuses the credentials") as caught:
+            call()
+        assert "not-the-secret" not in caught.value.message
+
+
+def test_a_missing_bucket_is_named(s3_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = open_store("s3://no-such-bucket/prefix")
+    (tmp_path / "file").write_bytes(b"x")
+    calls = (
+        store.ping,
+        lambda: store.get_bytes("a"),
+        lambda: store.put_bytes("a", b""),
+        lambda: list(store.list("")),
+        lambda: store.upload_file(tmp_path / "file", "a"),
+    )
+    for call in calls:
+        with pytest.raises(StorageError, match="bucket 'no-such-bucket' does not exist"):
+            call()
+
+
+def test_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in client_environment(free_port()).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StorageError, match="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        open_store("s3://bucket").put_bytes("a", b"")
+
+
+def test_ping_says_that_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in client_environment(free_port()).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StorageError, match=r"s3://bucket.*AWS_ENDPOINT_URL"):
+        open_store("s3://bucket").ping()
+
+
+@pytest.mark.integration
+def test_work_goes_on_after_the_server_was_away(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run_rclone(tmp_path / "rclone") as rclone:
+        store = open_store(use(rclone.server, monkeypatch))
+        store.ping()
+        rclone.stop()
+        with pytest.raises(StorageError):
+            store.ping()
+        restart = threading.Timer(0.7, rclone.start)
+        restart.start()
+        try:
+            publish(store, source)
+        finally:
+            restart.join()
+        manifest = fetch_directory(store, "art", tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").stat().st_size == manifest.files["config.json"].size

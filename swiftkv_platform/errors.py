@@ -14,6 +14,8 @@
     │   └── ArtifactCorruptError       a file differs from its manifest
     ├── ClusterUnavailableError    Ray does not answer
     ├── DatabaseUnavailableError   the database does not answer
+    ├── QueueFullError             the engine's waiting line is full; the same request may succeed later
+    ├── EngineDeadError            the engine's loop has failed and answers nobody any more
     └── TrainingError              a run that cannot go on
         ├── LossNotFiniteError
         └── QualityGateError
@@ -90,6 +92,14 @@ class ClusterUnavailableError(SwiftKVError):
 
 class DatabaseUnavailableError(SwiftKVError):
     code = "database_unavailable"
+
+
+class QueueFullError(SwiftKVError):
+    code = "queue_full"
+
+
+class EngineDeadError(SwiftKVError):
+    code = "engine_dead"
 
 
 class TrainingError(SwiftKVError):

@@ -1,0 +1,90 @@
+"""Tokens to text, one token at a time, and where the text ends. Knows no model and no tokenizer but a `decode`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_CHARACTER_BYTES = 4
+"""Of UTF-8, so that at most three bytes wait for a character's last one."""
+
+
+class IncrementalDetokenizer:
+    """Turns tokens into text that never has half a character, and stops before a stop string.
+
+    A decoder looks at neighbours (it drops the first token's leading space, joins bytes to characters), so each token
+    is decoded behind those that made the last complete text. `text` only ever grows; what might be the beginning of a
+    character or of a stop string is held back until that is known.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...] = ()) -> None:
+        self._decode = decode
+        self._stop = stop
+        self._window: list[int] = []  # context and the tokens after it
+        self._context_size = 0  # tokens of the window that are context
+        self._num_emitted = 0  # characters of the decoded window that are in `_decoded`
+        self._decoded = ""
+        self._released = 0  # characters of `_decoded` that cannot belong to a stop string
+        self.stopped = False
+        """A stop string has been found; further tokens are ignored."""
+
+    @property
+    def text(self) -> str:
+        """What may be shown."""
+        return self._decoded[: self._released]
+
+    def append(self, token_id: int) -> None:
+        """Take the next token."""
+        if self.stopped:
+            return
+        self._window.append(token_id)
+        window_text = self._decode(self._window)
+        complete = len(window_text) - self._num_pending(window_text)
+        if complete <= self._num_emitted:
+            return
+        self._extend(window_text[self._num_emitted : complete])
+        self._num_emitted = complete
+        if complete == len(window_text):
+            self._slide()
+
+    def finish(self) -> None:
+        """No token follows: release what was held back. An unfinished character becomes U+FFFD, as in `decode`."""
+        if self.stopped:
+            return
+        self._extend(self._decode(self._window)[self._num_emitted :])
+        if not self.stopped:
+            self._released = len(self._decoded)
+
+    def _num_pending(self, window_text: str) -> int:
+        """Characters at the window's end that the next byte may turn into others.
+
+        SentencePiece decodes a whole run of bytes to U+FFFD while its last character is incomplete, so all of them
+        count, until there are more tokens than a character can have.
+        """
+        trailing = len(window_text) - len(window_text.rstrip(REPLACEMENT))
+        num_tokens = len(self._window) - self._context_size
+        return trailing if num_tokens < MAX_CHARACTER_BYTES else min(trailing, MAX_CHARACTER_BYTES - 1)
+
+    def _slide(self) -> None:
+        """Make the tokens behind the context, which now are whole characters, the new context."""
+        self._window = self._window[self._context_size :]
+        self._context_size = len(self._window)
+        self._num_emitted = len(self._decode(self._window))
+
+    def _extend(self, addition: str) -> None:
+        """Add text and look for the first stop string; one may have begun in what was held back."""
+        start = self._released
+        self._decoded += addition
+        found = [at for at in (self._decoded.find(stop, start) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            self._decoded = self._decoded[: min(found)]
+            self._released = len(self._decoded)
+            return
+        self._released = len(self._decoded) - max((_overlap(self._decoded, stop) for stop in self._stop), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins, and does not end."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,144 @@
+"""Many callers: each gets its own answer, nobody waits for the loop, a lost caller frees the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, Prompt, RequestOutput, SamplingParams
+from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+
+
+@pytest_asyncio.fixture
+async def engine(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_waiting=2)))
+    yield engine
+    await engine.aclose()
+
+
+async def answer(engine: AsyncLLMEngine, prompt: Prompt, params: SamplingParams = GREEDY) -> RequestOutput:
+    outputs = [output async for output in engine.generate(prompt, params)]
+    return outputs[-1]
+
+
+async def until_idle(engine: AsyncLLMEngine) -> None:
+    while engine.engine.has_unfinished_requests:
+        await asyncio.sleep(0.001)
+
+
+async def test_callers_get_the_answers_of_the_plain_engine(engine: AsyncLLMEngine, swiftkv_dir: Path) -> None:
+    prompts: list[Prompt] = [[1, 2], [3], "text"]
+    expected = LLMEngine.from_pretrained(swiftkv_dir).generate(prompts, GREEDY)
+    answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
+    assert [output.token_ids for output in answers] == [output.token_ids for output in expected]
+
+
+async def test_every_step_is_yielded(engine: AsyncLLMEngine) -> None:
+    outputs = [output async for output in engine.generate([1], GREEDY)]
+    assert [len(output.token_ids) for output in outputs] == list(range(1, 13))
+    assert [output.finished for output in outputs] == [False] * 11 + [True]
+
+
+async def test_the_event_loop_stays_free_while_the_model_runs(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_step, step = threading.Event(), engine.engine.step
+
+    def blocked_step() -> list[RequestOutput]:
+        may_step.wait()
+        return step()
+
+    monkeypatch.setattr(engine.engine, "step", blocked_step)
+    task = asyncio.create_task(answer(engine, [1]))
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert not task.done()
+    may_step.set()
+    assert (await task).finished
+
+
+async def test_one_request_too_many_is_refused_at_once(engine: AsyncLLMEngine) -> None:
+    tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="queue full: 2 requests wait"):
+        await answer(engine, [9])
+    assert all(output.finish_reason == "length" for output in await asyncio.gather(*tasks))
+    assert (await answer(engine, [9])).finished
+
+
+async def test_a_caller_that_stops_listening_aborts_its_request(engine: AsyncLLMEngine) -> None:
+    outputs = engine.generate([1], LONG)
+    await anext(outputs)
+    await outputs.aclose()
+    await until_idle(engine)
+    assert engine.num_requests == 0
+    assert engine.engine._runner.num_caches == 0
+
+
+@pytest.mark.parametrize("steps_seen", [0, 1, 5])
+async def test_a_cancelled_caller_aborts_its_request(engine: AsyncLLMEngine, steps_seen: int) -> None:
+    seen = asyncio.Semaphore(0)
+
+    async def listen() -> None:
+        async for _ in engine.generate([1], LONG):
+            seen.release()
+
+    task = asyncio.create_task(listen())
+    await asyncio.sleep(0)
+    for _ in range(steps_seen):
+        await seen.acquire()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until_idle(engine)
+    assert engine.num_requests == 0
+    assert (await answer(engine, [2])).finished
+
+
+async def test_bad_input_reaches_its_caller_only(engine: AsyncLLMEngine) -> None:
+    good = asyncio.create_task(answer(engine, [1], LONG))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidInputError, match="prompt is empty"):
+        await answer(engine, [])
+    assert (await good).finish_reason == "length"
+    assert engine.num_requests == 0
+
+
+async def test_a_request_id_in_use_is_refused_and_its_owner_served(engine: AsyncLLMEngine) -> None:
+    outputs = engine.generate([1], GREEDY, request_id="mine")
+    await anext(outputs)
+    with pytest.raises(InvalidInputError, match="request_id 'mine' is in use"):
+        await anext(engine.generate([2], GREEDY, request_id="mine"))
+    assert [output async for output in outputs][-1].finished
+
+
+async def test_a_failed_step_is_told_to_every_caller_and_to_the_health_check(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_step() -> list[RequestOutput]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.engine, "step", failing_step)
+    engine.check_health()
+    results = await asyncio.gather(*(answer(engine, [i]) for i in range(2)), return_exceptions=True)
+    assert all(isinstance(result, EngineDeadError) and "out of memory" in str(result) for result in results)
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
+    with pytest.raises(EngineDeadError):
+        await answer(engine, [1])
+
+
+async def test_closing_tells_callers(engine: AsyncLLMEngine) -> None:
+    task = asyncio.create_task(answer(engine, [1], LONG))
+    await asyncio.sleep(0.01)
+    await engine.aclose()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await task

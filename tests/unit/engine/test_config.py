@@ -1,0 +1,53 @@
+"""Options out of range are refused with field, value and what is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from swiftkv_platform.engine import EngineConfig, SamplingParams
+from swiftkv_platform.errors import InvalidInputError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_k", -1),
+        ("seed", -1),
+        ("seed", 1 << 63),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", 3),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", 7),
+        ("ignore_eos", "yes"),
+    ],
+)
+def test_sampling_params_name_what_they_refuse(field: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert caught.value.value is value
+    assert f"{field} is {value!r}; it must be " in caught.value.message
+
+
+def test_stop_may_be_one_string_or_a_list() -> None:
+    assert SamplingParams(stop="x").stop == ("x",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"blocksize": 16}, {"dtype": "int8"}, {"max_model_len": 1}, {"num_threads": 0}])
+def test_engine_config_refuses_unknown_keys_and_values(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        EngineConfig(**options)

@@ -1,0 +1,108 @@
+"""Incremental text: whole characters only, monotone, equal to decoding at once, cut at the first stop string."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from swiftkv_platform.engine.detokenizer import REPLACEMENT, IncrementalDetokenizer
+
+
+def decode_bytes(token_ids: Sequence[int]) -> str:
+    """A vocabulary of single bytes, decoded as byte-level BPE does."""
+    return bytes(token_ids).decode(errors="replace")
+
+
+def texts_shown(token_ids: Sequence[int], stop: tuple[str, ...] = ()) -> list[str]:
+    """The text after each token, and after the end."""
+    detokenizer = IncrementalDetokenizer(decode_bytes, stop)
+    shown = []
+    for token_id in token_ids:
+        detokenizer.append(token_id)
+        shown.append(detokenizer.text)
+    detokenizer.finish()
+    return [*shown, detokenizer.text]
+
+
+def expected_text(text: str, stop: tuple[str, ...]) -> str:
+    """The text up to the stop string that is complete first."""
+    ends = [(text.find(string) + len(string), string) for string in stop if string in text]
+    if not ends:
+        return text
+    end = min(ends)[0]
+    return text[: min(text[:end].find(string) for at, string in ends if at == end)]
+
+
+def test_a_character_appears_with_its_last_byte() -> None:
+    shown = texts_shown("aé€🙂z".encode())
+    assert shown == ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€🙂", "aé€🙂z", "aé€🙂z"]
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple))
+def test_any_text_streams_whole_and_stops_where_it_should(text: str, stop: tuple[str, ...]) -> None:
+    shown = texts_shown(text.encode(), stop)
+    assert shown[-1] == expected_text(text, stop)
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_text_decode_as_they_do_at_once(data: bytes) -> None:
+    shown = texts_shown(data)
+    assert shown[-1] == decode_bytes(data)
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
+
+
+def test_half_a_character_at_the_end_is_shown_only_then() -> None:
+    assert texts_shown("a€".encode()[:-1]) == ["a", "a", "a", "a" + REPLACEMENT]
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    assert texts_shown(b"one ENDless", stop=("END.",)) == [
+        *["o", "on", "one", "one "],
+        *["one "] * 3,
+        *["one ENDl", "one ENDle", "one ENDles", "one ENDless", "one ENDless"],
+    ]
+
+
+def test_a_held_back_end_is_released_when_no_token_follows() -> None:
+    assert texts_shown(b"the EN", stop=("END",))[-2:] == ["the ", "the EN"]
+
+
+def test_nothing_follows_a_stop_string() -> None:
+    assert texts_shown(b"a\n\nb\n\n", stop=("\n\n",)) == ["a"] * 7
+
+
+@pytest.mark.parametrize("stop", [("bc", "c"), ("c", "bc")])
+def test_of_two_stop_strings_the_longer_reach_wins(stop: tuple[str, ...]) -> None:
+    assert texts_shown(b"abcd", stop=stop)[-1] == "a"
+
+
+def test_a_leading_space_that_the_decoder_drops_survives_streaming() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2, "</s>": 3}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["</s>"])
+    detokenizer = IncrementalDetokenizer(tokenizer.decode)
+    for token_id in [0, 3, 1, 2, 0]:
+        detokenizer.append(token_id)
+    assert detokenizer.text == "the cats the"
+
+
+def test_byte_fallback_keeps_what_it_has_shown() -> None:
+    """A SentencePiece decoder turns a whole run of bytes into U+FFFD while its last character is incomplete."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    detokenizer = IncrementalDetokenizer(tokenizer.decode)
+    shown = []
+    for token_id in "€€é".encode():
+        detokenizer.append(token_id)
+        shown.append(detokenizer.text)
+    assert shown == ["", "", "€", "€", "€", "€€", "€€", "€€é"]

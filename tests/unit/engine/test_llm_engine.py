@@ -1,0 +1,211 @@
+"""The engine against transformers' own `generate()`, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from swiftkv_platform.errors import InvalidInputError, ModelError
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [72, 101, 108, 108, 111], [9]]
+
+
+def stream(engine: LLMEngine, request_id: str) -> list[RequestOutput]:
+    """The outputs of a request, step by step."""
+    outputs = []
+    while engine.has_unfinished_requests:
+        outputs += [output for output in engine.step() if output.request_id == request_id]
+    return outputs
+
+
+def test_greedy_tokens_are_those_of_transformers(
+    model_dir: Path, engine: LLMEngine, reference: Callable[[Path, list[int], int], list[int]]
+) -> None:
+    outputs = engine.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.prompt_token_ids == tuple(prompt)
+        assert list(output.token_ids) == reference(model_dir, prompt, 24)
+        assert output.finish_reason == "length"
+
+
+def test_a_student_skips_its_upper_layers_for_all_prompt_tokens_but_the_last(
+    dense_engine: LLMEngine, swiftkv_dir: Path
+) -> None:
+    prompt = list(range(20))
+    assert dense_engine.generate([prompt], GREEDY)[0].num_prefill_layers_skipped_tokens == 0
+    student = LLMEngine.from_pretrained(swiftkv_dir)
+    assert student.generate([prompt], GREEDY)[0].num_prefill_layers_skipped_tokens == 19
+
+
+def test_text_is_tokenized_and_answered_as_its_tokens_are(
+    engine: LLMEngine, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    text = "def größe(self):"
+    by_text, by_tokens = engine.generate([text, tokenizer.encode(text)], GREEDY)
+    assert by_text.prompt_token_ids == by_tokens.prompt_token_ids
+    assert by_text.text == by_tokens.text == tokenizer.decode(by_text.token_ids)
+
+
+def test_streamed_text_only_grows_and_ends_as_the_whole(engine: LLMEngine) -> None:
+    whole = engine.generate([[1, 2, 3]], GREEDY)[0]
+    outputs = stream(engine, engine.add_request([1, 2, 3], GREEDY))
+    assert [len(output.token_ids) for output in outputs] == list(range(1, 25))
+    assert all(b.text.startswith(a.text) for a, b in itertools.pairwise(outputs))
+    assert (outputs[-1].text, outputs[-1].token_ids) == (whole.text, whole.token_ids)
+
+
+def test_the_same_seed_gives_the_same_text_whoever_else_is_served(model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    alone = LLMEngine.from_pretrained(model_dir, EngineConfig(seed=1)).generate([[5, 6]], params)[0]
+    other = SamplingParams(max_tokens=20, ignore_eos=True)
+    among = LLMEngine.from_pretrained(model_dir, EngineConfig(seed=2)).generate(
+        [[5], [5, 6], [6]], [other, params, other]
+    )
+    assert among[1].token_ids == alone.token_ids
+
+
+def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(dense_dir: Path) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    first, again = (
+        [o.token_ids for o in LLMEngine.from_pretrained(dense_dir, EngineConfig(seed=3)).generate([[5], [5]], params)]
+        for _ in range(2)
+    )
+    assert first[0] != first[1]
+    assert first == again
+
+
+def test_a_stop_token_ends_the_answer(dense_engine: LLMEngine) -> None:
+    tokens = dense_engine.generate([[1]], GREEDY)[0].token_ids
+    stop = tokens[3]
+    expected = tokens[: tokens.index(stop) + 1]
+    stopped = dense_engine.generate(
+        [[1]], SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
+    )[0]
+    assert (stopped.token_ids, stopped.finish_reason) == (expected, "stop")
+
+
+def test_the_models_own_end_of_sequence_is_honoured(dense_dir: Path, dense_engine: LLMEngine, tmp_path: Path) -> None:
+    tokens = dense_engine.generate([[1]], GREEDY)[0].token_ids
+    shutil.copytree(dense_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, tokens[2]]}))
+    engine = LLMEngine.from_pretrained(tmp_path)
+    ended, ignored = engine.generate([[1]] * 2, [SamplingParams(max_tokens=24, temperature=0.0), GREEDY])
+    assert (ended.token_ids, ended.finish_reason) == (tokens[: tokens.index(tokens[2]) + 1], "stop")
+    assert (ignored.token_ids, ignored.finish_reason) == (tokens, "length")
+
+
+def test_a_stop_string_across_tokens_is_cut_and_never_shown(dense_engine: LLMEngine) -> None:
+    whole = dense_engine.generate([[1, 2, 3]], GREEDY)[0].text
+    stop = whole[8:11]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, stop=(stop,))
+    outputs = stream(dense_engine, dense_engine.add_request([1, 2, 3], params))
+    assert outputs[-1].finish_reason == "stop"
+    assert outputs[-1].text == whole[: whole.index(stop)]
+    assert all(outputs[-1].text.startswith(output.text) for output in outputs)
+
+
+def test_the_context_ends_an_answer(engine: LLMEngine) -> None:
+    output = engine.generate([[1] * 60], SamplingParams(max_tokens=100, ignore_eos=True))[0]
+    assert (len(output.token_ids), output.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize("when", ["waiting", "running"])
+def test_abort_frees_what_a_request_holds(engine: LLMEngine, when: str) -> None:
+    first = engine.add_request([1], GREEDY)
+    second = engine.add_request([2], GREEDY)
+    engine.step()
+    aborted = engine.abort(second if when == "waiting" else first)
+    assert aborted is not None
+    assert aborted.finish_reason == "abort"
+    assert engine.abort(aborted.request_id) is None
+    remaining = stream(engine, first if when == "waiting" else second)
+    assert remaining[-1].finish_reason == "length"
+    assert (engine.num_requests_running, engine.num_requests_waiting, engine._runner.num_caches) == (0, 0, 0)
+
+
+def test_metrics_are_durations_in_order(dense_engine: LLMEngine) -> None:
+    first, second = dense_engine.generate([[1], [2]], [GREEDY, SamplingParams(max_tokens=1)])
+    assert first.metrics.queue_time is not None
+    assert first.metrics.ttft is not None
+    assert first.metrics.tpot is not None
+    assert 0 <= first.metrics.queue_time <= first.metrics.ttft <= first.metrics.total
+    assert first.metrics.ttft + 23 * first.metrics.tpot <= first.metrics.total
+    assert second.metrics.tpot is None
+    assert second.metrics.queue_time is not None
+    assert second.metrics.queue_time >= first.metrics.ttft
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ([1] * 64, "prompt has 64 tokens; the context of 64 tokens holds prompts of 1..63"),
+        ([1, 258], r"token id 258; this model's vocabulary accepts 0\.\.257"),
+        ([-1], "token id -1"),
+        (["a"], "token id 'a'"),
+    ],
+)
+def test_a_prompt_that_cannot_be_answered_is_refused(dense_engine: LLMEngine, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        dense_engine.add_request(prompt)
+    assert caught.value.field == "prompt"
+    assert not dense_engine.has_unfinished_requests
+
+
+def test_one_bad_prompt_leaves_nothing_behind(dense_engine: LLMEngine) -> None:
+    with pytest.raises(InvalidInputError):
+        dense_engine.generate([[1], []], GREEDY)
+    assert not dense_engine.has_unfinished_requests
+
+
+def test_a_list_of_prompts_is_not_a_prompt(dense_engine: LLMEngine) -> None:
+    for prompts in ("text", [1, 2, 3]):
+        with pytest.raises(InvalidInputError, match="give a list of prompts"):
+            dense_engine.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="2 entries for 1 prompts"):
+        dense_engine.generate([[1]], [GREEDY, GREEDY])
+
+
+def test_a_request_id_is_used_once_at_a_time(dense_engine: LLMEngine) -> None:
+    dense_engine.add_request([1], GREEDY, request_id="mine")
+    with pytest.raises(InvalidInputError, match="request_id 'mine' is in use"):
+        dense_engine.add_request([2], GREEDY, request_id="mine")
+
+
+def test_a_directory_without_tokenizer_serves_token_ids_only(bare_dir: Path, dense_engine: LLMEngine) -> None:
+    bare = LLMEngine.from_pretrained(bare_dir)
+    output = bare.generate([[1, 2, 3]], GREEDY)[0]
+    assert output.token_ids == dense_engine.generate([[1, 2, 3]], GREEDY)[0].token_ids
+    assert output.text == ""
+    with pytest.raises(InvalidInputError, match="no tokenizer; give a list of token ids"):
+        bare.add_request("text")
+    with pytest.raises(InvalidInputError, match="stop needs a tokenizer"):
+        bare.add_request([1], SamplingParams(stop=("x",)))
+
+
+def test_dtype_and_context_are_configured(dense_dir: Path) -> None:
+    engine = LLMEngine.from_pretrained(dense_dir, EngineConfig(dtype="bfloat16", max_model_len=8))
+    assert next(engine._runner._model.parameters()).dtype is torch.bfloat16
+    assert len(engine.generate([[1]], GREEDY)[0].token_ids) == 7
+    with pytest.raises(ModelError, match=r"max_model_len is 65; .* accepts 2\.\.64"):
+        LLMEngine.from_pretrained(dense_dir, EngineConfig(max_model_len=65))
+
+
+def test_an_unreadable_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        LLMEngine.from_pretrained(tmp_path)
+    assert caught.value.value == str(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"')
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        LLMEngine.from_pretrained(tmp_path)

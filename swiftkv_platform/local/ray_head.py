@@ -1,0 +1,131 @@
+"""How a Ray head on this machine is started, and whether it answers. Imports no Ray: it is a command and an HTTP API.
+
+The head listens on loopback alone, behind a token, and shares no port and no directory with another Ray on the machine.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+_LONGEST_TEMP_ROOT = 40
+"""Characters. Ray's sockets lie some 60 deeper, and a unix socket's path ends at 107 (104 on macOS)."""
+_JOB_STOP_WAIT_S = 20
+"""Seconds between SIGTERM and SIGKILL for the entrypoint of a cancelled job; Ray's own 3 are too few to tidy up."""
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """Where a head lives and what it may use."""
+
+    port: int
+    """Of the GCS."""
+    dashboard_port: int
+    agent_port: int
+    temp_dir: Path
+    token_file: Path
+    num_cpus: int
+    object_store_memory: int
+    """Bytes."""
+
+    @property
+    def dashboard_url(self) -> str:
+        return f"http://127.0.0.1:{self.dashboard_port}"
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        """`ray start`, in the foreground of a process that ends when Ray does."""
+        options: dict[str, Any] = {
+            "--port": self.port,
+            "--dashboard-host": "127.0.0.1",
+            "--dashboard-port": self.dashboard_port,
+            "--dashboard-agent-listen-port": self.agent_port,
+            "--min-worker-port": 0,
+            "--max-worker-port": 0,
+            "--temp-dir": self.temp_dir,
+            "--num-cpus": self.num_cpus,
+            "--object-store-memory": self.object_store_memory,
+        }
+        flags = [f"{name}={value}" for name, value in options.items()]
+        return [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *flags]
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """`base` as the head needs it."""
+        return {
+            # An address in the environment would make `ray start` and every driver look for another cluster.
+            **{name: value for name, value in base.items() if name != "RAY_ADDRESS"},
+            **auth_environment(self.token_file),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_JOB_STOP_WAIT_TIME_S": str(_JOB_STOP_WAIT_S),
+            "RAY_START_HOOK": f"{__name__}.without_client_server",
+            # "No cluster of several machines": the node's address is then 127.0.0.1, on Linux as on the systems named.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            # Ray renames its processes, which would overwrite the environment by which they are found again.
+            "SPT_NOENV": "1",
+        }
+
+    def answers(self) -> bool:
+        """Whether the job API takes requests."""
+        headers = {"Authorization": f"Bearer {self.token_file.read_text(encoding='ascii')}"}
+        try:
+            response = httpx.get(f"{self.dashboard_url}/api/jobs/", headers=headers, timeout=5.0, trust_env=False)
+        except httpx.TransportError:
+            return False
+        return response.is_success
+
+
+def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001 (Ray's signature)
+    """Hook of `ray start`: no Ray Client server, a second way in that nothing here uses."""
+    parameters.ray_client_server_port = None
+
+
+def auth_environment(token_file: Path) -> dict[str, str]:
+    """What a process needs to talk to the head."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
+
+
+def ensure_token(path: Path) -> None:
+    """Write a random token that only its owner can read, unless there is one."""
+    if path.exists():
+        return
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32), encoding="ascii")
+
+
+def make_temp_dir() -> Path:
+    """A new directory with a path short enough for Ray's sockets."""
+    root = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="skv-", dir=root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"))  # noqa: S108
+
+
+def free_ports(wanted: list[int]) -> list[int]:
+    """As many different free loopback ports: the wanted ones where they are free (0: any), else any."""
+    found = []
+    with ExitStack() as held:
+        # All stay bound until the last is found, so that no two are the same.
+        for port in wanted:
+            listener = held.enter_context(_bind(port))
+            found.append(int(listener.getsockname()[1]))
+    return found
+
+
+def _bind(port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError:
+        listener.bind(("127.0.0.1", 0))
+    return listener

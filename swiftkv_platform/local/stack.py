@@ -1,0 +1,264 @@
+"""A whole platform on this machine: Ray head and control plane, brought up, watched and brought down.
+
+Ray Serve has no process of its own here: the first deployment starts it inside Ray, at the address that `up` chose.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.local import processes
+from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
+from swiftkv_platform.local.state import PARTS, PartName, PartStatus, RunDirectory, StackState, port_of
+from swiftkv_platform.settings import Settings
+
+_START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.0}
+_POLL_S = 0.25
+_GRACE_S = 3.0
+"""Between SIGTERM and SIGKILL: Ray takes half a minute to part in peace, and has nothing to save."""
+_LOG_TAIL_LINES = 20
+
+Report = Callable[[str], None]
+
+
+class StartError(SwiftKVError):
+    """A part did not come up; the message ends with the tail of its log."""
+
+    code = "start_failed"
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """What `up` may be told; a running part keeps what it was started with."""
+
+    port: int | None = None
+    """Of the control plane: None prefers the last one or the settings', 0 takes any."""
+    num_cpus: int | None = None
+    """CPUs that Ray hands out; None: those of the machine, but at least 4, so that a small one can hold a job's driver,
+    its workers and a replica."""
+    object_store_memory: int = 200 << 20
+    """Bytes."""
+
+
+class Stack:
+    """The platform of one home directory.
+
+    Args:
+        settings: `home` is where it lives; of the addresses only the ports count, and another is taken for one in use.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.home = settings.home.expanduser().resolve()
+        self.logs = self.home / "logs"
+        self._run = RunDirectory(self.home)
+        self._mark = str(self.home)
+
+    def state(self) -> StackState | None:
+        """What the last `up` wrote; None after `down`."""
+        return self._run.load()
+
+    def up(self, options: StackOptions, report: Report) -> StackState:
+        """Start what does not run and return when everything answers.
+
+        Args:
+            report: told each step in a line.
+
+        Raises:
+            StartError: a part did not come up. What this call has started is stopped again.
+        """
+        with self._run.locked():
+            ensure_token(self._run.token_file)
+            state = self._run.load()
+            if state is None or not state.alive("ray"):
+                # Without its head, whatever else still runs here serves nobody and holds the ports.
+                self._clear(state)
+                state = self._choose(options, state)
+            before = state
+            try:
+                return self._start_control_plane(self._start_ray(state, report), report)
+            except BaseException:
+                self._undo(before)
+                raise
+
+    def down(self) -> int:
+        """Stop every process of this home, and nothing else; returns how many there were."""
+        if not self._run.path.is_dir():
+            return 0
+        with self._run.locked():
+            count = self._clear(self._run.load())
+            self._run.clear()
+            return count
+
+    def status(self) -> list[PartStatus]:
+        """Each part and whether it answers."""
+        state = self._run.load()
+        if state is None:
+            return [PartStatus(name, "stopped") for name in (*PARTS, "serve")]
+        return [
+            self._part_status(state, "ray", state.ray_dashboard_url),
+            self._part_status(state, "control-plane", state.url),
+            _serve_status(state),
+        ]
+
+    def _choose(self, options: StackOptions, last: StackState | None) -> StackState:
+        """Addresses for a new start: those of the last one where they are free, else the settings', else any."""
+        if last is None:
+            wanted = [self._settings.port, port_of(self._settings.serve_url), port_of(self._settings.ray_dashboard_url)]
+        else:
+            wanted = [port_of(url) for url in (last.url, last.serve_url, last.ray_dashboard_url)]
+        if options.port is not None:
+            wanted[0] = options.port
+        port, serve_port, dashboard_port, ray_port, agent_port = free_ports([*wanted, 0, 0])
+        return StackState(
+            url=f"http://127.0.0.1:{port}",
+            serve_url=f"http://127.0.0.1:{serve_port}",
+            ray_dashboard_url=f"http://127.0.0.1:{dashboard_port}",
+            ray_port=ray_port,
+            ray_agent_port=agent_port,
+            ray_temp_dir=make_temp_dir(),
+            num_cpus=options.num_cpus or max(4, os.cpu_count() or 1),
+            object_store_memory=options.object_store_memory,
+        )
+
+    def _start_ray(self, state: StackState, report: Report) -> StackState:
+        if state.alive("ray"):
+            report(f"Ray runs already, dashboard at {state.ray_dashboard_url}")
+            return state
+        report("Starting Ray")
+        head = self._head(state)
+        state = self._start(state, "ray", head.command(), head.environment(os.environ))
+        self._wait(state, "ray")
+        report(f"Ray is up, dashboard at {state.ray_dashboard_url}")
+        return state
+
+    def _start_control_plane(self, state: StackState, report: Report) -> StackState:
+        if state.alive("control-plane"):
+            self._wait(state, "control-plane")
+            report(f"The control plane runs already at {state.url}")
+            return state
+        report("Starting the control plane")
+        [port] = free_ports([port_of(state.url)])
+        state = state.model_copy(update={"url": f"http://127.0.0.1:{port}"})
+        environment = {
+            **os.environ,
+            **auth_environment(self._run.token_file),
+            "SWIFTKV_HOME": str(self.home),
+            "SWIFTKV_HOST": "127.0.0.1",
+            "SWIFTKV_PORT": str(port),
+            "SWIFTKV_RAY_DASHBOARD_URL": state.ray_dashboard_url,
+            "SWIFTKV_SERVE_URL": state.serve_url,
+            "SWIFTKV_STORAGE_URI": self._settings.resolved_storage_uri,
+        }
+        state = self._start(state, "control-plane", [sys.executable, "-m", "swiftkv_platform.api"], environment)
+        self._wait(state, "control-plane")
+        report(f"The control plane is up at {state.url}")
+        return state
+
+    def _start(self, state: StackState, name: PartName, command: Sequence[str], env: Mapping[str, str]) -> StackState:
+        log = self._log(name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists():
+            log.replace(log.with_suffix(".previous.log"))
+        part = processes.start(command, mark=self._mark, env=env, log=log, cwd=self.home)
+        state = state.model_copy(update={"parts": {**state.parts, name: part}})
+        self._run.save(state)
+        return state
+
+    def _wait(self, state: StackState, name: PartName) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S[name]
+        while not self._answers(state, name):
+            if not state.alive(name):
+                raise self._start_error(name, "ended while starting")
+            if time.monotonic() > deadline:
+                raise self._start_error(name, f"did not answer within {_START_TIMEOUT_S[name]:g} s")
+            time.sleep(_POLL_S)
+
+    def _start_error(self, name: PartName, what: str) -> StartError:
+        log = self._log(name)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        tail = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+        return StartError(f"{name} {what}. The end of {log}:\n{tail}")
+
+    def _undo(self, before: StackState) -> None:
+        """Stop what was started since `before`."""
+        if not before.alive("ray"):
+            self._clear(self._run.load())
+            self._run.clear()
+            return
+        now = self._run.load()
+        if now is not None and not before.alive("control-plane") and "control-plane" in now.parts:
+            now.parts["control-plane"].terminate(_GRACE_S)
+
+    def _clear(self, state: StackState | None) -> int:
+        """Stop all processes of this home and tidy up after Ray; returns how many there were."""
+        control_plane = 0
+        if state is not None and state.alive("control-plane"):
+            # First, so that it does not see Ray vanish and take that for a failure of its jobs.
+            state.parts["control-plane"].terminate(_GRACE_S)
+            control_plane = 1
+        count = processes.stop_marked(self._mark, grace_s=_GRACE_S)
+        if state is not None:
+            self._keep_ray_logs(state.ray_temp_dir)
+        return count + control_plane
+
+    def _keep_ray_logs(self, temp_dir: Path) -> None:
+        """Move the logs of Ray's session to where the others are; the rest of its directory is of no use any more."""
+        session = temp_dir / "session_latest" / "logs"
+        if session.is_dir():
+            kept = self.logs / "ray-session"
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(session, kept, ignore_dangling_symlinks=True)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+    def _head(self, state: StackState) -> RayHead:
+        return RayHead(
+            port=state.ray_port,
+            dashboard_port=port_of(state.ray_dashboard_url),
+            agent_port=state.ray_agent_port,
+            temp_dir=state.ray_temp_dir,
+            token_file=self._run.token_file,
+            num_cpus=state.num_cpus,
+            object_store_memory=state.object_store_memory,
+        )
+
+    def _answers(self, state: StackState, name: PartName) -> bool:
+        return self._head(state).answers() if name == "ray" else _http_status(f"{state.url}/readyz") == httpx.codes.OK
+
+    def _part_status(self, state: StackState, name: PartName, address: str) -> PartStatus:
+        if not state.alive(name):
+            return PartStatus(name, "stopped", address, detail=f"`swiftkv up` restarts it; log: {self._log(name)}")
+        pid = state.parts[name].pid
+        if self._answers(state, name):
+            return PartStatus(name, "running", address, pid)
+        return PartStatus(name, "not answering", address, pid, f"log: {self._log(name)}")
+
+    def _log(self, name: PartName) -> Path:
+        return self.logs / f"{name}.log"
+
+
+def _serve_status(state: StackState) -> PartStatus:
+    answer = _http_status(f"{state.serve_url}/-/healthz")
+    if answer is None:
+        return PartStatus("serve", "idle", state.serve_url, detail="the first deployment starts it")
+    # Without any application Ray Serve's proxy answers 503: there is nothing it could route to.
+    return PartStatus(
+        "serve", "running", state.serve_url, detail="" if answer == httpx.codes.OK else "nothing deployed"
+    )
+
+
+def _http_status(url: str) -> int | None:
+    """Status code of a GET; None where nobody answers."""
+    try:
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code
+    except httpx.TransportError:
+        return None

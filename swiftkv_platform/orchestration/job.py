@@ -124,7 +124,9 @@ class Attempt:
     """Last sequence number read of each event writer."""
     pace: Pace | None = None
     failure: Failure | None = None
-    """What the attempt itself said, or the control plane decided, about why it fails."""
+    """What the attempt itself last said about why it fails."""
+    stopping: Reason | None = None
+    """Why the control plane ends it; the job then fails."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ def status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Ev
     level: Level = "info"
     if job.status is JobStatus.FAILED:
         level = "error"
-    elif job.status_reason is not None:
+    elif job.status is JobStatus.QUEUED and job.status_reason is not None:
         level = "warn"
     return Event(new_id("evt"), job.id, now, "status", message, level=level, data=data)
 

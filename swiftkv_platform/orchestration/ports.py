@@ -104,8 +104,8 @@ class JobRepository(Protocol):
         """A job's events in the order in which they were stored. Raises `InvalidInputError` for an unknown `after`."""
         ...
 
-    def points(self, job_id: str, *, after_step: int | None = None, limit: int = 1000) -> Slice[MetricPoint]:
-        """Metrics by ascending step."""
+    def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
+        """Metrics by step; `page.after` is a step in decimal. Raises `InvalidInputError` if it is not."""
         ...
 
 

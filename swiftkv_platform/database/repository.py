@@ -1,0 +1,191 @@
+"""Jobs, events and metrics in SQL. Knows rows and transactions; what may follow a status is the domain's business."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import TypeAdapter
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from swiftkv_platform.database.paging import fetch, unknown_cursor
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow
+from swiftkv_platform.errors import IdempotencyConflictError, NotFoundError, StaleVersionError
+from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
+from swiftkv_platform.orchestration.ports import Idempotency, JobFilter, Page, Slice
+
+_JOB = TypeAdapter(Job)
+_COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
+    JobRow.id,
+    JobRow.tenant,
+    JobRow.created_by,
+    JobRow.created_at,
+    JobRow.status,
+    JobRow.spec,
+    JobRow.version,
+)
+"""Fields of `Job` that have a column of their own; the others are in `state`."""
+_FINAL = [status.value for status in JobStatus if status.is_terminal]
+_EVERYTHING = JobFilter()
+_STEPS_PER_DELETE = 500
+"""Databases limit the number of parameters of a statement."""
+
+
+class SqlJobRepository:
+    """`JobRepository` on a `Database`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, job: Job, event: Event, *, idempotency: Idempotency | None = None) -> Job:
+        if idempotency is not None and (known := self._recall(job.tenant, idempotency)) is not None:
+            return known
+        try:
+            with self._database.writing() as session:
+                session.add(JobRow(**_columns(job)))
+                session.flush()
+                session.add(_event_row(event))
+                if idempotency is not None:
+                    session.add(
+                        IdempotencyRow(
+                            tenant=job.tenant,
+                            key=idempotency.key,
+                            body_hash=idempotency.body_hash,
+                            job_id=job.id,
+                        )
+                    )
+        except IntegrityError:
+            # Another request with the same key was faster.
+            known = self._recall(job.tenant, idempotency) if idempotency is not None else None
+            if known is None:
+                raise
+            return known
+        return job
+
+    def get(self, job_id: str, *, tenant: str) -> Job:
+        with self._database.reading() as session:
+            row = session.get(JobRow, job_id)
+            if row is None or row.tenant != tenant:
+                raise NotFoundError(f"there is no job {job_id}; GET /jobs lists them", field="job_id", value=job_id)
+            return _job(row)
+
+    def list(self, page: Page, *, tenant: str, where: JobFilter = _EVERYTHING) -> Slice[Job]:
+        query = select(JobRow).where(JobRow.tenant == tenant)
+        if where.status is not None:
+            query = query.where(JobRow.status == where.status.value)
+        if where.model is not None:
+            query = query.where(JobRow.model == where.model)
+        for key, value in where.metadata.items():
+            query = query.where(JobRow.labels[key].as_string() == value)
+        with self._database.reading() as session:
+            if page.after is not None:
+                row = session.get(JobRow, page.after)
+                if row is None or row.tenant != tenant:
+                    raise unknown_cursor(page.after)
+            rows = fetch(session, query, JobRow.id, page, after=page.after)
+            return Slice([_job(row) for row in rows.items], rows.has_more)
+
+    def live(self) -> Sequence[Job]:
+        query = select(JobRow).where(JobRow.status.not_in(_FINAL)).order_by(JobRow.id)
+        with self._database.reading() as session:
+            return [_job(row) for row in session.scalars(query)]
+
+    def count_by_status(self) -> Mapping[JobStatus, int]:
+        query = select(JobRow.status, func.count()).group_by(JobRow.status)
+        with self._database.reading() as session:
+            found = {JobStatus(status): count for status, count in session.execute(query)}
+        return {status: found.get(status, 0) for status in JobStatus}
+
+    def update(
+        self,
+        job: Job,
+        *,
+        events: Sequence[Event] = (),
+        points: Sequence[MetricPoint] = (),
+        model: Model | None = None,
+    ) -> Job:
+        updated = replace(job, version=job.version + 1)
+        guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
+        with self._database.writing() as session:
+            changed = session.execute(guarded.values(**_columns(updated)).returning(JobRow.id))
+            if changed.scalar_one_or_none() is None:
+                raise StaleVersionError(
+                    f"job {job.id} has been changed since version {job.version} was read; read it again",
+                    field="version",
+                    value=job.version,
+                )
+            session.add_all([_event_row(event) for event in events])
+            _replace_points(session, job.id, points)
+            if model is not None:
+                session.add(ModelRow(**vars(model)))
+        return updated
+
+    def events(self, job_id: str, page: Page) -> Slice[Event]:
+        with self._database.reading() as session:
+            after = None
+            if page.after is not None:
+                seen = session.scalar(select(EventRow).where(EventRow.id == page.after, EventRow.job_id == job_id))
+                if seen is None:
+                    raise unknown_cursor(page.after)
+                after = seen.sequence
+            rows = fetch(
+                session, select(EventRow).where(EventRow.job_id == job_id), EventRow.sequence, page, after=after
+            )
+            return Slice([_event(row) for row in rows.items], rows.has_more)
+
+    def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
+        if page.after is not None and not page.after.isdecimal():
+            raise unknown_cursor(page.after)
+        after = None if page.after is None else int(page.after)
+        with self._database.reading() as session:
+            rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
+            return Slice(
+                [MetricPoint(row.step, row.attempt, row.time, row.values) for row in rows.items], rows.has_more
+            )
+
+    def _recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
+        """The job this key stands for already."""
+        with self._database.reading() as session:
+            known = session.get(IdempotencyRow, (tenant, idempotency.key))
+            if known is None:
+                return None
+            if known.body_hash != idempotency.body_hash:
+                raise IdempotencyConflictError(
+                    f"Idempotency-Key {idempotency.key!r} was used for job {known.job_id} with another body; "
+                    "send the same body or take a new key",
+                    field="Idempotency-Key",
+                    value=idempotency.key,
+                )
+            return _job(session.get_one(JobRow, known.job_id))
+
+
+def _columns(job: Job) -> dict[str, Any]:
+    state = _JOB.dump_python(job, mode="json")
+    columns = {column.key: state.pop(column.key) for column in _COLUMNS}
+    return {**columns, "model": job.spec.model.name_or_path, "labels": dict(job.spec.metadata), "state": state}
+
+
+def _job(row: JobRow) -> Job:
+    return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
+
+
+def _event_row(event: Event) -> EventRow:
+    return EventRow(**vars(event))
+
+
+def _event(row: EventRow) -> Event:
+    return Event(**{name: getattr(row, name) for name in Event.__dataclass_fields__})
+
+
+def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:
+    newest = {point.step: point for point in points}
+    steps = builtins.list(newest)
+    for start in range(0, len(steps), _STEPS_PER_DELETE):
+        part = steps[start : start + _STEPS_PER_DELETE]
+        session.execute(delete(PointRow).where(PointRow.job_id == job_id, PointRow.step.in_(part)))
+    session.add_all([PointRow(job_id=job_id, **vars(point)) for point in newest.values()])

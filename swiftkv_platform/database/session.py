@@ -1,0 +1,129 @@
+"""Engine, migrations and transactions. Knows what each database needs to be safe, nothing of what tables mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_BUSY_TIMEOUT_S = 10.0
+_WRITES = "swiftkv_writes"
+
+
+class Database:
+    """Transactions on one database.
+
+    SQLite gets a write-ahead log, foreign keys, a busy timeout, and its directory if that is missing.
+
+    Args:
+        url: any SQLAlchemy URL. Raises `InvalidInputError` for one that no installed driver understands.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._engine = _open_engine(url)
+        self._writing_engine = self._engine.execution_options(**{_WRITES: True})
+        self.is_sqlite = self._engine.dialect.name == "sqlite"
+
+    def reading(self) -> AbstractContextManager[Session]:
+        """A consistent view. Raises `DatabaseUnavailableError` when the database does not answer."""
+        return _transaction(self._engine)
+
+    def writing(self) -> AbstractContextManager[Session]:
+        """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer."""
+        return _transaction(self._writing_engine)
+
+    def check(self) -> None:
+        """Returns if the database answers, else raises `DatabaseUnavailableError`."""
+        with self.reading() as session:
+            session.execute(text("SELECT 1"))
+
+    def upgrade(self) -> None:
+        """Bring the schema to the newest revision, all of it or nothing."""
+        with self.writing() as session:
+            config = _alembic_config()
+            config.attributes["connection"] = session.connection()
+            command.upgrade(config, "head")
+
+    def check_schema(self) -> None:
+        """Raises `InvalidInputError` unless the schema is at the newest revision."""
+        with self.reading() as session:
+            present = current_revision(session.connection())
+        wanted = ScriptDirectory.from_config(_alembic_config()).get_current_head()
+        if present != wanted:
+            raise InvalidInputError(
+                f"the database is at schema revision {present or 'none'}, this program needs {wanted}; "
+                "run `python -m swiftkv_platform.database`",
+                field="database_url",
+                value=present,
+            )
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def current_revision(connection: Connection) -> str | None:
+    """The schema's Alembic revision; None for an empty database."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def _alembic_config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+@contextmanager
+def _transaction(engine: Engine) -> Iterator[Session]:
+    try:
+        with Session(engine, expire_on_commit=False) as session, session.begin():
+            yield session
+    except (OperationalError, InterfaceError, PoolTimeoutError) as error:
+        # The driver's own text, not SQLAlchemy's: the latter repeats the statement with its parameters.
+        cause = getattr(error, "orig", None) or error
+        raise DatabaseUnavailableError(f"the database does not answer: {cause}") from error
+
+
+def _open_engine(url: str) -> Engine:
+    try:
+        parsed = make_url(url)
+        if parsed.get_backend_name() != "sqlite":
+            return create_engine(parsed, pool_pre_ping=True)
+        engine = create_engine(parsed, connect_args={"timeout": _BUSY_TIMEOUT_S})
+    except (ArgumentError, NoSuchModuleError, ImportError) as error:
+        raise InvalidInputError(
+            f"the database address cannot be used: {error}; sqlite:///FILE and postgresql+psycopg://USER@HOST/NAME can",
+            field="database_url",
+        ) from error
+    if parsed.database:
+        Path(parsed.database).parent.mkdir(parents=True, exist_ok=True)
+    event.listen(engine, "connect", _configure_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _configure_sqlite(connection: Any, _: object) -> None:
+    # Python's driver would open transactions by itself, too late for reads and for DDL; `_begin_sqlite` does it.
+    connection.isolation_level = None
+    for pragma in ("journal_mode=WAL", "foreign_keys=ON", "synchronous=FULL"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and then wants to write fails at once, without the busy timeout, if another one has
+    # written in between; so those that will write take the write lock at their start.
+    writes = connection.get_execution_options().get(_WRITES, False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

@@ -1,0 +1,109 @@
+"""The tables. Columns are what is filtered, sorted or guarded; the rest of a value is one JSON document. No queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Float, ForeignKey, Index, Integer, MetaData, String
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+Document = JSON().with_variant(JSONB(), "postgresql")
+Sequence = BigInteger().with_variant(Integer(), "sqlite")
+"""SQLite counts up only a plain INTEGER primary key."""
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+class JobRow(Base):
+    __tablename__ = "jobs"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64))
+    created_by: Mapped[str] = mapped_column(String(200))
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    model: Mapped[str] = mapped_column(String)
+    """The teacher's `name_or_path`, for the list's filter."""
+    labels: Mapped[dict[str, str]] = mapped_column(Document)
+    """The spec's `metadata`, for the list's filter."""
+    spec: Mapped[dict[str, Any]] = mapped_column(Document)
+    state: Mapped[dict[str, Any]] = mapped_column(Document)
+    """Every other field of `Job`."""
+    version: Mapped[int]
+
+    __table_args__ = (Index(None, "tenant", "id"),)
+
+
+class IdempotencyRow(Base):
+    __tablename__ = "idempotency_keys"
+
+    tenant: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    body_hash: Mapped[str] = mapped_column(String(64))
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+
+
+class EventRow(Base):
+    __tablename__ = "events"
+
+    sequence: Mapped[int] = mapped_column(Sequence, primary_key=True, autoincrement=True)
+    """Rises with every event of a job: its row is locked while one is added."""
+    id: Mapped[str] = mapped_column(String(40), unique=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    type: Mapped[str] = mapped_column(String(16))
+    level: Mapped[str] = mapped_column(String(8))
+    message: Mapped[str] = mapped_column(String)
+    data: Mapped[dict[str, Any]] = mapped_column(Document)
+
+    __table_args__ = (Index(None, "job_id", "sequence"),)
+
+
+class PointRow(Base):
+    __tablename__ = "metric_points"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    attempt: Mapped[int]
+    time: Mapped[float] = mapped_column(Float(53))
+    """Unix seconds."""
+    values: Mapped[dict[str, Any]] = mapped_column(Document)
+
+
+class ModelRow(Base):
+    __tablename__ = "models"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    name: Mapped[str] = mapped_column(String(100))
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"), unique=True)
+    attempt: Mapped[int]
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    artifact_uri: Mapped[str] = mapped_column(String)
+    manifest_digest: Mapped[str] = mapped_column(String(64))
+    size: Mapped[int] = mapped_column(BigInteger)
+    lineage: Mapped[dict[str, Any]] = mapped_column(Document)
+    metrics: Mapped[dict[str, Any]] = mapped_column(Document)
+
+
+class DeploymentRow(Base):
+    __tablename__ = "deployments"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), index=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    model: Mapped[str] = mapped_column(ForeignKey("models.id"))
+    held_route: Mapped[str | None] = mapped_column(String(200), unique=True)
+    """Its route prefix, which no other may have; null while it is being deleted."""
+    spec: Mapped[dict[str, Any]] = mapped_column(Document)
+    state: Mapped[dict[str, Any]] = mapped_column(Document)

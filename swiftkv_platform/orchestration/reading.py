@@ -1,0 +1,175 @@
+"""What an attempt says, folded into its job: a pure function of job and events. Knows no store and no database."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swiftkv_platform.attempts import AttemptEvent
+from swiftkv_platform.orchestration.job import (
+    Event,
+    EventType,
+    Failure,
+    Job,
+    JobStatus,
+    Level,
+    MetricPoint,
+    Pace,
+    Progress,
+    Reason,
+    new_id,
+    transition,
+)
+from swiftkv_platform.orchestration.ports import StoredEvent
+
+
+class _Status(BaseModel):
+    status: JobStatus
+
+
+class _Point(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    step: Annotated[int, Field(ge=0)]
+    tokens: int | None = None
+
+
+class _Metrics(BaseModel):
+    points: list[_Point]
+    total_steps: Annotated[int, Field(ge=1)] | None = None
+
+
+class _Error(BaseModel):
+    code: str
+    field: str | None = None
+    retryable: bool
+
+
+@dataclass
+class Reading:
+    """A job brought up to date, and the rows that go with it."""
+
+    job: Job
+    now: int
+    events: list[Event] = field(default_factory=list)
+    points: list[MetricPoint] = field(default_factory=list)
+
+    def move(self, status: JobStatus, reason: Reason | None = None) -> None:
+        """Change the status; the event that says so joins the others."""
+        self.job, event = transition(self.job, status, now=self.now, reason=reason)
+        self.events.append(event)
+
+
+def read(job: Job, stored: Sequence[StoredEvent], *, now: int) -> Reading:
+    """The job after these events of its present attempt, each counted once: the job's cursor moves with them.
+
+    An event whose data does not fit its type becomes a warning; it cannot stop the job.
+    """
+    reading = Reading(job, now)
+    cursor = dict(job.attempt.cursor)
+    for item in stored:
+        try:
+            _take(reading, item.event)
+        except ValidationError as error:
+            message = f"event {item.sequence} of {item.writer} cannot be understood: {error}"
+            _record(reading, item.event, "message", message=message, level="warn")
+        cursor[item.writer] = item.sequence
+    if stored:
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, cursor=cursor))
+    return reading
+
+
+def _take(reading: Reading, event: AttemptEvent) -> None:
+    match event.type:
+        case "status":
+            _advance(reading, _Status.model_validate(event.data).status)
+        case "metrics":
+            _measure(reading, event, _Metrics.model_validate(event.data))
+            _record(reading, event, "metrics")
+        case "checkpoint":
+            _record(reading, event, "checkpoint")
+        case "error":
+            error = _Error.model_validate(event.data)
+            failure = Failure(Reason(error.code, _plain(event.message), error.field), error.retryable)
+            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, failure=failure))
+            _record(reading, event, "message", level="error")
+        case "tracking":
+            reading.job = replace(reading.job, tracking=_plain(event.data))
+            _record(reading, event, "message")
+        case "message" | "artifact":
+            _record(reading, event, "message")
+
+
+def _advance(reading: Reading, status: JobStatus) -> None:
+    """Follow the attempt from phase to phase; what it says while it is being stopped changes nothing."""
+    if reading.job.status is JobStatus.STARTING and status in (JobStatus.RUNNING, JobStatus.EVALUATING):
+        reading.move(JobStatus.RUNNING)
+    if reading.job.status is JobStatus.RUNNING and status is JobStatus.EVALUATING:
+        reading.move(JobStatus.EVALUATING)
+
+
+def _measure(reading: Reading, event: AttemptEvent, metrics: _Metrics) -> None:
+    if not metrics.points:
+        return
+    job = reading.job
+    for point in metrics.points:
+        values = {name: value for name, value in _plain(point.model_dump()).items() if name != "step"}
+        reading.points.append(MetricPoint(point.step, job.attempt.number, event.time, values))
+    last = metrics.points[-1]
+    total = metrics.total_steps or job.progress.total_steps
+    pace = job.attempt.pace
+    if pace is None or last.step <= job.progress.step:
+        pace = Pace(last.step, event.time)  # a fresh start, or steps repeated from a checkpoint
+    remaining = _seconds_remaining(pace, last.step, event.time, total)
+    reading.job = replace(
+        job,
+        attempt=replace(job.attempt, pace=pace),
+        progress=Progress(
+            step=last.step,
+            total_steps=total,
+            tokens=job.progress.tokens if last.tokens is None else last.tokens,
+            percent=round(min(100.0 * last.step / total, 100.0), 2) if total else 0.0,
+            seconds_remaining=remaining,
+        ),
+        estimated_finish=None if remaining is None else int(event.time) + remaining,
+    )
+
+
+def _seconds_remaining(pace: Pace, step: int, time: float, total: int | None) -> int | None:
+    """From the measured steps per second; None until two points are apart."""
+    if total is None or step <= pace.step or time <= pace.time:
+        return None
+    return math.ceil(max(total - step, 0) * (time - pace.time) / (step - pace.step))
+
+
+def _record(
+    reading: Reading, event: AttemptEvent, kind: EventType, *, message: str | None = None, level: Level | None = None
+) -> None:
+    reading.events.append(
+        Event(
+            id=new_id("evt"),
+            job_id=reading.job.id,
+            created_at=int(event.time),
+            type=kind,
+            message=_plain(event.message if message is None else message),
+            level=level or event.level,
+            data=_plain(event.data),
+        )
+    )
+
+
+def _plain(value: Any) -> Any:
+    """The value in a form every database takes: numbers that are not finite become None, NUL characters vanish."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.replace("\0", "")
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,210 @@
+"""Brings jobs from what they are to what they should be, one step a tick. Knows ports alone: no Ray, no SQL, no HTTP.
+
+Every step may be the last before a `kill -9`. What is about to happen is stored before it happens, under a name that
+can be asked for afterwards, and each step is harmless when repeated:
+
+    store `starting` and the submission id ─▶ write attempt.json ─▶ submit ─▶ store `submitted_at`
+
+A `starting` job that was not seen submitted is submitted again under the same id if Ray does not know it; Ray refuses
+an id it knows. Events are read after Ray's status, so that all of an ended attempt's are there, and the cursor is
+stored together with what was read, so that each counts once.
+"""
+
+from __future__ import annotations
+
+import shlex
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from swiftkv_platform.attempts import AttemptRequest, Manifest
+from swiftkv_platform.errors import ClusterUnavailableError, StaleVersionError, SwiftKVError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.backoff import Backoff
+from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start
+from swiftkv_platform.orchestration.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
+from swiftkv_platform.orchestration.reading import Reading, read
+from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.orchestration.settlement import Settlement
+
+_PRIORITIES = {"high": 0, "normal": 1, "low": 2}
+_LONGEST_BACKOFF_S = 30.0
+_CLUSTER = "cluster"
+
+
+@dataclass(frozen=True)
+class Entrypoint:
+    """The command that an attempt is."""
+
+    command: Sequence[str]
+    """Program and first arguments, e.g. `("python", "-m", "jobs.distill")`."""
+    store_uri: str
+    """Where the attempt finds `attempt.json` and leaves everything."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Ray shows it to whoever may see its dashboard: no secrets."""
+
+    def shell(self, job_id: str, attempt: int) -> str:
+        """As one line for a shell."""
+        arguments = ["--job-id", job_id, "--attempt", str(attempt), "--store", self.store_uri]
+        return shlex.join([*self.command, *arguments])
+
+
+class Reconciler:
+    """One control loop over all jobs and deployments.
+
+    Args:
+        digest: SHA-256 of a manifest.
+        max_running_jobs: attempts on the cluster at the same time.
+        interval_s: pause between two ticks of `run`, and after a first failure.
+        retry_delay_s: pause before a job's second attempt; it doubles with every further one.
+    """
+
+    def __init__(
+        self,
+        *,
+        jobs: JobRepository,
+        cluster: JobCluster,
+        store: AttemptStore,
+        digest: Callable[[Manifest], str],
+        deployments: DeploymentReconciler,
+        clock: Clock,
+        entrypoint: Entrypoint,
+        max_running_jobs: int,
+        interval_s: float,
+        retry_delay_s: float = 1.0,
+    ) -> None:
+        self._jobs = jobs
+        self._cluster = cluster
+        self._store = store
+        self._settlement = Settlement(store, digest, retry_delay_s)
+        self._deployments = deployments
+        self._clock = clock
+        self._entrypoint = entrypoint
+        self._max_running_jobs = max_running_jobs
+        self._interval_s = interval_s
+        self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
+        self._log = get_logger(component="reconciler")
+        self.last_tick: float | None = None
+        """Unix seconds at which a tick last came to its end."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Tick until `stop` is set."""
+        while not stop.is_set():
+            self._guarded("tick", self.tick)
+            stop.wait(self._interval_s)
+
+    def tick(self) -> None:
+        """Do the next thing for each job and for the deployments. Raises `DatabaseUnavailableError`."""
+        for job in self._jobs.live():
+            if job.status.holds_cluster:
+                self._attend(job, self._follow)
+        for job in self._next_in_queue():
+            self._attend(job, self._start)
+        self._guarded("deployments", self._deployments.tick)
+        self.last_tick = self._clock()
+
+    def _next_in_queue(self) -> Sequence[Job]:
+        """By priority, then first come, first served; as many as there is room for."""
+        now = self._clock()
+        live = self._jobs.live()
+        room = self._max_running_jobs - sum(job.status.holds_cluster for job in live)
+        waiting = [job for job in live if job.status is JobStatus.QUEUED and job.not_before <= now]
+        waiting.sort(key=lambda job: (_PRIORITIES[job.spec.limits.priority], job.id))
+        return waiting[: max(room, 0)]
+
+    def _attend(self, job: Job, step: Callable[[Job], None]) -> None:
+        """Do a job's step, unless the job or the cluster is left alone for a while after a failure."""
+        now = self._clock()
+        if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
+            return
+        error = self._guarded(job.id, lambda: step(job))
+        if isinstance(error, ClusterUnavailableError):
+            self._backoff.failed(_CLUSTER, now)
+        else:
+            self._backoff.succeeded(_CLUSTER)
+
+    def _guarded(self, name: str, step: Callable[[], None]) -> Exception | None:
+        """Run a step unless it failed a moment ago; one thing's failure, whatever it is, does not stop the others."""
+        now = self._clock()
+        if not self._backoff.ready(name, now):
+            return None
+        try:
+            step()
+        except StaleVersionError as error:
+            self._log.info("changed by somebody else; the next tick reads it again", subject=name, reason=error.message)
+        except SwiftKVError as error:
+            delay = self._backoff.failed(name, now)
+            self._log.warning("left for later", subject=name, code=error.code, reason=error.message, retry_in_s=delay)
+            return error
+        except Exception as error:
+            delay = self._backoff.failed(name, now)
+            self._log.exception("left for later", subject=name, retry_in_s=delay)
+            return error
+        else:
+            self._backoff.succeeded(name)
+        return None
+
+    def _start(self, job: Job) -> None:
+        started, event = start(job, now=int(self._clock()))
+        self._submit(self._jobs.update(started, events=[event]))
+
+    def _submit(self, job: Job) -> None:
+        attempt = job.attempt
+        self._store.write_request(
+            AttemptRequest(
+                job_id=job.id,
+                attempt=attempt.number,
+                spec=job.spec,
+                resume_from=attempt.resume_from,
+                run_id=job.id,
+            )
+        )
+        command = self._entrypoint.shell(job.id, attempt.number)
+        self._cluster.submit(_submission_id(job), command, self._entrypoint.env)
+        self._jobs.update(self._seen_by_ray(job))
+
+    def _follow(self, job: Job) -> None:
+        submission = self._cluster.status(_submission_id(job))
+        if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
+            self._submit(job)
+            return
+        seen = job if submission is None else self._seen_by_ray(job)
+        stored = self._store.read_events(job.id, job.attempt.number, job.attempt.cursor)
+        reading = read(seen, stored, now=int(self._clock()))
+        if submission is None or submission.status.is_terminal:
+            self._finish(reading, submission)
+        else:
+            self._keep(job, reading)
+
+    def _finish(self, reading: Reading, submission: Submission | None) -> None:
+        ended = reading.job
+        if submission is not None:
+            self._store.save_logs(ended.id, ended.attempt.number, self._cluster.logs(_submission_id(ended)))
+        model = self._settlement.settle(reading, submission)
+        self._jobs.update(reading.job, events=reading.events, points=reading.points, model=model)
+
+    def _keep(self, before: Job, reading: Reading) -> None:
+        """Store what a running attempt has said, and stop it if it must not go on."""
+        if self._is_overdue(reading.job):
+            limit = reading.job.spec.limits.max_runtime_s
+            message = f"attempt {reading.job.attempt.number} ran longer than limits.max_runtime_s, {limit} s"
+            reason = Reason("max_runtime_exceeded", message, field="limits.max_runtime_s")
+            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
+        if reading.job != before:
+            self._jobs.update(reading.job, events=reading.events, points=reading.points)
+        if reading.job.status is JobStatus.CANCELLING or reading.job.attempt.stopping is not None:
+            self._cluster.stop(_submission_id(reading.job))
+
+    def _is_overdue(self, job: Job) -> bool:
+        limit, since = job.spec.limits.max_runtime_s, job.attempt.submitted_at
+        return limit is not None and since is not None and self._clock() - since > limit
+
+    def _seen_by_ray(self, job: Job) -> Job:
+        if job.attempt.submitted_at is not None:
+            return job
+        return replace(job, attempt=replace(job.attempt, submitted_at=self._clock()))
+
+
+def _submission_id(job: Job) -> str:
+    assert job.attempt.submission_id is not None, f"{job.id} is {job.status} without a submission id"
+    return job.attempt.submission_id

@@ -1,0 +1,55 @@
+"""Brings the serving cluster to the deployments that are wanted. Knows ports alone, and nothing of what serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from swiftkv_platform.orchestration.ports import (
+    Catalog,
+    Deployment,
+    DeploymentSpec,
+    DeploymentState,
+    DeploymentStatus,
+    ServeCluster,
+)
+
+_FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")
+
+
+class DeploymentReconciler:
+    """Applies the set of wanted deployments whenever it, or what is served, has changed."""
+
+    def __init__(self, catalog: Catalog, cluster: ServeCluster) -> None:
+        self._catalog = catalog
+        self._cluster = cluster
+        self._applied: Sequence[DeploymentSpec] | None = None
+        """What this process last applied; None before it has applied anything."""
+
+    def tick(self) -> None:
+        """Raises `ClusterUnavailableError` and `DatabaseUnavailableError`; the next tick makes up for it."""
+        deployments = self._catalog.all_deployments()
+        if not deployments and not self._applied:
+            return
+        wanted = [item.spec for item in deployments if item.state.status is not DeploymentStatus.DELETING]
+        states = self._cluster.status()
+        if wanted != self._applied or _differ(wanted, states):
+            self._applied = None
+            self._cluster.apply(wanted)
+            self._applied = wanted
+        for deployment in deployments:
+            self._store_state(deployment, states.get(deployment.spec.id))
+
+    def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
+        deleting = deployment.state.status is DeploymentStatus.DELETING
+        if state is None and deleting:
+            self._catalog.remove_deployment(deployment.spec.id)
+        elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
+            self._catalog.set_deployment_state(deployment.spec.id, _FORGOTTEN)
+        elif state is not None and state != deployment.state and not deleting:
+            self._catalog.set_deployment_state(deployment.spec.id, state)
+
+
+def _differ(wanted: Sequence[DeploymentSpec], states: Mapping[str, DeploymentState]) -> bool:
+    """Whether something wanted is not served, or something else is and is not on its way out."""
+    served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
+    return {spec.id for spec in wanted} != served

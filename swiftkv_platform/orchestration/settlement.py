@@ -1,0 +1,125 @@
+"""How an attempt that has ended settles its job: success, another attempt, or the end. Knows ports, submits nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from swiftkv_platform.attempts import Manifest
+from swiftkv_platform.orchestration.job import (
+    Failure,
+    Job,
+    JobStatus,
+    Model,
+    Reason,
+    new_id,
+    requeue,
+)
+from swiftkv_platform.orchestration.ports import AttemptStore, Submission, SubmissionStatus
+from swiftkv_platform.orchestration.reading import Reading
+
+_LONGEST_DELAY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """Decides what an ended attempt means."""
+
+    store: AttemptStore
+    digest: Callable[[Manifest], str]
+    """SHA-256 of a manifest."""
+    retry_delay_s: float
+    """Pause before the second attempt; it doubles with every further one."""
+
+    def settle(self, reading: Reading, submission: Submission | None) -> Model | None:
+        """Move the job of `reading` on; returns the model if it has made one.
+
+        `submission` None means that Ray has forgotten it, as a restarted head does.
+        """
+        job = reading.job
+        cancelling = job.status is JobStatus.CANCELLING
+        ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
+        unexplained = job.attempt.stopping is None and job.attempt.failure is None
+        if ended_well or (unexplained and not cancelling):
+            # The manifest is written last: with it the work is done, whatever became of the process afterwards.
+            manifest = self.store.artifact_manifest(job.id, job.attempt.number)
+            if manifest is not None:
+                return self._promote(reading, manifest)
+        if cancelling:
+            reading.move(JobStatus.CANCELLED, job.status_reason)
+        elif submission is None and unexplained:
+            # Nobody follows the attempt any more. That is no fault of the job's and uses up no retry.
+            message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
+            self._requeue(reading, Reason("worker_lost", message), counts=False)
+        else:
+            self._settle_failure(reading, _cause(job, submission))
+        return None
+
+    def _settle_failure(self, reading: Reading, failure: Failure) -> None:
+        retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
+        if failure.retryable and retries_left:
+            self._requeue(reading, failure.reason, counts=True)
+        else:
+            reading.move(JobStatus.FAILED, failure.reason)
+
+    def _requeue(self, reading: Reading, reason: Reason, *, counts: bool) -> None:
+        job = reading.job
+        reading.job, event = requeue(
+            job,
+            now=reading.now,
+            reason=reason,
+            resume_from=self.store.newest_checkpoint(job.id),
+            delay_s=min(self.retry_delay_s * 2.0 ** min(job.attempt.number - 1, 16), _LONGEST_DELAY_S),
+            counts=counts,
+        )
+        reading.events.append(event)
+
+    def _promote(self, reading: Reading, manifest: Manifest) -> Model:
+        """The artifact becomes the job's model; the update that stores both is refused if the job has moved on."""
+        if reading.job.status is JobStatus.STARTING:
+            reading.move(JobStatus.RUNNING)
+        job = reading.job
+        model = Model(
+            id=new_id("mdl"),
+            tenant=job.tenant,
+            name=job.spec.name,
+            job_id=job.id,
+            attempt=job.attempt.number,
+            created_at=reading.now,
+            artifact_uri=self.store.artifact_uri(job.id, job.attempt.number),
+            manifest_digest=self.digest(manifest),
+            size=manifest.size,
+            lineage=dict(manifest.lineage),
+            metrics=dict(manifest.metrics),
+        )
+        reading.job = replace(
+            job,
+            distilled_model=model.id,
+            artifact_uri=model.artifact_uri,
+            result=model.metrics,
+            progress=replace(job.progress, percent=100.0),
+        )
+        reading.move(JobStatus.SUCCEEDED)
+        return model
+
+
+def _cause(job: Job, submission: Submission | None) -> Failure:
+    """Why the attempt failed: the control plane's decision, else its own last word, else what Ray says."""
+    if job.attempt.stopping is not None:
+        return Failure(job.attempt.stopping, retryable=False)
+    if job.attempt.failure is not None:
+        return job.attempt.failure
+    assert submission is not None, "a forgotten submission without a known failure is not a failure"
+    name = job.attempt.submission_id
+    match submission.status:
+        case SubmissionStatus.SUCCEEDED:
+            message = f"{name} ended well, but its artifact has no manifest, so it is not complete"
+            return Failure(Reason("storage_error", message), retryable=False)
+        case SubmissionStatus.STOPPED:
+            return Failure(Reason("preempted", f"{name} was stopped, not by this control plane"), retryable=True)
+        case _:
+            # The log's tail follows in Ray's message; the whole log is kept beside the attempt.
+            explanation = submission.message.partition("\n")[0].strip() or "no reason given"
+            return Failure(
+                Reason("worker_lost", f"{name} failed without saying why; Ray: {explanation}"), retryable=True
+            )

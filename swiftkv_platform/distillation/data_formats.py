@@ -1,0 +1,191 @@
+"""What a row means: a text, or a conversation of messages, by its columns. Knows no file and no tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swiftkv_platform.errors import DataError
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+"""`role` and `content` (str), and whatever else a chat template may read, such as `tool_calls`."""
+Conversation = list[Message]
+Content = str | Conversation
+
+
+class RowError(ValueError):
+    """A row that its format cannot read; the caller knows which row of what it is."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """One way to lay out samples in columns."""
+
+    name: str
+    columns: tuple[tuple[str, ...], ...]
+    """Sets of columns, any one of which will do."""
+    parse: Callable[[list[Any], Row], Content]
+    """Reads a row: the values of the matched set of columns in its order, and the whole row."""
+    optional: tuple[str, ...] = ()
+    """Columns read where they exist."""
+
+    def match(self, columns: Sequence[str]) -> tuple[str, ...] | None:
+        return next((group for group in self.columns if set(group) <= set(columns)), None)
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """A format bound to the columns of a table."""
+
+    format: RowFormat
+    required: tuple[str, ...]
+    columns: tuple[str, ...]
+    """Every column the reader looks at."""
+
+    def __call__(self, row: Row) -> Content:
+        """The row's text or conversation; "" where it holds none.
+
+        Raises:
+            RowError: a value of another type than the format has.
+        """
+        return self.format.parse([row[column] for column in self.required], row)
+
+
+def find_format(name: str, columns: Sequence[str], *, origin: str, path: str) -> RowReader:
+    """The reader for a table with `columns`: of the format `name`, or the first that fits where it is `auto`.
+
+    Raises:
+        DataError: the columns of no format, or not those of `name`, are there.
+    """
+    candidates = FORMATS if name == "auto" else [f for f in FORMATS if f.name == name]
+    for candidate in candidates:
+        required = candidate.match(columns)
+        if required is not None:
+            optional = tuple(column for column in candidate.optional if column in columns)
+            return RowReader(candidate, required, required + optional)
+    wanted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in candidates)
+    raise DataError(
+        f"{path}: {origin} has the columns {', '.join(columns) or '(none)'}; these would do: {wanted}",
+        field=f"{path}.format",
+        value=list(columns),
+    )
+
+
+def content_digest(content: Content) -> int:
+    """64 bits of what a sample says, whatever file, format or tokenizer it comes through."""
+    data = content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
+    return int.from_bytes(hashlib.blake2b(data.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _text(value: Any, what: str) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    raise RowError(f"{what} is {value!r:.80}, a {type(value).__name__}; a string would do")
+
+
+def _message_text(value: Any) -> str:
+    """The content of a message: a string, or a list of text parts as in the OpenAI format."""
+    if not isinstance(value, list):
+        return _text(value, "a message's content")
+    parts = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise RowError(f"a message holds the part {part!r:.80}; only text parts would do")
+        parts.append(_text(part.get("text"), "a text part"))
+    return "".join(parts)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Columns give every message the keys of all messages; those it does not have are null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _conversation(turns: Any, what: str, roles: dict[str, str] | None = None) -> Conversation:
+    """Messages of {role, content} or {from, value}; `roles` translates the roles and refuses others."""
+    if turns is None:
+        return []
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise RowError(f"{what} is {turns!r:.80}; a list of messages would do")
+    messages = []
+    for turn in turns:
+        role_key, content_key = ("from", "value") if turn.get("from") is not None else ("role", "content")
+        role = turn.get(role_key)
+        if not isinstance(role, str) or (roles is not None and role not in roles):
+            accepted = "a string" if roles is None else ", ".join(roles)
+            raise RowError(f"a message has the role {role!r}; {accepted} would do")
+        others = {key: value for key, value in turn.items() if key not in {role_key, content_key}}
+        content = _message_text(turn.get(content_key))
+        messages.append({"role": roles[role] if roles else role, "content": content, **_without_nulls(others)})
+    return messages
+
+
+def _dialogue(system: str, user: str, assistant: str) -> Conversation:
+    if not (user and assistant):
+        return []
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def _parse_text(values: list[Any], _row: Row) -> Content:
+    return _text(values[0], "text")
+
+
+def _parse_messages(values: list[Any], _row: Row) -> Content:
+    return _conversation(values[0], "messages")
+
+
+def _parse_sharegpt(values: list[Any], row: Row) -> Content:
+    messages = _conversation(values[0], "conversations", _SHAREGPT_ROLES)
+    system = _text(row.get("system"), "system")
+    if system and messages and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _parse_prompt_completion(values: list[Any], _row: Row) -> Content:
+    prompt, completion = values
+    if isinstance(prompt, list) or isinstance(completion, list):
+        return _conversation(prompt, "prompt") + _conversation(completion, "completion")
+    return _dialogue("", _text(prompt, "the prompt"), _text(completion, "the completion"))
+
+
+def _parse_alpaca(values: list[Any], row: Row) -> Content:
+    instruction, output = (_text(v, what) for v, what in zip(values, ("instruction", "output"), strict=True))
+    context = _text(row.get("input"), "input")
+    prompt = f"{instruction}\n\n{context}" if context else instruction
+    return _dialogue(_text(row.get("system"), "system"), prompt, output)
+
+
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+FORMATS = (
+    RowFormat("messages", (("messages",),), _parse_messages),
+    RowFormat("sharegpt", (("conversations",),), _parse_sharegpt, optional=("system",)),
+    RowFormat(
+        "prompt_completion",
+        (("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
+        _parse_prompt_completion,
+    ),
+    RowFormat("alpaca", (("instruction", "output"),), _parse_alpaca, optional=("input", "system")),
+    RowFormat("text", (("text",),), _parse_text),
+)
+"""In the order `auto` tries them: what says most about a sample first."""

@@ -1,0 +1,325 @@
+"""From files to rows: what is read, what counts, what is held out, and what every error names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from swiftkv_platform.distillation.data import PreparedData, prepare_data
+from swiftkv_platform.distillation.packing import PackedRows
+from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.specs import DataSpec
+from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
+
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+Write = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes rows as JSON Lines, or a string as it is, and returns the path."""
+
+    def write_file(content: str | bytes | list[dict[str, Any]], name: str = "rows.jsonl") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(row) + "\n" for row in content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write_file
+
+
+def spec(*sources: str | dict[str, Any], **settings: Any) -> DataSpec:
+    entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
+    return DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
+
+
+def prepare(
+    *sources: str | dict[str, Any], seed: int = 0, template: str | None = None, **settings: Any
+) -> PreparedData:
+    return prepare_data(spec(*sources, **settings), byte_tokenizer(chat_template=template), seed=seed)
+
+
+def texts(rows: PackedRows) -> list[str]:
+    """Each sample as text, `^` for BOS, `$` for EOS, in no particular order."""
+    tokenizer, found = byte_tokenizer(), []
+    for member in rows.members:
+        ids = rows.samples.tokens[rows.samples.starts[member] : rows.samples.starts[member + 1]].tolist()
+        found.append("".join({BOS: "^", EOS: "$"}.get(i) or tokenizer.decode([i]) for i in ids))
+    return sorted(found)
+
+
+def targets(rows: PackedRows) -> list[str]:
+    """The tokens that each sample is trained to predict, as text."""
+    tokenizer, found = byte_tokenizer(), []
+    for member in rows.members:
+        span = slice(rows.samples.starts[member], rows.samples.starts[member + 1])
+        ids, counts = rows.samples.tokens[span], rows.samples.counts[span]
+        found.append("".join("$" if i == EOS else tokenizer.decode([i]) for i in ids[1:][counts[:-1]]))
+    return sorted(found)
+
+
+def test_a_document_has_bos_in_front_and_eos_behind_and_all_of_it_counts(write: Write) -> None:
+    prepared = prepare(write([{"text": "one"}, {"text": "two"}, {"text": None}, {"text": ""}]))
+    assert texts(prepared.train) == ["^one$", "^two$"]
+    assert targets(prepared.train) == ["one$", "two$"]
+    source = prepared.statistics.sources[0]
+    assert (source.formats, source.rows, source.documents, source.dropped) == (("text",), 4, 2, 2)
+    assert prepared.statistics.train.model_dump() == {
+        "documents": 2, "samples": 2, "tokens": 10, "counted_tokens": 8, "rows": 1, "packing_efficiency": 10 / 64,
+    }  # fmt: skip
+
+
+def test_special_tokens_the_text_has_are_not_doubled(write: Write) -> None:
+    assert texts(prepare(write([{"text": "<s>one</s>"}])).train) == ["^one$"]
+
+
+def test_a_tokenizer_without_special_tokens_adds_none(write: Write) -> None:
+    prepared = prepare_data(spec(write([{"text": "one"}])), byte_tokenizer(special=False), seed=0)
+    assert texts(prepared.train) == ["one"]
+
+
+def test_a_long_text_is_split_into_consecutive_windows(write: Write) -> None:
+    prepared = prepare(write([{"text": "abcdefghij" * 4}]), max_length=16)
+    assert texts(prepared.train) == sorted(["^abcdefghijabcde", "fghijabcdefghija", "bcdefghij$"])
+    assert "ghijabcdefghija" in targets(prepared.train)
+    assert (prepared.statistics.sources[0].split, prepared.statistics.sources[0].truncated) == (1, 0)
+    assert (prepared.statistics.train.documents, prepared.statistics.train.samples) == (1, 3)
+
+
+TALK = [
+    {"role": "user", "content": "ask"},
+    {"role": "assistant", "content": "say"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+RENDERED = "<user>ask|<assistant>say|<user>more|<assistant>no|"
+PLAIN = "^### User:\nask\n### Assistant:\nsay\n### User:\nmore\n### Assistant:\nno\n$"
+
+
+@pytest.mark.parametrize(
+    ("template", "train_on", "text", "target"),
+    [
+        (CHAT, "assistant", RENDERED, "say|no|"),
+        (CHAT, "all", RENDERED, RENDERED[1:]),
+        (None, "assistant", PLAIN, "say\nno\n$"),
+        (None, "all", PLAIN, PLAIN[1:]),
+    ],
+)
+def test_conversations_count_what_train_on_says(
+    write: Write, template: str | None, train_on: str, text: str, target: str
+) -> None:
+    path = write([{"messages": TALK}])
+    prepared = prepare(path, template=template, train_on=train_on, max_length=128)
+    assert texts(prepared.train) == [text]
+    assert targets(prepared.train) == [target]
+
+
+def test_characters_of_several_tokens_count_whole(write: Write) -> None:
+    talk = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "né"}]
+    prepared = prepare(write([{"messages": talk}]), template=CHAT, train_on="assistant")
+    assert prepared.statistics.train.counted_tokens == len("né|".encode())
+
+
+def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_dropped(write: Write) -> None:
+    late = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "late"}]
+    question = [{"role": "user", "content": "nobody answers"}]
+    rows = [{"messages": TALK}, {"messages": late}, {"messages": question}, {"messages": []}]
+    prepared = prepare(write(rows), template=CHAT, train_on="assistant", max_length=24)
+    assert texts(prepared.train) == ["<user>ask|<assistant>say"]
+    assert targets(prepared.train) == ["say"]
+    source = prepared.statistics.sources[0]
+    assert (source.documents, source.dropped, source.truncated, source.split) == (1, 3, 1, 0)
+
+
+def test_every_kind_of_file_is_read_and_formats_are_reported(write: Write, tmp_path: Path) -> None:
+    write([{"text": "lines"}], "all/a.jsonl")
+    write('[{"text": "array"}, {"text": "array 2"}]', "all/b.json")
+    write("plain", "all/deep/c.txt")
+    write("x = 1", "all/d.py")
+    write("not read", "all/e.bin")
+    datasets.Dataset.from_dict({"prompt": ["ask"], "completion": ["say"]}).to_parquet(tmp_path / "all" / "f.parquet")
+    prepared = prepare(str(tmp_path / "all"))
+    conversation = "^### User:\nask\n### Assistant:\nsay\n$"
+    assert texts(prepared.train) == sorted(["^lines$", "^array$", "^array 2$", "^plain$", "^x = 1$", conversation])
+    assert prepared.statistics.sources[0].formats == ("text", "prompt_completion")
+
+
+def test_the_standard_library_brings_its_own_held_out_modules() -> None:
+    source = {"name_or_path": "builtin:python-stdlib", "sample_count": 3}
+    prepared = prepare(source, validation_fraction=0.5, max_length=4096)
+    assert prepared.statistics.train.documents == 3
+    assert prepared.statistics.held_out.documents > 3
+    assert prepared.statistics.sources[0].formats == ("text",)
+
+
+def test_s3_sources_come_through_the_given_fetch(write: Write) -> None:
+    asked, path = [], Path(write([{"text": "remote"}], "fetched/rows.jsonl"))
+
+    def fetch(uri: str) -> Path:
+        asked.append(uri)
+        return path.parent
+
+    prepared = prepare_data(spec("s3://bucket/prefix"), byte_tokenizer(), seed=0, fetch=fetch)
+    assert (texts(prepared.train), asked) == (["^remote$"], ["s3://bucket/prefix"])
+    with pytest.raises(InvalidInputError, match="no object store"):
+        prepare("s3://bucket/prefix")
+
+
+NUMBERED = [{"text": f"document {i}"} for i in range(100)]
+
+
+def test_a_sample_is_on_the_same_side_whatever_surrounds_it(write: Write) -> None:
+    whole = prepare(write(NUMBERED), validation_fraction=0.3)
+    part = prepare(write(NUMBERED[:50][::-1], "part.jsonl"), validation_fraction=0.3, seed=7)
+    held_out, train = set(texts(whole.held_out)), set(texts(whole.train))
+    assert held_out.isdisjoint(train)
+    assert held_out | train == {f"^{row['text']}$" for row in NUMBERED}
+    assert 15 <= len(held_out) <= 45
+    assert set(texts(part.held_out)) <= held_out
+    assert set(texts(part.train)) <= train
+    more = prepare(write(NUMBERED), validation_fraction=0.5)
+    assert held_out < set(texts(more.held_out))
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.999999])
+def test_both_sides_get_a_sample_where_there_are_two(write: Write, fraction: float) -> None:
+    prepared = prepare(write([{"text": "a"}, {"text": "a"}, {"text": "b"}]), validation_fraction=fraction)
+    assert {len(set(texts(side))) for side in (prepared.train, prepared.held_out)} == {1}
+    assert len(prepared.train.members) + len(prepared.held_out.members) == 3
+    alone = prepare(write([{"text": "a"}, {"text": "a"}], "alone.jsonl"), validation_fraction=fraction)
+    assert (len(alone.train.members), len(alone.held_out)) == (2, 0)
+
+
+def test_weights_repeat_and_thin_out_training_samples_only(write: Write) -> None:
+    path, other = write(NUMBERED), write([{"text": "other"}], "other.jsonl")
+    once = prepare(path, other, validation_fraction=0.2)
+    own = [text for text in texts(once.train) if text != "^other$"]
+
+    def weighed(weight: float, seed: int = 0) -> list[str]:
+        source = {"name_or_path": path, "weight": weight}
+        prepared = prepare(source, other, validation_fraction=0.2, seed=seed)
+        assert texts(prepared.held_out) == texts(once.held_out)
+        return [text for text in texts(prepared.train) if text != "^other$"]
+
+    assert weighed(2.0) == sorted(own * 2)
+    half = weighed(0.5)
+    assert len(half) == round(len(own) / 2)
+    assert set(half) < set(own)
+    assert half == weighed(0.5) != weighed(0.5, seed=1)
+    assert len(weighed(1.5)) == len(own) + len(half)
+
+
+def test_sample_count_takes_so_many_by_the_seed(write: Write) -> None:
+    source = {"name_or_path": write(NUMBERED), "sample_count": 10}
+    first, again, other = (texts(prepare(source, seed=seed).train) for seed in (0, 0, 1))
+    assert len(set(first)) == 10
+    assert first == again != other
+    assert first != sorted(f"^document {i}$" for i in range(10))
+    assert prepare({**source, "sample_count": 1000}).statistics.sources[0].rows == 100
+
+
+def test_the_same_input_gives_the_same_rows_and_fingerprint(write: Write) -> None:
+    path, copy = write(NUMBERED), write(NUMBERED, "copy.jsonl")
+    first, second = prepare(path, validation_fraction=0.1), prepare(copy, validation_fraction=0.1)
+    assert first.fingerprint == second.fingerprint
+    assert np.array_equal(first.train.members, second.train.members)
+    changed = [
+        prepare(write([*NUMBERED[:-1], {"text": "document 9!"}], "changed.jsonl"), validation_fraction=0.1),
+        prepare(path, validation_fraction=0.1, packing=False),
+        prepare(path, validation_fraction=0.1, max_length=128),
+        prepare(path, validation_fraction=0.2),
+    ]
+    assert len({first.fingerprint, *(prepared.fingerprint for prepared in changed)}) == 5
+
+
+def test_token_ids_take_two_bytes_where_the_vocabulary_allows(write: Write) -> None:
+    assert prepare(write(NUMBERED)).train.samples.tokens.dtype == np.uint16
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message", "field"),
+    [
+        ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl", "bad.jsonl, line 2, column 13 is not JSON", "name_or_path"),
+        ('[{"text": "a"},\n {"text" "b"}]', "bad.json", "bad.json, line 2, column 10 is not JSON", "name_or_path"),
+        ('{"text": "a"}\n{"text": "é"}\n'.encode("latin-1"), "latin.jsonl", "latin.jsonl, line 2, byte 10", ""),
+        ("é".encode("latin-1"), "latin.txt", "latin.txt, byte 0 is not UTF-8", "name_or_path"),
+        ("", "empty.jsonl", "holds no rows", "name_or_path"),
+        ("[]", "empty.json", "holds no rows", "name_or_path"),
+        ("rubbish", "rubbish.parquet", "rubbish.parquet cannot be read as parquet", "name_or_path"),
+        ("a,b", "table.csv", "not a readable file; .jsonl, .json, .parquet", "name_or_path"),
+        ('{"body": "a", "title": "b"}', "columns.jsonl", "has the columns body, title", "format"),
+        ('{"text": "a"}\n{"text": 3}\n', "mixed.jsonl", "row 2, read as text: text is 3", ""),
+    ],
+)
+def test_unreadable_files_are_named_with_the_place(
+    write: Write, content: str | bytes, name: str, message: str, field: str
+) -> None:
+    path = write(content, name)
+    with pytest.raises(DataError) as caught:
+        prepare(path)
+    assert message in caught.value.message
+    assert caught.value.field == ".".join(["data.sources[0]", *filter(None, [field])])
+    assert caught.value.value
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/nowhere/at/all", "no such file or directory"),
+        ("./rows.jsonl", "no such file or directory"),
+        ("builtin:ruby", "the only built-in data set is 'builtin:python-stdlib'"),
+    ],
+)
+def test_missing_sources_are_named(source: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(source)
+    assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", source)
+
+
+def test_an_empty_directory_lists_what_would_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a directory without readable files; \.jsonl"):
+        prepare(str(tmp_path))
+
+
+def test_another_split_of_the_standard_library_is_refused() -> None:
+    with pytest.raises(DataError, match="offers 'train'") as caught:
+        prepare({"name_or_path": "builtin:python-stdlib", "split": "test"})
+    assert caught.value.field == "data.sources[0].split"
+
+
+def test_the_second_source_is_named_by_its_index(write: Write) -> None:
+    with pytest.raises(DataError) as caught:
+        prepare(write(NUMBERED), "/nowhere")
+    assert caught.value.field == "data.sources[1].name_or_path"
+
+
+def test_rows_the_template_refuses_are_named_by_their_number_in_the_file(write: Write) -> None:
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hello"
+    rows = [{"messages": TALK}] * 20 + [{"messages": TALK[1:]}]
+    source = {"name_or_path": write(rows), "sample_count": 20}
+    seed = next(s for s in range(50) if 20 in np.random.default_rng((s, 0)).choice(21, size=20, replace=False))
+    with pytest.raises(DataError, match=r"row 21, read as messages: .*user first"):
+        prepare(source, template=refusing, seed=seed)
+
+
+def test_data_that_leaves_nothing_to_train_on_says_why(write: Write) -> None:
+    with pytest.raises(DataError, match="of 1 rows 0 have a position that counts") as caught:
+        prepare(write([{"messages": TALK[:1]}]), template=CHAT, train_on="assistant")
+    assert caught.value.field == "data.sources"

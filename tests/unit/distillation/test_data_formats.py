@@ -1,0 +1,111 @@
+"""Rows of every supported layout become the same texts and conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.distillation.data_formats import Content, RowError, content_digest, find_format
+from swiftkv_platform.errors import DataError
+
+QUESTION = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
+    reader = find_format(name, tuple(row), origin="rows.jsonl", path="data.sources[0]")
+    return reader.format.name, reader({column: row[column] for column in reader.columns})
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "def f(): ..."}, ("text", "def f(): ...")),
+        ({"text": None}, ("text", "")),
+        ({"messages": [QUESTION, ANSWER], "prompt": "2 + 2?"}, ("messages", [QUESTION, ANSWER])),
+        ({"messages": None}, ("messages", [])),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]}
+                ]
+            },
+            ("messages", [QUESTION]),
+        ),
+        (
+            {"messages": [{**ANSWER, "tool_calls": [{"name": "add", "arguments": {"a": 2, "b": None}}], "name": None}]},
+            ("messages", [{**ANSWER, "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}]),
+        ),
+        ({"prompt": "2 + 2?", "completion": "4"}, ("prompt_completion", [QUESTION, ANSWER])),
+        ({"prompt": [SYSTEM, QUESTION], "completion": [ANSWER]}, ("prompt_completion", [SYSTEM, QUESTION, ANSWER])),
+        ({"question": "2 + 2?", "answer": "4"}, ("prompt_completion", [QUESTION, ANSWER])),
+        ({"prompt": "2 + 2?", "completion": None}, ("prompt_completion", [])),
+        ({"instruction": "2 + 2?", "input": "", "output": "4"}, ("alpaca", [QUESTION, ANSWER])),
+        (
+            {"instruction": "Add.", "input": "2, 2", "output": "4", "system": "Be brief."},
+            ("alpaca", [SYSTEM, {"role": "user", "content": "Add.\n\n2, 2"}, ANSWER]),
+        ),
+        (
+            {
+                "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}],
+                "system": "Be brief.",
+            },
+            ("sharegpt", [SYSTEM, QUESTION, ANSWER]),
+        ),
+        ({"conversations": [{**QUESTION, "from": None}, ANSWER]}, ("sharegpt", [QUESTION, ANSWER])),
+        (
+            {"conversations": [{"from": "function_call", "value": "add"}, {"from": "observation", "value": "4"}]},
+            ("sharegpt", [{"role": "assistant", "content": "add"}, {"role": "tool", "content": "4"}]),
+        ),
+    ],
+)
+def test_rows_are_read(row: dict[str, Any], expected: tuple[str, Content]) -> None:
+    assert read(row) == expected
+
+
+def test_a_named_format_overrides_detection() -> None:
+    row = {"messages": [QUESTION, ANSWER], "text": "plain"}
+    assert read(row) == ("messages", [QUESTION, ANSWER])
+    assert read(row, "text") == ("text", "plain")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": 3}, "text is 3, a int; a string would do"),
+        ({"messages": "hello"}, "messages is 'hello'; a list of messages would do"),
+        ({"messages": [{"content": "?"}]}, "a message has the role None; a string would do"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts would do"),
+        ({"conversations": [{"from": "narrator", "value": ""}]}, "the role 'narrator'; human, user, gpt"),
+    ],
+)
+def test_values_of_another_type_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(RowError) as caught:
+        read(row)
+    assert message in str(caught.value)
+
+
+def test_unknown_columns_are_named_beside_those_that_would_do() -> None:
+    with pytest.raises(DataError) as caught:
+        read({"body": "?", "title": "?"})
+    assert caught.value.field == "data.sources[0].format"
+    assert caught.value.value == ["body", "title"]
+    assert "rows.jsonl has the columns body, title" in caught.value.message
+    assert "text: text" in caught.value.message
+    assert "alpaca: instruction + output" in caught.value.message
+
+
+def test_a_named_format_lists_its_own_columns_only() -> None:
+    with pytest.raises(DataError) as caught:
+        read({"text": "?"}, "prompt_completion")
+    assert "prompt_completion: prompt + completion or prompt + response or question + answer" in caught.value.message
+    assert "alpaca" not in caught.value.message
+
+
+def test_the_digest_is_of_what_is_said_not_of_how_it_is_stored() -> None:
+    alpaca = read({"instruction": "2 + 2?", "output": "4"})[1]
+    assert content_digest(alpaca) == content_digest(read({"messages": [QUESTION, ANSWER]})[1])
+    assert content_digest(alpaca) != content_digest([ANSWER, QUESTION])
+    assert content_digest("a") != content_digest("b")

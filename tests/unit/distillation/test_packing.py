@@ -1,0 +1,158 @@
+"""Packing loses nothing, mixes nothing, and a step number is all that the position in the data needs."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import chain, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftkv_platform.distillation.packing import PackedRows, Samples, batch_rows, pack, rank_rows, total_steps
+from swiftkv_platform.errors import InvalidInputError
+
+MAX_LENGTH = 16
+PAD = 9999
+
+
+def make_samples(lengths: list[int]) -> Samples:
+    """Every token of every sample is another number; odd ones count."""
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    counts = np.arange(starts[-1]) % 2 == 1
+    counts[starts[1:] - 1] = False
+    return Samples(np.arange(starts[-1], dtype=np.int32), counts, starts)
+
+
+def segments(row: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """A row cut where the positions restart, which is where attention is cut."""
+    restarts = torch.cat([torch.tensor([True]), row["position_ids"][1:] != row["position_ids"][:-1] + 1])
+    sizes = torch.diff(torch.cat([restarts.nonzero().flatten(), torch.tensor([MAX_LENGTH])])).tolist()
+    parts = {name: tensor.split(sizes) for name, tensor in row.items()}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+lengths_strategy = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40)
+
+
+@given(lengths_strategy, st.booleans())
+def test_every_sample_stands_whole_in_exactly_one_place(lengths: list[int], packing: bool) -> None:
+    samples = make_samples(lengths)
+    rows = pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD, packing=packing)
+    found = []
+    for index in range(len(rows)):
+        for segment in segments(rows[index]):
+            ids = segment["input_ids"]
+            assert segment["position_ids"].tolist() == list(range(len(ids)))
+            if (ids == PAD).all():
+                assert not segment["loss_mask"].any()
+                continue
+            found.append(int(np.searchsorted(samples.starts, int(ids[0]))))
+            span = slice(samples.starts[found[-1]], samples.starts[found[-1] + 1])
+            assert ids.tolist() == samples.tokens[span].tolist()
+            assert segment["loss_mask"].tolist() == samples.counts[span].tolist()
+    assert sorted(found) == list(range(len(lengths)))
+    assert len(rows) == len(lengths) or packing
+
+
+@given(lengths_strategy)
+def test_no_two_rows_could_be_one(lengths: list[int]) -> None:
+    """Best fit never opens a row while another has room, so at most one row is half empty."""
+    rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
+    filled = sorted(int((rows[i]["input_ids"] != PAD).sum()) for i in range(len(rows)))
+    assert all(filled[0] + other > MAX_LENGTH for other in filled[1:])
+
+
+def test_the_tightest_row_is_taken() -> None:
+    rows = pack(make_samples([10, 13, 6, 3]), np.arange(4), max_length=MAX_LENGTH, pad_token_id=PAD)
+    assert sorted(sorted(rows.members[a:b].tolist()) for a, b in pairwise(rows.row_starts)) == [
+        [0, 2],
+        [1, 3],
+    ]
+
+
+@given(lengths_strategy)
+def test_counts_and_efficiency_are_those_of_the_rows(lengths: list[int]) -> None:
+    rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
+    batch = rows.batch(range(len(rows)))
+    assert rows.num_tokens == int((batch["input_ids"] != PAD).sum())
+    assert rows.num_counted_tokens == int(batch["loss_mask"].sum())
+    assert rows.packing_efficiency == rows.num_tokens / batch["input_ids"].numel()
+
+
+def test_a_batch_has_the_types_a_model_takes() -> None:
+    rows = pack(make_samples([5, 16, 9]), np.arange(3), max_length=MAX_LENGTH, pad_token_id=PAD)
+    batch = rows.batch([1, 0])
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()} == {
+        "input_ids": (torch.int64, (2, MAX_LENGTH)),
+        "position_ids": (torch.int64, (2, MAX_LENGTH)),
+        "loss_mask": (torch.bool, (2, MAX_LENGTH)),
+    }
+    assert torch.equal(batch["input_ids"][0], rows[1]["input_ids"])
+    with pytest.raises(IndexError, match="row 2 of 2"):
+        rows[2]
+
+
+def test_a_sample_may_be_repeated_or_left_out() -> None:
+    rows = pack(make_samples([4, 4, 4]), np.array([2, 2, 0]), max_length=4, pad_token_id=PAD)
+    assert sorted(rows[i]["input_ids"][0].item() for i in range(len(rows))) == [0, 8, 8]
+
+
+def test_without_samples_there_are_no_rows() -> None:
+    rows = pack(make_samples([4]), np.empty(0, dtype=np.int64), max_length=4, pad_token_id=PAD)
+    assert (len(rows), rows.num_tokens, rows.packing_efficiency) == (0, 0, 0.0)
+
+
+def digest(rows: PackedRows) -> str:
+    sha = hashlib.sha256()
+    rows.update_digest(sha)
+    return sha.hexdigest()
+
+
+def test_the_digest_sees_tokens_borders_and_counted_positions() -> None:
+    def rows(lengths: list[int], token: int = 3, counted: bool = True) -> PackedRows:
+        samples = make_samples(lengths)
+        samples.tokens[3], samples.counts[1] = token, counted
+        return pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
+
+    changed = [rows([5, 6], token=4), rows([6, 5]), rows([5, 6], counted=False), rows([5, 7])]
+    assert digest(rows([5, 6])) == digest(rows([5, 6]))
+    assert len({digest(r) for r in [rows([5, 6]), *changed]}) == 5
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3), st.integers(1, 4))
+def test_every_epoch_takes_every_row_once(num_rows: int, batch_size: int, seed: int, epochs: int) -> None:
+    steps = total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=None)
+    taken = [row for step in range(steps) for row in batch_rows(num_rows, batch_size=batch_size, seed=seed, step=step)]
+    assert num_rows * epochs <= len(taken) < num_rows * epochs + batch_size
+    for epoch in range(epochs):
+        assert sorted(taken[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = [
+        tuple(batch_rows(100, batch_size=100, seed=seed, step=epoch))
+        for seed, epoch in [(0, 0), (0, 1), (1, 0), (1, 1)]
+    ]
+    assert len(set(orders)) == 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_workers_share_a_batch_without_overlap_whatever_their_number(world_size: int) -> None:
+    batch = batch_rows(50, batch_size=8, seed=3, step=5)
+    shares = [rank_rows(batch, rank, world_size) for rank in range(world_size)]
+    assert {len(share) for share in shares} == {8 // world_size}
+    assert sorted(chain.from_iterable(shares)) == sorted(batch)
+
+
+def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="a multiple of 3 would do") as caught:
+        rank_rows(list(range(8)), 0, 3)
+    assert (caught.value.field, caught.value.value) == ("training.batch_size", 8)
+
+
+def test_a_step_limit_overrides_epochs() -> None:
+    assert total_steps(100, batch_size=32, num_epochs=2, max_steps=None) == 7
+    assert total_steps(100, batch_size=32, num_epochs=2, max_steps=3) == 3

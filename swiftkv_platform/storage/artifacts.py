@@ -6,13 +6,14 @@ Knows nothing about what the files mean.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_key, validate_key
 
-_PARALLEL_FILES = 8
+_PARALLEL_FILES = 4
 """Files transferred at the same time."""
 
 
@@ -145,24 +146,45 @@ def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manif
     and `ConflictError` if `destination` holds something that is no artifact.
     """
     manifest = read_manifest(store, prefix)
-    if _holds(destination, manifest):
-        return manifest
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with _lock_beside(destination):
+            if not _holds(destination, manifest):
+                _replace(destination, store, prefix, manifest)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {destination}: {error}", field="destination", value=str(destination)
+        ) from error
+    return manifest
+
+
+@contextmanager
+def _lock_beside(destination: Path) -> Iterator[None]:
+    """One process of this machine at a time: the others wait, then find the copy there. The lock file stays."""
+    with (destination.parent / f".{destination.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manifest) -> None:
+    """Download to a temporary directory, then move that to `destination`."""
     if not _replaceable(destination):
         raise ConflictError(
             f"{destination} exists and holds no artifact; name an empty or a new directory",
             field="destination",
             value=str(destination),
         )
-    destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=destination.parent) as workspace:
         fresh = Path(workspace) / "new"
         _download(store, prefix, manifest, fresh)
-        _swap_in(fresh, destination, retired=Path(workspace) / "old", manifest=manifest)
-    return manifest
+        if destination.exists():
+            destination.rename(Path(workspace) / "old")
+        fresh.rename(destination)
 
 
 def _download(store: ObjectStore, prefix: str, manifest: Manifest, directory: Path) -> None:
     """All files into the new `directory`, the manifest last; the first failure ends it."""
+    directory.mkdir()
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
         transfers = [
             pool.submit(_download_file, store, join_key(prefix, name), directory / name, file)
@@ -188,8 +210,6 @@ def _download_file(store: ObjectStore, key: str, path: Path, expected: ManifestF
                 file.write(chunk)
     except ObjectNotFoundError as error:
         raise _corrupt(store, key, f"it is missing, its manifest says {expected.size} bytes") from error
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}", field="destination", value=str(path)) from error
     if ManifestFile(size=size, sha256=digest.hexdigest()) != expected:
         raise _corrupt(
             store,
@@ -212,17 +232,6 @@ def _replaceable(destination: Path) -> bool:
     if not destination.exists():
         return True
     return destination.is_dir() and ((destination / MANIFEST).is_file() or not any(destination.iterdir()))
-
-
-def _swap_in(fresh: Path, destination: Path, *, retired: Path, manifest: Manifest) -> None:
-    """Put `fresh` in the place of `destination`. Another process may be doing the same: then its copy is as good."""
-    with suppress(FileNotFoundError):
-        destination.rename(retired)
-    try:
-        fresh.rename(destination)
-    except OSError:
-        if not _holds(destination, manifest):
-            raise
 
 
 def _holds(directory: Path, manifest: Manifest) -> bool:

@@ -22,7 +22,7 @@ PROBE_KEY = ".swiftkv-probe"
 """Object that `ping` writes and deletes."""
 
 _MAX_KEY_BYTES = 1024
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -84,8 +84,11 @@ class ObjectStore(Protocol):
         """Write, read and delete one small object, without waiting for a store that is away. Raises `StorageError`."""
 
 
-def open_store(uri: str) -> ObjectStore:
+def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
     """The store at `uri`: a directory, `file:///directory` or `s3://bucket/prefix`. Does no I/O; `ping` does.
+
+    A patient store repeats what fails while its server is away for about half a minute, as a worker wants that has a
+    checkpoint to save; otherwise it gives up within seconds, as a server wants that must answer.
 
     Raises `InvalidInputError` for an address that is none of these.
     """
@@ -95,7 +98,7 @@ def open_store(uri: str) -> ObjectStore:
         from swiftkv_platform.storage.s3_store import S3ObjectStore
 
         bucket, prefix = _parse_s3(uri)
-        return S3ObjectStore(bucket, prefix)
+        return S3ObjectStore(bucket, prefix, patient=patient)
     if name == "file" and uri:
         from swiftkv_platform.storage.local_store import LocalObjectStore
 
@@ -144,7 +147,7 @@ def _parse_s3(uri: str) -> tuple[str, str]:
     if parts.query or parts.fragment:
         raise _bad_uri(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
     if not _BUCKET.fullmatch(parts.netloc):
-        raise _bad_uri(uri, f"{parts.netloc!r} is no bucket name")
+        raise _bad_uri(uri, "it names no bucket (3 to 63 lower-case letters, digits, dots, hyphens)")
     prefix = parts.path.strip("/")
     fault = _key_fault(prefix) if prefix else None
     if fault is not None:

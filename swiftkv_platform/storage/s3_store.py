@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import boto3.session
 import botocore.session
 from boto3.exceptions import Boto3Error
+from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import Loader, create_loader
@@ -39,12 +40,20 @@ from swiftkv_platform.storage.s3_errors import describe, error_code, is_missing,
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef
 
-_ATTEMPTS = 6
-"""Tries per request, at random growing pauses: together 8 s on average, 15 s at most plus the server's own time."""
+_PATIENT_ATTEMPTS = 7
+"""Tries per request with pauses between them of 0..1, 0..2, ... 0..32 s: 32 s on average."""
+
+_IMPATIENT_ATTEMPTS = 3
+"""1.5 s on average."""
+
+_CONNECTIONS = 32
+_PARALLEL_PARTS = TransferConfig(max_concurrency=4)
+"""Parts of one large file that travel at the same time."""
 
 _STREAM_ATTEMPTS = 5
-"""Times in a row a broken download goes on where it stopped without having received a byte."""
+"""Times in a row that a download may break without having brought a chunk."""
 
 _DELETE_BATCH = 1000
 """Keys per DeleteObjects request, the protocol's maximum."""
@@ -53,10 +62,10 @@ _DELETE_BATCH = 1000
 class S3ObjectStore:
     """Objects below `prefix` of a bucket. Thread-safe; do not share it between processes."""
 
-    def __init__(self, bucket: str, prefix: str = "") -> None:
+    def __init__(self, bucket: str, prefix: str = "", *, patient: bool = True) -> None:
         self._bucket = bucket
         self._prefix = validate_prefix(prefix)
-        self._client = _client(attempts=_ATTEMPTS, timeout_s=60)
+        self._client = _client(attempts=_PATIENT_ATTEMPTS if patient else _IMPATIENT_ATTEMPTS, timeout_s=60)
 
     @property
     def uri(self) -> str:
@@ -114,7 +123,7 @@ class S3ObjectStore:
 
     def upload_file(self, path: Path, key: str) -> None:
         with self._errors("upload", key), path.open("rb") as file:
-            self._client.upload_fileobj(file, self._bucket, self._key(key))
+            self._client.upload_fileobj(file, self._bucket, self._key(key), Config=_PARALLEL_PARTS)
 
     def download_file(self, key: str, path: Path) -> None:
         with self._errors("download", key):
@@ -130,30 +139,33 @@ class S3ObjectStore:
                     temporary.unlink(missing_ok=True)
 
     def stream(self, key: str, chunk_size: int = CHUNK_SIZE) -> Iterator[bytes]:
-        """A connection that breaks is opened again at the next byte, of the same version of the object (its ETag)."""
-        offset, etag, failures = 0, "", 0
-        name = self._key(key)
+        """A connection that breaks is opened again at the next byte of the same version of the object."""
+        received, failures = 0, 0
+        version: str | None = None
         with self._errors("read", key):
             while True:
-                if offset:
-                    answer = self._client.get_object(
-                        Bucket=self._bucket, Key=name, Range=f"bytes={offset}-", IfMatch=etag
-                    )
-                else:
-                    answer = self._client.get_object(Bucket=self._bucket, Key=name)
-                etag = answer["ETag"]
-                end = offset + answer["ContentLength"]
+                answer = self._open(key, received)
+                version = version or answer["ETag"]
+                # Checked here and not by If-Match, which some servers ignore.
+                if answer["ETag"] != version:
+                    raise StorageError(f"object {key!r} in {self.uri} was replaced while it was read; read it again")
+                end = received + answer["ContentLength"]
                 try:
                     for chunk in answer["Body"].iter_chunks(chunk_size):
-                        offset, failures = offset + len(chunk), 0
+                        received, failures = received + len(chunk), 0
                         yield chunk
                     return
                 except BotoCoreError:
                     failures += 1
-                    if offset == end:
+                    if received == end:
                         return
                     if failures == _STREAM_ATTEMPTS:
                         raise
+
+    def _open(self, key: str, offset: int) -> GetObjectOutputTypeDef:
+        if not offset:  # an empty object has no byte 0 to start a range at
+            return self._client.get_object(Bucket=self._bucket, Key=self._key(key))
+        return self._client.get_object(Bucket=self._bucket, Key=self._key(key), Range=f"bytes={offset}-")
 
     def delete(self, key: str) -> None:
         with self._errors("delete", key):
@@ -181,12 +193,12 @@ class S3ObjectStore:
     def ping(self) -> None:
         name = self._key(PROBE_KEY)
         with self._errors("use", PROBE_KEY):
-            self._impatient.put_object(Bucket=self._bucket, Key=name, Body=b"ok")
-            self._impatient.get_object(Bucket=self._bucket, Key=name)["Body"].read()
-            self._impatient.delete_object(Bucket=self._bucket, Key=name)
+            self._probe.put_object(Bucket=self._bucket, Key=name, Body=b"ok")
+            self._probe.get_object(Bucket=self._bucket, Key=name)["Body"].read()
+            self._probe.delete_object(Bucket=self._bucket, Key=name)
 
     @cached_property
-    def _impatient(self) -> S3Client:
+    def _probe(self) -> S3Client:
         """A client that says at once that the server is away."""
         return _client(attempts=1, timeout_s=5)
 
@@ -221,7 +233,9 @@ class S3ObjectStore:
 def _client(*, attempts: int, timeout_s: int) -> S3Client:
     """A client of its own session, since boto3's default session is not thread-safe.
 
-    Checksums only where the protocol requires them: other servers do not know the trailing ones that boto3 adds.
+    Retries are those of boto3's "legacy" mode: in "standard" the pauses add up to less than a second, and after some 35
+    failures nothing is retried until something succeeds, so that a few parallel uploads end at any outage of the
+    server. Checksums are sent only where the protocol requires them: other servers do not know boto3's trailing ones.
     """
     endpoint = _endpoint()
     core = botocore.session.get_session()
@@ -233,10 +247,11 @@ def _client(*, attempts: int, timeout_s: int) -> S3Client:
             region_name=os.environ.get("AWS_REGION") or session.region_name or "us-east-1",
             config=Config(
                 signature_version="s3v4",
-                retries={"mode": "standard", "total_max_attempts": attempts},
+                retries={"mode": "legacy", "total_max_attempts": attempts},
                 s3={"addressing_style": "path" if endpoint else "auto"},
                 connect_timeout=min(timeout_s, 10),
                 read_timeout=timeout_s,
+                max_pool_connections=_CONNECTIONS,
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
             ),

@@ -1,0 +1,219 @@
+"""Artifacts: complete or invisible, idempotent to publish, verified when fetched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.attempts import MANIFEST, Manifest, ManifestFile
+from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, StorageError
+from swiftkv_platform.storage.artifacts import (
+    delete_directory,
+    fetch_directory,
+    is_complete,
+    manifest_digest,
+    publish_directory,
+    read_manifest,
+    upload_files,
+    write_manifest,
+)
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from tests.fakes.object_store import InMemoryObjectStore
+
+
+class FailingStore(InMemoryObjectStore):
+    """Fails the n-th upload or write, once."""
+
+    def __init__(self, fail_at: int) -> None:
+        super().__init__()
+        self._remaining = fail_at
+        self._count_lock = threading.Lock()
+
+    def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        with self._count_lock:
+            self._remaining -= 1
+            failing = self._remaining == 0
+        if failing:
+            raise StorageError(f"cannot write {key!r}: injected")
+        super().put_bytes(key, data, if_absent=if_absent)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "source"
+    for name, content in {"a": b"alpha", "b/c": b"gamma" * 1000, "empty": b""}.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+    return directory
+
+
+@pytest.fixture
+def store() -> InMemoryObjectStore:
+    return InMemoryObjectStore()
+
+
+def publish(store: ObjectStore, source: Path, prefix: str = "art") -> Manifest:
+    return publish_directory(store, source, prefix, kind="artifact", lineage={"job_id": "job_1"}, metrics={"kl": 0.5})
+
+
+def test_the_manifest_names_every_file_and_its_digest_is_that_of_the_stored_bytes(
+    store: InMemoryObjectStore, source: Path
+) -> None:
+    manifest = publish(store, source)
+    stored = store.get_bytes(f"art/{MANIFEST}")
+    assert json.loads(stored)["files"]["a"] == {"size": 5, "sha256": hashlib.sha256(b"alpha").hexdigest()}
+    assert set(manifest.files) == {"a", "b/c", "empty"}
+    assert manifest.size == 5005
+    assert read_manifest(store, "art") == manifest
+    assert manifest_digest(read_manifest(store, "art")) == hashlib.sha256(stored).hexdigest()
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3, 4])
+def test_publishing_again_after_a_failure_completes_the_artifact(source: Path, fail_at: int) -> None:
+    store = FailingStore(fail_at)
+    with pytest.raises(StorageError, match="injected"):
+        publish(store, source)
+    assert not is_complete(store, "art")
+    assert publish(store, source) == read_manifest(store, "art")
+
+
+def test_publishing_again_after_success_changes_nothing(store: InMemoryObjectStore, source: Path) -> None:
+    first = publish(store, source)
+    before = store.get_bytes(f"art/{MANIFEST}")
+    assert publish(store, source) == first
+    assert store.get_bytes(f"art/{MANIFEST}") == before
+
+
+def test_a_complete_artifact_is_never_overwritten(store: InMemoryObjectStore, source: Path, tmp_path: Path) -> None:
+    publish(store, source)
+    (source / "a").write_bytes(b"other")
+    with pytest.raises(ConflictError, match=r"complete with other files \(a\)"):
+        publish(store, source)
+    fetch_directory(store, "art", tmp_path / "out")
+    assert (tmp_path / "out" / "a").read_bytes() == b"alpha"
+
+
+def test_an_empty_directory_is_refused(store: InMemoryObjectStore, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(InvalidInputError, match="has no files"):
+        publish(store, tmp_path / "nothing")
+
+
+def test_ranks_upload_their_own_files_and_one_writes_the_manifest(store: InMemoryObjectStore, tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank{rank}").mkdir()
+        (tmp_path / f"rank{rank}" / f"shard-{rank}").write_bytes(bytes([rank]) * 100)
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(lambda rank: upload_files(store, tmp_path / f"rank{rank}", "ckpt"), range(3)))
+    merged = {name: file for part in parts for name, file in part.items()}
+    assert not is_complete(store, "ckpt")
+    manifest = write_manifest(store, "ckpt", merged, kind="checkpoint", lineage={"step": 7}, metrics={})
+    assert fetch_directory(store, "ckpt", tmp_path / "out") == manifest
+    assert (tmp_path / "out" / "shard-2").read_bytes() == b"\x02" * 100
+
+
+@pytest.mark.parametrize("metrics", [{"kl": float("nan")}, {"kl": object()}])
+def test_metrics_that_are_not_json_are_refused(store: InMemoryObjectStore, metrics: dict[str, object]) -> None:
+    with pytest.raises(InvalidInputError, match="finite numbers"):
+        write_manifest(store, "art", {}, kind="artifact", lineage={}, metrics=metrics)
+    assert not is_complete(store, "art")
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", MANIFEST])
+def test_a_manifest_that_leaves_its_directory_is_refused(store: InMemoryObjectStore, tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInputError):
+        write_manifest(store, "art", {name: ManifestFile(size=1, sha256="0")}, kind="artifact", lineage={}, metrics={})
+    forged = {"kind": "artifact", "created_at": 0.0, "files": {name: {"size": 1, "sha256": "0"}}}
+    store.put_bytes(f"art/{MANIFEST}", json.dumps(forged).encode())
+    with pytest.raises(ArtifactCorruptError, match="unusable"):
+        fetch_directory(store, "art", tmp_path / "inner" / "out")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(b"alphX", "found 5 bytes"), (b"alph", "found 4 bytes"), (b"alphaa", "found 6 bytes"), (None, "is missing")],
+)
+def test_a_damaged_file_is_named_and_nothing_is_left(
+    store: InMemoryObjectStore, source: Path, tmp_path: Path, damage: bytes | None, message: str
+) -> None:
+    publish(store, source)
+    store.delete("art/a") if damage is None else store.put_bytes("art/a", damage)
+    with pytest.raises(ArtifactCorruptError, match=message) as caught:
+        fetch_directory(store, "art", tmp_path / "cache" / "out")
+    assert caught.value.value == "art/a"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".out.lock"]
+
+
+def test_a_verified_copy_is_kept_and_a_damaged_one_replaced(
+    store: InMemoryObjectStore, source: Path, tmp_path: Path
+) -> None:
+    publish(store, source)
+    out = tmp_path / "out"
+    fetch_directory(store, "art", out)
+    inode = (out / "a").stat().st_ino
+    store.delete("art/a")  # a second download would fail
+    fetch_directory(store, "art", out)
+    assert (out / "a").stat().st_ino == inode
+
+    store.put_bytes("art/a", b"alpha")
+    (out / "a").write_bytes(b"alphX")
+    fetch_directory(store, "art", out)
+    assert (out / "a").read_bytes() == b"alpha"
+    (out / "extra").write_bytes(b"")
+    fetch_directory(store, "art", out)
+    assert not (out / "extra").exists()
+
+
+def test_another_artifact_replaces_the_present_one(store: InMemoryObjectStore, source: Path, tmp_path: Path) -> None:
+    publish(store, source, "one")
+    (source / "a").write_bytes(b"second")
+    publish(store, source, "two")
+    for prefix, content in (("one", b"alpha"), ("two", b"second")):
+        fetch_directory(store, prefix, tmp_path / "out")
+        assert (tmp_path / "out" / "a").read_bytes() == content
+
+
+def test_a_foreign_directory_is_not_touched(store: InMemoryObjectStore, source: Path, tmp_path: Path) -> None:
+    publish(store, source)
+    (tmp_path / "mine").mkdir()
+    fetch_directory(store, "art", tmp_path / "mine")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    for destination in (tmp_path / "home", tmp_path / "home" / "thesis.txt"):
+        with pytest.raises(ConflictError, match="holds no artifact"):
+            fetch_directory(store, "art", destination)
+    assert (tmp_path / "home" / "thesis.txt").read_text() == "years of work"
+
+
+def test_several_processes_may_fetch_to_one_place(store: InMemoryObjectStore, source: Path, tmp_path: Path) -> None:
+    manifest = publish(store, source)
+    with ThreadPoolExecutor(6) as pool:
+        fetched = list(pool.map(lambda _: fetch_directory(store, "art", tmp_path / "out"), range(12)))
+    assert fetched == [manifest] * 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.lock", "out", "source"]
+
+
+def test_deleting_starts_with_the_manifest(source: Path) -> None:
+    deleted: list[str] = []
+
+    class Recorder(InMemoryObjectStore):
+        def delete(self, key: str) -> None:
+            deleted.append(key)
+            super().delete(key)
+
+    store = Recorder()
+    publish(store, source)
+    delete_directory(store, "art")
+    assert deleted[0] == f"art/{MANIFEST}"
+    assert list(store.list("")) == []
+
+
+def test_the_address_of_an_artifact_is_enough(source: Path, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    manifest = publish(store, source, "jobs/1/artifact")
+    assert fetch_directory(open_store(f"{store.uri}/jobs/1/artifact"), "", tmp_path / "out") == manifest

@@ -1,0 +1,160 @@
+"""The attempt channel: events without gaps, complete checkpoints only, logs, requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, artifact_prefix, checkpoints_prefix, event_key
+from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest, write_manifest
+from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
+from swiftkv_platform.storage.object_store import open_store
+from tests.fakes.object_store import InMemoryObjectStore
+
+JOB = "job_1"
+
+
+@pytest.fixture
+def store() -> InMemoryObjectStore:
+    return InMemoryObjectStore()
+
+
+@pytest.fixture
+def attempts(store: InMemoryObjectStore) -> AttemptStore:
+    return AttemptStore(store)
+
+
+def event(time: float, message: str = "") -> AttemptEvent:
+    return AttemptEvent(time=time, type="message", message=message)
+
+
+def read(attempts: AttemptStore, cursor: dict[str, int]) -> list[tuple[str, int]]:
+    return [(stored.writer, stored.sequence) for stored in attempts.read_events(JOB, 1, cursor)]
+
+
+def checkpoint(store: InMemoryObjectStore, attempt: int, name: str, *, complete: bool = True) -> str:
+    key = f"{checkpoints_prefix(JOB, attempt)}/{name}"
+    store.put_bytes(f"{key}/shard", b"x" * attempt)
+    if complete:
+        write_manifest(store, key, {}, kind="checkpoint", lineage={"name": name}, metrics={})
+    return key
+
+
+def test_a_request_comes_back(attempts: AttemptStore) -> None:
+    request = AttemptRequest(job_id=JOB, attempt=2, spec=JobSpec(name="x"), run_id="r", resume_from="jobs/a")
+    attempts.write_request(request)
+    attempts.write_request(request)
+    assert attempts.read_request(JOB, 2) == request
+    with pytest.raises(ObjectNotFoundError):
+        attempts.read_request(JOB, 3)
+
+
+def test_events_come_after_the_cursor_in_order_of_time(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    assert read(attempts, {}) == []
+    driver, worker = EventWriter(store, JOB, 1, "driver"), EventWriter(store, JOB, 1, "rank-0")
+    assert [driver.write(event(1.0)), driver.write(event(4.0))] == [1, 2]
+    assert [worker.write(event(2.0)), worker.write(event(3.0, "hello"))] == [1, 2]
+    assert read(attempts, {}) == [("driver", 1), ("rank-0", 1), ("rank-0", 2), ("driver", 2)]
+    assert read(attempts, {"rank-0": 1, "driver": 2}) == [("rank-0", 2)]
+    assert attempts.read_events(JOB, 1, {"rank-0": 1, "driver": 2})[0].event == event(3.0, "hello")
+    assert read(attempts, {"rank-0": 2, "driver": 2}) == []
+
+
+def test_a_clock_that_jumps_back_does_not_reorder_a_writer(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    writer = EventWriter(store, JOB, 1, "driver")
+    for time in (5.0, 1.0, 9.0):
+        writer.write(event(time))
+    EventWriter(store, JOB, 1, "rank-0").write(event(6.0))
+    assert read(attempts, {}) == [("driver", 1), ("driver", 2), ("rank-0", 1), ("driver", 3)]
+
+
+def test_reading_stops_at_a_gap_until_it_is_filled(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    for sequence in (1, 3):
+        store.put_bytes(event_key(JOB, 1, "driver", sequence), event(float(sequence)).model_dump_json().encode())
+    store.put_bytes("jobs/job_1/attempts/1/events/driver/notes.txt", b"not an event")
+    assert read(attempts, {}) == [("driver", 1)]
+    assert read(attempts, {"driver": 1}) == []
+    store.put_bytes(event_key(JOB, 1, "driver", 2), event(2.0).model_dump_json().encode())
+    assert read(attempts, {"driver": 1}) == [("driver", 2), ("driver", 3)]
+
+
+def test_an_event_that_cannot_be_read_is_named(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    store.put_bytes(event_key(JOB, 1, "driver", 1), b"{")
+    with pytest.raises(StorageError, match=r"driver/00000001\.json"):
+        attempts.read_events(JOB, 1, {})
+
+
+def test_a_restarted_writer_goes_on_and_a_second_one_is_noticed(store: InMemoryObjectStore) -> None:
+    first = EventWriter(store, JOB, 1, "driver")
+    assert first.write(event(1.0)) == 1
+    second = EventWriter(store, JOB, 1, "driver")
+    assert second.write(event(2.0)) == 2
+    with pytest.raises(ConflictError):
+        first.write(event(3.0))
+    assert EventWriter(store, JOB, 2, "driver").write(event(1.0)) == 1
+
+
+def test_a_write_whose_answer_was_lost_does_not_block_the_writer(attempts: AttemptStore) -> None:
+    class LosesOneAnswer(InMemoryObjectStore):
+        lose = False
+
+        def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+            super().put_bytes(key, data, if_absent=if_absent)
+            if self.lose:
+                self.lose = False
+                raise StorageError("connection lost")
+
+    store = LosesOneAnswer()
+    writer = EventWriter(store, JOB, 1, "driver")
+    writer.write(event(1.0))
+    store.lose = True
+    with pytest.raises(StorageError, match="connection lost"):
+        writer.write(event(2.0))
+    assert writer.write(event(3.0)) == 3
+
+
+def test_only_complete_checkpoints_count(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    assert attempts.newest_checkpoint(JOB) is None
+    first = checkpoint(store, 1, "step-00000100-w2")
+    newest = checkpoint(store, 2, "step-00000200-w2")
+    older = checkpoint(store, 10, "step-00000100-w1")
+    checkpoint(store, 10, "step-00000300-w1", complete=False)
+    checkpoint(store, 10, "notes")
+    found = attempts.list_checkpoints(JOB)
+    assert [(item.attempt, item.step, item.key) for item in found] == [
+        (1, 100, first),
+        (10, 100, older),
+        (2, 200, newest),
+    ]
+    assert found[0].sha256 == manifest_digest(read_manifest(store, first))
+    assert attempts.newest_checkpoint(JOB) == newest
+    assert attempts.newest_checkpoint(JOB, before_attempt=2) == first
+    assert attempts.newest_checkpoint(JOB, before_attempt=1) is None
+    assert attempts.newest_checkpoint("job_2") is None
+
+
+def test_of_one_step_the_newest_attempt_counts(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    checkpoint(store, 9, "step-00000100-w2")
+    newest = checkpoint(store, 10, "step-00000100-w2")
+    assert attempts.newest_checkpoint(JOB) == newest
+
+
+def test_the_artifact_of_an_attempt_can_be_fetched_by_its_address(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    attempts = AttemptStore(store)
+    assert attempts.artifact_manifest(JOB, 1) is None
+    store.put_bytes(f"{artifact_prefix(JOB, 1)}/stray", b"")
+    assert attempts.artifact_manifest(JOB, 1) is None
+    manifest = write_manifest(store, artifact_prefix(JOB, 1), {}, kind="artifact", lineage={}, metrics={"kl": 0.1})
+    assert attempts.artifact_manifest(JOB, 1) == manifest
+    uri = attempts.artifact_uri(JOB, 1)
+    assert fetch_directory(open_store(uri), "", tmp_path / "out") == manifest
+
+
+def test_logs_are_kept(attempts: AttemptStore) -> None:
+    assert attempts.read_logs(JOB, 1) is None
+    attempts.save_logs(JOB, 1, "line 1\nläine \udcff 2\n")
+    assert attempts.read_logs(JOB, 1) == "line 1\nläine ? 2\n"

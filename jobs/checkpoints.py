@@ -1,0 +1,69 @@
+"""Checkpoints of one attempt in the object store. Knows keys and manifests, nothing of what the files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+from swiftkv_platform.attempts import AttemptRequest, Manifest, ManifestFile, checkpoints_prefix
+from swiftkv_platform.distillation.checkpoint import Progress
+from swiftkv_platform.storage.artifacts import (
+    delete_directory,
+    fetch_directory,
+    is_complete,
+    upload_files,
+    write_manifest,
+)
+from swiftkv_platform.storage.object_store import ObjectStore, join_key
+
+OnCommit = Callable[[str, Manifest, Progress], None]
+"""Told about a complete checkpoint: its key, manifest and progress."""
+
+
+class AttemptCheckpoints:
+    """The `CheckpointStore` of an attempt: it writes below the attempt's own prefix, and may start elsewhere.
+
+    Args:
+        keep: newest complete checkpoints of this attempt that are kept.
+    """
+
+    def __init__(
+        self, store: ObjectStore, request: AttemptRequest, *, keep: int, on_commit: OnCommit = lambda *_: None
+    ) -> None:
+        self._store = store
+        self._prefix = checkpoints_prefix(request.job_id, request.attempt)
+        self._resume_from = request.resume_from
+        self._keep = keep
+        self._on_commit = on_commit
+
+    def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
+        return upload_files(self._store, directory, join_key(self._prefix, name))
+
+    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
+        key = join_key(self._prefix, name)
+        lineage = {"step": progress.step, "tokens": progress.tokens, "world_size": world_size}
+        manifest = write_manifest(self._store, key, files, kind="checkpoint", lineage=lineage, metrics={})
+        self._on_commit(key, manifest, progress)
+        self._prune()
+
+    def newest(self) -> str | None:
+        """This attempt's newest complete checkpoint; before it has one, the one it was told to resume from."""
+        return next(self._complete(), None) or self._resume_from
+
+    def fetch(self, key: str, directory: Path) -> None:
+        fetch_directory(self._store, key, directory)
+
+    def _complete(self) -> Iterator[str]:
+        """Keys of the complete checkpoints, newest first: names begin with the step."""
+        for name in sorted(self._store.list_directories(self._prefix), reverse=True):
+            key = join_key(self._prefix, name)
+            if is_complete(self._store, key):
+                yield key
+
+    def _prune(self) -> None:
+        """Delete what sorts before the newest `keep`, with what a run that died left unfinished there."""
+        kept = list(islice(self._complete(), self._keep))
+        for name in self._store.list_directories(self._prefix):
+            if join_key(self._prefix, name) < min(kept):
+                delete_directory(self._store, join_key(self._prefix, name))

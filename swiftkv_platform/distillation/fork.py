@@ -1,0 +1,167 @@
+"""Teacher and student in one forward pass that forks at layer l. It knows the model and the losses' terms, no optimizer
+and no workers.
+
+    layers < l   once, no gradient ──▶ x ─┬─▶ layers >= l as pretrained, no gradient ──▶ teacher
+                                          └─▶ layers >= l over shared K and V ─────────▶ student
+
+The layers below l are the same in both models and frozen, so they run once; no gradient ever enters them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs import DistillationSpec
+
+_TEACHER_PROJECTIONS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
+
+
+class Fork(nn.Module):
+    """Losses of a student against its teacher, over one set of frozen weights.
+
+    Takes over `student`, a converted model, and changes it in place: what is trained becomes float32 and requires
+    gradients, everything else takes `dtype` and is frozen.
+    """
+
+    def __init__(
+        self, student: Any, spec: DistillationSpec, *, dtype: torch.dtype, gradient_checkpointing: bool = False
+    ):
+        super().__init__()
+        self.student = student.eval()
+        self._spec = spec
+        self._first = student.config.num_key_value_layers
+        self._hidden_index = hidden_loss_index(student.config, spec) if spec.hidden_loss_weight else None
+        # With a trained tail the student's upper layers stop being the teacher's: those are kept apart.
+        self.tail_teacher = _copy_upper(student.model) if spec.trainable == "tail" else None
+        self._freeze(dtype)
+        if gradient_checkpointing:
+            student.activation_checkpointing_enable({"use_reentrant": False})
+            student.disable_input_require_grads()
+            for layer in student.model.layers[self._first :]:
+                layer.training = (
+                    True  # what transformers checks; its submodules stay in evaluation mode, without dropout
+                )
+
+    def _freeze(self, dtype: torch.dtype) -> None:
+        trained = trained_parameters(self.student, self._spec)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+        for parameter in trained.values():
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """What each sum of `forward` counts in the loss that is minimised."""
+        lm = self._spec.objective == "lm"
+        weights = {"lm_loss": 1.0} if lm else {"logits_loss": self._spec.logits_loss_weight}
+        if self._hidden_index is not None:
+            weights["hidden_loss"] = self._spec.hidden_loss_weight
+        if self.student.config.early_exit:
+            weights["exit_loss"] = 1.0
+        return weights
+
+    def units(self) -> Iterator[nn.Module | list[nn.Module]]:
+        """Modules (or lists of them that run together) whose weights are gathered together, inner ones first."""
+        decoder = self.student.model
+        leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
+        # K and V of all groups run before the layers that own their projections.
+        yield [projection for leader in leaders for projection in (leader.k_proj_swiftkv, leader.v_proj_swiftkv)]
+        yield from decoder.layers
+        if self.tail_teacher is not None:
+            yield from self.tail_teacher.layers[self._first :]
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+        """Sums of the losses over the positions where `loss_mask` is set, by name, in nats (`hidden_loss`: squared).
+
+        input_ids, position_ids: int64 [batch, num_tokens], positions restart with every packed sample; loss_mask: bool.
+        """
+        decoder = self.student.model
+        teacher_states: list[Tensor] = []
+        student_states: list[Tensor] = []
+        with torch.no_grad():
+            context = decoder.begin(input_ids, position_ids=position_ids)
+            x = decoder.lower(context)
+            teacher = None
+            if self._needs_teacher:
+                teacher = (self.tail_teacher or decoder).teacher_upper(x, context, record=teacher_states)
+        student = decoder.student_upper(x, context, record=student_states)  # [batch, num_tokens, hidden_size]
+
+        sums = {}
+        if self._spec.objective == "lm":
+            targets = input_ids.roll(-1, dims=1)
+            sums["lm_loss"] = lm_loss(student[loss_mask], self.student.lm_head.weight, targets[loss_mask])
+        if teacher is None:
+            return sums
+        if self._spec.objective == "logits":
+            sums["logits_loss"] = self._kl(student[loss_mask], self.student.lm_head.weight, teacher[loss_mask])
+        if self._hidden_index is not None:
+            states = [*student_states[:-1], student], [*teacher_states[:-1], teacher]
+            sums["hidden_loss"] = hidden_loss(*(side[self._hidden_index][loss_mask] for side in states))
+        if self.student.config.early_exit:
+            exit_hidden = self.student.exit_norm(x[loss_mask])
+            sums["exit_loss"] = self._kl(exit_hidden, self.student.exit_head.weight, teacher[loss_mask])
+        return sums
+
+    def _kl(self, hidden: Tensor, head: Tensor, teacher: Tensor) -> Tensor:
+        return logits_loss(hidden, teacher, head, self.student.lm_head.weight, temperature=self._spec.temperature)
+
+    @property
+    def _needs_teacher(self) -> bool:
+        spec = self._spec
+        return spec.objective == "logits" or self._hidden_index is not None or self.student.config.early_exit
+
+
+def trained_parameters(student: Any, spec: DistillationSpec) -> dict[str, nn.Parameter]:
+    """What `spec.trainable` names: the SwiftKV projections, norm and exit head, or with them every parameter of the
+    student's layers >= l (table 6b)."""
+    trained: dict[str, nn.Parameter] = dict(student.swiftkv_parameters())
+    if spec.trainable == "tail":
+        first = student.config.num_key_value_layers
+        for i, layer in enumerate(student.model.layers[first:], start=first):
+            for name, parameter in layer.named_parameters():
+                if not name.startswith(_TEACHER_PROJECTIONS):  # the student does not run them
+                    trained[f"model.layers.{i}.{name}"] = parameter
+    return trained
+
+
+@torch.no_grad()
+def load_trained(student: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write trained tensors, by parameter name, into a student that has the same layer map."""
+    parameters = dict(student.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
+
+
+def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
+    """`hidden_loss_layer` as a negative index into the hidden states; -1 is the normalised output.
+
+    Raises:
+        InvalidInputError: a layer below the fork, where teacher and student are the same.
+    """
+    num_layers, first = config.num_hidden_layers, config.num_key_value_layers
+    index = spec.hidden_loss_layer
+    index = index if index < 0 else index - (num_layers + 1)
+    if not first - num_layers <= index <= -1:
+        raise InvalidInputError(
+            f"distillation.hidden_loss_layer is {spec.hidden_loss_layer}, where teacher and student are the same; "
+            f"{first - num_layers}..-1 are accepted",
+            field="distillation.hidden_loss_layer",
+            value=spec.hidden_loss_layer,
+        )
+    return index
+
+
+def _copy_upper(decoder: Any) -> Any:
+    """A decoder with layers >= l of its own, which shares everything else with `decoder`."""
+    shared = [decoder.embed_tokens, decoder.norm, decoder.norm_swiftkv, decoder.rotary_emb]
+    shared += decoder.layers[: decoder.layer_map.num_key_value_layers]
+    return copy.deepcopy(decoder, memo={id(module): module for module in shared})

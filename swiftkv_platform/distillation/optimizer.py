@@ -1,0 +1,46 @@
+"""AdamW and its learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from swiftkv_platform.specs import OptimizerSpec
+
+
+def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
+    """The rate of optimizer step `step` (0-based): a linear rise over the warm-up, then the schedule down to zero.
+
+    The warm-up takes ceil(warmup_ratio x total_steps) steps; its last one has the full rate. The step after the last
+    would have rate 0, so the last one still learns.
+    """
+    warmup_steps = math.ceil(spec.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return spec.learning_rate * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
+    match spec.schedule:
+        case "constant":
+            return spec.learning_rate
+        case "linear":
+            return spec.learning_rate * (1.0 - progress)
+        case "cosine":
+            return spec.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> AdamW:
+    """AdamW over the trained parameters; weight decay spares vectors (norms and biases)."""
+    trained = list(parameters)
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return AdamW([group for group in groups if group["params"]], lr=spec.learning_rate, betas=spec.betas)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Use `rate` for the next step of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,145 @@
+"""The distillation loop: one optimizer step after the other, a checkpoint now and then. It knows no cluster, no object
+store and no tracker.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
+from swiftkv_platform.distillation.optimizer import learning_rate, set_learning_rate
+from swiftkv_platform.distillation.packing import PackedRows, batch_rows, rank_rows
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.errors import LossNotFiniteError
+from swiftkv_platform.specs import JobSpec
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step, the same on every worker."""
+
+    step: int
+    """Steps done, this one included."""
+    tokens: int
+    """Positions the loss has counted since the run began."""
+    losses: dict[str, float]
+    """`loss`, what is minimised, and its terms before weighting; means over the positions that count."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    tokens_per_second: float
+
+    def point(self) -> dict[str, float]:
+        """A flat mapping, for events and trackers."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            **self.losses,
+            "lr": self.lr,
+            "grad_norm": self.grad_norm,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+class Trainer:
+    """Trains the student of `parallel` on `rows`; every worker runs one, over the same rows.
+
+    Args:
+        total_steps: where the run, and its learning rate, end.
+        on_step: told about every step, on every worker.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer,
+        rows: PackedRows,
+        checkpointer: Checkpointer,
+        spec: JobSpec,
+        *,
+        total_steps: int,
+        on_step: Callable[[StepMetrics], None],
+    ) -> None:
+        self._parallel = parallel
+        self._optimizer = optimizer
+        self._rows = rows
+        self._checkpointer = checkpointer
+        self._spec = spec
+        self._total_steps = total_steps
+        self._on_step = on_step
+
+    def run(self) -> Progress:
+        """Go on from the newest checkpoint to the last step; returns how far the run is.
+
+        Raises:
+            LossNotFiniteError: on every worker alike, before the step changed a weight; checkpoints stay.
+        """
+        progress = self._checkpointer.restore()
+        while progress.step < self._total_steps:
+            metrics = self.train_step(progress)
+            progress = Progress(metrics.step, metrics.tokens)
+            self._on_step(metrics)
+            if progress.step % self._spec.checkpoint.every_steps == 0 or progress.step == self._total_steps:
+                self._checkpointer.save(progress)
+        return progress
+
+    def train_step(self, progress: Progress) -> StepMetrics:
+        """One optimizer step over `training.batch_size` rows, shared by the workers and cut into micro batches.
+
+        The loss is the mean over the positions that count in the whole batch, so how it is cut makes no difference.
+        """
+        started = time.perf_counter()
+        parallel, weights = self._parallel, self._parallel.loss_weights
+        micro_batches = self._micro_batches(progress.step)
+        masks = [batch["loss_mask"].sum() for batch in micro_batches]
+        num_counted = int(parallel.sum(torch.stack(masks).sum()))
+        scale = parallel.world_size / max(num_counted, 1)  # gradients are averaged over the workers
+
+        totals = torch.zeros(len(weights), device=parallel.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            with parallel.micro_batch(last=number == len(micro_batches)):
+                sums = parallel(batch)
+                torch.stack([weight * scale * sums[name] for name, weight in weights.items()]).sum().backward()
+            totals += torch.stack([sums[name].detach() for name in weights])
+
+        means = (parallel.sum(totals) / max(num_counted, 1)).tolist()
+        losses = dict(zip(weights, means, strict=True))
+        losses = {"loss": sum(weights[name] * mean for name, mean in losses.items()), **losses}
+        grad_norm = parallel.clip_gradients(self._spec.optimizer.max_grad_norm)
+        self._check_finite(progress.step, losses["loss"], grad_norm)
+
+        rate = learning_rate(self._spec.optimizer, progress.step, self._total_steps)
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return StepMetrics(
+            step=progress.step + 1,
+            tokens=progress.tokens + num_counted,
+            losses=losses,
+            lr=rate,
+            grad_norm=grad_norm,
+            tokens_per_second=num_counted / (time.perf_counter() - started),
+        )
+
+    def _micro_batches(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """This worker's rows of a step, `micro_batch_size` at a time."""
+        training = self._spec.training
+        batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
+        mine = rank_rows(batch, self._parallel.rank, self._parallel.world_size)
+        size = training.micro_batch_size
+        return [self._rows.batch(mine[start : start + size]) for start in range(0, len(mine), size)]
+
+    def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        raise LossNotFiniteError(
+            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; a smaller optimizer.learning_rate or a longer "
+            f"optimizer.warmup_ratio may do, or model.dtype float32",
+            field="optimizer.learning_rate",
+            value=self._spec.optimizer.learning_rate,
+        )

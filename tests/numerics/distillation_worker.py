@@ -1,0 +1,170 @@
+"""Small distillation runs over real process groups; a module of its own, so that spawned workers find it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from jobs.checkpoints import AttemptCheckpoints
+from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.distillation.checkpoint import Checkpointer
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.optimizer import build_optimizer
+from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.model import convert
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.object_store import open_store
+from tests.tiny_models import random_teacher
+
+VOCAB, ROW_LENGTH, NUM_LAYERS, NUM_KEY_VALUE_LAYERS = 50, 24, 5, 2
+
+
+def tiny_student(*, group_size: int = 2, early_exit: bool = False) -> Any:
+    teacher = random_teacher(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return convert(
+        teacher,
+        num_key_value_layers=NUM_KEY_VALUE_LAYERS,
+        key_value_group_size=group_size,
+        early_exit=early_exit,
+    )
+
+
+def tiny_rows(num_samples: int = 60) -> PackedRows:
+    """Rows of two and more samples of different lengths, some positions of which do not count."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(3, ROW_LENGTH // 2, num_samples)
+    counts = generator.random(lengths.sum()) < 0.8
+    counts[np.cumsum(lengths) - 1] = False
+    samples = Samples(
+        tokens=generator.integers(0, VOCAB, lengths.sum()).astype(np.int32),
+        counts=counts,
+        starts=np.concatenate([[0], np.cumsum(lengths)]),
+    )
+    return pack(samples, np.arange(num_samples), max_length=ROW_LENGTH, pad_token_id=0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a scenario: how it is cut and spread, and where its checkpoints are."""
+
+    store: str
+    """Address of the object store."""
+    attempt: int = 1
+    resume_from: str | None = None
+    stop_after: int | None = None
+    """Leave the loop, as if killed, once so many steps are done."""
+    early_exit: bool = False
+    spec: dict[str, Any] = field(default_factory=dict)
+    """Sections of the job spec that differ from `job_spec`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    steps: list[StepMetrics]
+    trained: dict[str, Tensor]
+    """Trained parameters, whole, by the student's names."""
+    frozen_changed: list[str]
+    """Names of frozen parameters that are not what they were."""
+
+
+def job_spec(sections: dict[str, Any]) -> JobSpec:
+    base: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "training": {"batch_size": 4, "micro_batch_size": 1, "max_steps": 4},
+        "optimizer": {"learning_rate": 1e-2, "warmup_ratio": 0.25},
+        "resources": {"num_workers": 1},
+        "checkpoint": {"every_steps": 2},
+        "sharding": {"strategy": "ddp"},
+    }
+    return JobSpec.model_validate(
+        {key: {**base.get(key, {}), **sections.get(key, {})} for key in base | sections} | {"name": "n"}
+    )
+
+
+class _KilledError(Exception):
+    """Ends a run in the middle."""
+
+
+def run(scenario: Run) -> Outcome:
+    """Train over the default process group."""
+    spec = job_spec(scenario.spec)
+    dtype = getattr(torch, spec.model.dtype)
+    student = tiny_student(early_exit=scenario.early_exit)
+    fork = Fork(student, spec.distillation, dtype=dtype, gradient_checkpointing=spec.training.gradient_checkpointing)
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    trained_names = {name for name, p in student.named_parameters() if p.requires_grad}
+    parallel = Parallel(fork, spec.sharding, dtype=dtype, device=torch.device("cpu"))
+    optimizer = build_optimizer(parallel.trained(), spec.optimizer)
+    request = AttemptRequest(
+        job_id="j", attempt=scenario.attempt, spec=spec, resume_from=scenario.resume_from, run_id="r"
+    )
+    store = AttemptCheckpoints(open_store(scenario.store), request, keep=spec.checkpoint.keep)
+    checkpointer = Checkpointer(parallel.module, optimizer, store, local_rank=dist.get_rank())
+    steps: list[StepMetrics] = []
+
+    def on_step(metrics: StepMetrics) -> None:
+        steps.append(metrics)
+        if metrics.step == scenario.stop_after:
+            raise _KilledError
+
+    total_steps = spec.training.max_steps or 0
+    trainer = Trainer(parallel, optimizer, tiny_rows(), checkpointer, spec, total_steps=total_steps, on_step=on_step)
+    with suppress(_KilledError):
+        trainer.run()
+    after = {name: _whole(p) for name, p in student.named_parameters()}
+    return Outcome(
+        steps=steps,
+        trained={name: after[name] for name in trained_names},
+        frozen_changed=[name for name in before if name not in trained_names and not before[name].equal(after[name])],
+    )
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach().clone()
+
+
+@contextmanager
+def group_of_one(directory: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/group-of-one", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run_spawned(scenarios: Sequence[Run], world_size: int, directory: Path) -> list[Outcome]:
+    """What rank 0 saw of each scenario, run one after the other by `world_size` new processes."""
+    mp.spawn(_main, args=(world_size, list(scenarios), str(directory)), nprocs=world_size)
+    return pickle.loads((directory / "outcomes.pickle").read_bytes())
+
+
+def _main(rank: int, world_size: int, scenarios: list[Run], directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size)
+    outcomes = [run(scenario) for scenario in scenarios]
+    if rank == 0:
+        (Path(directory) / "outcomes.pickle").write_bytes(pickle.dumps(outcomes))
+    dist.destroy_process_group()

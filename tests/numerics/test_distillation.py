@@ -1,0 +1,322 @@
+"""The training step against its definition, and against itself cut, spread and resumed in other ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from swiftkv_platform.attempts import checkpoints_prefix
+from swiftkv_platform.distillation.checkpoint import read_trained
+from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained
+from swiftkv_platform.errors import InvalidInputError, LossNotFiniteError
+from swiftkv_platform.specs import DistillationSpec
+from tests.numerics.distillation_worker import (
+    NUM_KEY_VALUE_LAYERS,
+    NUM_LAYERS,
+    Outcome,
+    Run,
+    group_of_one,
+    run,
+    run_spawned,
+    tiny_rows,
+    tiny_student,
+)
+
+STRATEGIES = ("ddp", "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with group_of_one(tmp_path_factory.mktemp("group")):
+        yield
+
+
+def _gradients(fork: Fork) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in fork.student.named_parameters() if p.grad is not None}
+
+
+def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: float) -> dict[str, torch.Tensor]:
+    """Two full forward passes of the whole model, as the reference does, with the definition of each loss."""
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    mask = batch["loss_mask"]
+    with torch.no_grad():
+        teacher = student.swiftkv(False)(**inputs, use_cache=False).logits[mask]
+    student_logits = student.swiftkv(True)(**inputs, use_cache=False).logits[mask]
+    log_p = F.log_softmax(teacher / temperature, dim=-1)
+    log_q = F.log_softmax(student_logits / temperature, dim=-1)
+    context = student.model.begin(**inputs)
+    exit_logits = student.exit_logits(student.model.lower(context).detach())[mask]
+    exit_log_q = F.log_softmax(exit_logits / temperature, dim=-1)
+    targets = batch["input_ids"].roll(-1, dims=1)[mask]
+    return {
+        "logits_loss": temperature**2 * (log_p.exp() * (log_p - log_q)).sum(),
+        "exit_loss": temperature**2 * (log_p.exp() * (log_p - exit_log_q)).sum(),
+        "lm_loss": F.cross_entropy(student_logits, targets, reduction="sum"),
+    }
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("objective", ["logits", "lm"])
+def test_the_fork_equals_two_full_forward_passes(objective: str, group_size: int) -> None:
+    """Losses and gradients; rows are packed, so this also holds attention and positions to the samples' borders."""
+    student = tiny_student(group_size=group_size, early_exit=True)
+    spec = DistillationSpec.model_validate({"objective": objective})
+    fork = Fork(student, spec, dtype=torch.float32)
+    batch = tiny_rows().batch([0, 1, 2])
+
+    sums = fork(**batch)
+    sum(weight * sums[name] for name, weight in fork.loss_weights.items()).backward()
+    actual = _gradients(fork)
+    fork.zero_grad()
+    expected_sums = _naive_losses(student, batch, spec.temperature)
+    sum(weight * expected_sums[name] for name, weight in fork.loss_weights.items()).backward()
+    expected = _gradients(fork)
+
+    assert sums.keys() == fork.loss_weights.keys()
+    for name in sums:
+        torch.testing.assert_close(sums[name], expected_sums[name], rtol=1e-5, atol=1e-5)
+    assert actual.keys() == expected.keys() == student.swiftkv_parameters().keys()
+    for name in actual:
+        scale = expected[name].abs().max()
+        assert scale > 0, name
+        torch.testing.assert_close(actual[name] / scale, expected[name] / scale, rtol=0, atol=1e-5, msg=name)
+
+
+def test_a_lower_layer_runs_once_and_remembers_no_gradient() -> None:
+    student = tiny_student()
+    fork = Fork(student, DistillationSpec(), dtype=torch.float32)
+    outputs: list[torch.Tensor] = []
+    student.model.layers[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+
+    fork(**tiny_rows().batch([0]))["logits_loss"].backward()
+
+    assert len(outputs) == 1
+    assert not outputs[0].requires_grad
+    assert all(p.grad is None for layer in student.model.layers[:NUM_KEY_VALUE_LAYERS] for p in layer.parameters())
+
+
+@pytest.mark.parametrize("layer", [-1, -2, NUM_LAYERS])
+def test_hidden_loss_compares_the_layer_it_names(layer: int) -> None:
+    student = tiny_student()
+    spec = DistillationSpec(hidden_loss_weight=1.0, hidden_loss_layer=layer)
+    batch = tiny_rows().batch([0, 1])
+
+    actual = Fork(student, spec, dtype=torch.float32)(**batch)["hidden_loss"]
+
+    states = []
+    for enabled in (True, False):
+        output = student.swiftkv(enabled)(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, output_hidden_states=True
+        )
+        states.append(output.hidden_states[layer][batch["loss_mask"]])
+    torch.testing.assert_close(actual, (states[0] - states[1]).square().mean(-1).sum(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [-4, 2, 6])
+def test_a_hidden_layer_below_the_fork_is_refused(layer: int) -> None:
+    with pytest.raises(InvalidInputError, match=r"hidden_loss_layer.*-3\.\.-1"):
+        hidden_loss_index(tiny_student().config, DistillationSpec(hidden_loss_layer=layer))
+
+
+def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
+    batch = tiny_rows().batch([0, 1])
+    gradients = []
+    for checkpointing in (False, True):
+        fork = Fork(tiny_student(), DistillationSpec(), dtype=torch.float32, gradient_checkpointing=checkpointing)
+        calls: list[object] = []
+        fork.student.model.layers[-1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(None))
+        fork(**batch)["logits_loss"].backward()
+        gradients.append(_gradients(fork))
+        assert len(calls) == (3 if checkpointing else 2)  # teacher, student, and once again in the backward pass
+
+    for name in gradients[0]:
+        torch.testing.assert_close(gradients[1][name], gradients[0][name], msg=name)
+
+
+def test_a_trained_tail_keeps_the_teacher() -> None:
+    """All of layers >= l learn, and the teacher they are compared with stays what it was."""
+    student = tiny_student()
+    fork = Fork(student, DistillationSpec(trainable="tail"), dtype=torch.float32)
+    batch = tiny_rows().batch([0, 1])
+    with torch.no_grad():
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+        teacher = student.swiftkv(False)(**inputs, use_cache=False).logits
+        student.swiftkv(True)
+
+    fork(**batch)["logits_loss"].backward()
+    upper = student.model.layers[NUM_KEY_VALUE_LAYERS]
+    assert upper.mlp.down_proj.weight.grad is not None
+    assert upper.self_attn.o_proj.weight.grad is not None
+    assert student.model.embed_tokens.weight.grad is None
+    with torch.no_grad():
+        for parameter in fork.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.sign(), alpha=0.1)
+        kept = fork.tail_teacher
+        assert kept is not None
+        context = student.model.begin(**inputs)
+        hidden = kept.teacher_upper(student.model.lower(context), context)
+    torch.testing.assert_close(student.lm_head(hidden), teacher)
+
+
+def _run(tmp_path: Path, name: str, **changes: Any) -> Run:
+    store = tmp_path / name
+    return Run(store=str(store), **changes)
+
+
+def _assert_same_course(actual: Outcome, expected: Outcome, *, tolerance: float = 1e-5) -> None:
+    assert [m.step for m in actual.steps] == [m.step for m in expected.steps]
+    assert [m.tokens for m in actual.steps] == [m.tokens for m in expected.steps]
+    for mine, other in zip(actual.steps, expected.steps, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=tolerance)
+        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=tolerance)
+    assert actual.trained.keys() == expected.trained.keys()
+    for name, tensor in expected.trained.items():
+        # As a whole: Adam turns the rounding of a gradient near zero into a step of full size for that one element.
+        assert (actual.trained[name] - tensor).norm() < 1e-3 * tensor.norm(), name
+
+
+@pytest.fixture(scope="module")
+def reference(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Four steps by one worker, one row at a time."""
+    return run(_run(tmp_path_factory.mktemp("reference"), "reference", early_exit=True))
+
+
+def test_training_learns_and_leaves_the_frozen_alone(reference: Outcome) -> None:
+    assert reference.frozen_changed == []
+    assert reference.steps[-1].losses["loss"] < 0.9 * reference.steps[0].losses["loss"]
+    assert any("exit_head" in name for name in reference.trained)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
+def test_micro_batches_make_no_difference(
+    reference: Outcome, tmp_path: Path, strategy: str, micro_batch_size: int
+) -> None:
+    changes = {"training": {"micro_batch_size": micro_batch_size}, "sharding": {"strategy": strategy}}
+    _assert_same_course(run(_run(tmp_path, "s", early_exit=True, spec=changes)), reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    process_group: None, tmp_path: Path, strategy: str
+) -> None:
+    changes = {"sharding": {"strategy": strategy}}
+    whole = run(_run(tmp_path, "whole", spec=changes))
+    first = run(_run(tmp_path, "cut", spec=changes, stop_after=3))
+    second = run(_run(tmp_path, "cut", spec=changes))
+
+    assert [m.step for m in first.steps] == [1, 2, 3]
+    assert [m.step for m in second.steps] == [3, 4]  # the newest checkpoint is that of step 2
+    for name, tensor in whole.trained.items():
+        assert second.trained[name].equal(tensor), name
+
+
+def test_another_attempt_goes_on_where_it_is_told_to_and_a_finished_run_trains_no_more(
+    process_group: None, tmp_path: Path
+) -> None:
+    run(_run(tmp_path, "s"))
+    (newest,) = sorted((tmp_path / "s" / checkpoints_prefix("j", 1)).glob("step-00000004-*"))
+    key = f"{checkpoints_prefix('j', 1)}/{newest.name}"
+
+    again = run(_run(tmp_path, "s", attempt=2, resume_from=key))
+
+    assert again.steps == []
+    assert not (tmp_path / "s" / checkpoints_prefix("j", 2)).exists()
+
+
+def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(
+    process_group: None, tmp_path: Path
+) -> None:
+    changes = {"training": {"max_steps": 5}, "checkpoint": {"every_steps": 1, "keep": 2}}
+    outcome = run(_run(tmp_path, "s", spec=changes))
+
+    directories = sorted((tmp_path / "s" / checkpoints_prefix("j", 1)).iterdir())
+    assert [directory.name[:16] for directory in directories] == ["step-00000004-w1", "step-00000005-w1"]
+    tensors = read_trained(directories[-1])
+    assert tensors.keys() == outcome.trained.keys()
+    student = tiny_student().float()
+    load_trained(student, tensors)
+    for name, tensor in outcome.trained.items():
+        assert student.get_parameter(name).equal(tensor), name
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
+    process_group: None, tmp_path: Path
+) -> None:
+    changes = {"optimizer": {"learning_rate": 1e30, "warmup_ratio": 0.0}, "checkpoint": {"every_steps": 1}}
+    with pytest.raises(LossNotFiniteError, match="learning_rate"):
+        run(_run(tmp_path, "s", spec=changes))
+    assert list((tmp_path / "s" / checkpoints_prefix("j", 1)).glob("step-*/manifest.json"))
+
+
+@pytest.fixture(scope="module")
+def two_workers(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcome], Path]:
+    """Every scenario runs in one pair of processes: importing torch and transformers costs more than they do."""
+    path = tmp_path_factory.mktemp("two")
+    workers = {"num_workers": 2}
+    scenarios: dict[str, Run] = {}
+    for strategy in STRATEGIES:
+        for size in (1, 2):
+            changes = {
+                "resources": workers,
+                "sharding": {"strategy": strategy},
+                "training": {"micro_batch_size": size},
+            }
+            scenarios[f"{strategy}-{size}"] = _run(path, f"{strategy}-{size}", early_exit=True, spec=changes)
+        cut = _run(path, f"{strategy}-cut", spec={"resources": workers, "sharding": {"strategy": strategy}})
+        scenarios[f"{strategy}-first"] = Run(store=cut.store, spec=cut.spec, stop_after=3)
+        scenarios[f"{strategy}-second"] = cut
+    tail = {"resources": workers, "sharding": {"strategy": "fsdp2"}, "distillation": {"trainable": "tail"}}
+    scenarios["tail"] = _run(path, "tail", spec=tail)
+    half = {**tail, "model": {"dtype": "bfloat16"}, "training": {"gradient_checkpointing": True}}
+    scenarios["bfloat16"] = _run(path, "bfloat16", spec={**half, "distillation": {"hidden_loss_weight": 1.0}})
+    results = run_spawned(list(scenarios.values()), 2, path)
+    return dict(zip(scenarios, results, strict=True)), path
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_two_workers_follow_the_course_of_one(
+    two_workers: tuple[dict[str, Outcome], Path], reference: Outcome, strategy: str, micro_batch_size: int
+) -> None:
+    _assert_same_course(two_workers[0][f"{strategy}-{micro_batch_size}"], reference)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_worker_takes_over_what_two_began(
+    two_workers: tuple[dict[str, Outcome], Path], tmp_path: Path, strategy: str
+) -> None:
+    """A checkpoint of two workers, of either strategy, resumed by one with the other strategy."""
+    runs, path = two_workers
+    other = "ddp" if strategy == "fsdp2" else "fsdp2"
+    source = path / f"{strategy}-cut"
+    (middle,) = sorted((source / checkpoints_prefix("j", 1)).glob("step-00000002-*"))
+    key = f"{checkpoints_prefix('j', 1)}/{middle.name}"
+    alone = run(Run(store=str(source), attempt=2, resume_from=key, spec={"sharding": {"strategy": other}}))
+
+    second = runs[f"{strategy}-second"]
+    assert [m.step for m in runs[f"{strategy}-first"].steps] == [1, 2, 3]
+    assert [m.step for m in second.steps] == [3, 4]
+    _assert_same_course(alone, second)
+
+
+def test_a_tail_trains_sharded(two_workers: tuple[dict[str, Outcome], Path], tmp_path: Path) -> None:
+    alone = run(_run(tmp_path, "tail", spec={"distillation": {"trainable": "tail"}}))
+    _assert_same_course(two_workers[0]["tail"], alone)
+
+
+def test_bfloat16_trains_float32_weights(two_workers: tuple[dict[str, Outcome], Path], tmp_path: Path) -> None:
+    sharded = two_workers[0]["bfloat16"]
+    changes = {"model": {"dtype": "bfloat16"}, "distillation": {"hidden_loss_weight": 1.0}}
+    alone = run(_run(tmp_path, "bfloat16", spec=changes))
+
+    assert {tensor.dtype for tensor in sharded.trained.values()} == {torch.float32}
+    for mine, other in zip(sharded.steps, alone.steps, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=0.05)
+    assert sharded.steps[-1].losses["loss"] < sharded.steps[0].losses["loss"]

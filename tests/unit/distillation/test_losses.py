@@ -1,0 +1,143 @@
+"""The chunked losses against their definitions, written naively."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
+
+TOKENS, HIDDEN, VOCAB = 11, 6, 23
+
+
+def _random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def _naive_kl(
+    student: Tensor, teacher: Tensor, student_head: Tensor, teacher_head: Tensor, temperature: float
+) -> Tensor:
+    p = F.softmax(teacher @ teacher_head.T / temperature, dim=-1)
+    q = F.softmax(student @ student_head.T / temperature, dim=-1)
+    return temperature**2 * (p * (p.log() - q.log())).sum()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, TOKENS, 100, None])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_kl_and_both_gradients_equal_the_naive_computation(chunk_size: int | None, temperature: float) -> None:
+    teacher, teacher_head = _random(TOKENS, HIDDEN, seed=0), _random(VOCAB, HIDDEN, seed=1)
+    student = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
+    student_head = _random(VOCAB, HIDDEN, seed=3).requires_grad_()
+    inputs = (student, student_head)
+
+    loss = logits_loss(student, teacher, student_head, teacher_head, temperature=temperature, chunk_size=chunk_size)
+    expected = _naive_kl(student, teacher, student_head, teacher_head, temperature)
+
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for actual, reference in zip(
+        torch.autograd.grad(3.0 * loss, inputs), torch.autograd.grad(3.0 * expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_kl_gradient_holds_numerically_in_double_precision() -> None:
+    teacher, teacher_head = (
+        _random(TOKENS, HIDDEN, seed=0, dtype=torch.float64),
+        _random(VOCAB, HIDDEN, seed=1, dtype=torch.float64),
+    )
+    student = _random(TOKENS, HIDDEN, seed=2, dtype=torch.float64).requires_grad_()
+    head = _random(VOCAB, HIDDEN, seed=3, dtype=torch.float64).requires_grad_()
+
+    def loss(student: Tensor, head: Tensor) -> Tensor:
+        return logits_loss(student, teacher, head, teacher_head, temperature=2.0, chunk_size=4)
+
+    assert torch.autograd.gradcheck(loss, (student, head))
+
+
+def test_equal_hidden_states_cost_nothing_and_pull_nowhere() -> None:
+    head = _random(VOCAB, HIDDEN, seed=1)
+    student = _random(TOKENS, HIDDEN, seed=0).requires_grad_()
+
+    loss = logits_loss(student, student.detach().clone(), head, head, temperature=2.0)
+    loss.backward()
+
+    assert loss.item() == pytest.approx(0.0, abs=1e-6)
+    assert student.grad is not None
+    assert student.grad.abs().max() < 1e-6
+
+
+def test_no_gradient_reaches_the_teacher_or_a_frozen_head() -> None:
+    teacher = _random(TOKENS, HIDDEN, seed=0).requires_grad_()
+    head = _random(VOCAB, HIDDEN, seed=1)
+    student = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
+
+    logits_loss(student, teacher, head, head, temperature=2.0).backward()
+
+    assert teacher.grad is None
+    assert head.grad is None
+    assert student.grad is not None
+
+
+def test_no_positions_is_a_zero_that_can_be_differentiated() -> None:
+    head = _random(VOCAB, HIDDEN, seed=1)
+    student = _random(0, HIDDEN, seed=2).requires_grad_()
+
+    loss = logits_loss(student, student.detach(), head, head, temperature=2.0)
+    loss.backward()
+
+    assert loss.item() == 0.0
+    assert student.grad is not None
+    assert student.grad.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("chunk_size", [3, None])
+def test_lm_loss_equals_cross_entropy(chunk_size: int | None) -> None:
+    head = _random(VOCAB, HIDDEN, seed=1)
+    targets = torch.arange(TOKENS) % VOCAB
+    hidden = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
+
+    loss = lm_loss(hidden, head, targets, chunk_size=chunk_size)
+    expected = F.cross_entropy(hidden @ head.T, targets, reduction="sum")
+
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, hidden), torch.autograd.grad(expected, hidden), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_lm_gradient_holds_numerically_in_double_precision() -> None:
+    head = _random(VOCAB, HIDDEN, seed=1, dtype=torch.float64)
+    hidden = _random(TOKENS, HIDDEN, seed=2, dtype=torch.float64).requires_grad_()
+    targets = torch.arange(TOKENS) % VOCAB
+
+    assert torch.autograd.gradcheck(lambda hidden: lm_loss(hidden, head, targets, chunk_size=4), (hidden,))
+
+
+def test_bfloat16_sums_in_float32() -> None:
+    """2,000 positions of equal loss: a bfloat16 sum would stop growing far below the true one."""
+    head = torch.eye(VOCAB, HIDDEN, dtype=torch.bfloat16)
+    student, teacher = torch.zeros(2000, HIDDEN, dtype=torch.bfloat16), torch.ones(2000, HIDDEN, dtype=torch.bfloat16)
+
+    loss = logits_loss(student, teacher, head, head, temperature=1.0, chunk_size=1)
+
+    per_position = _naive_kl(student[:1].double(), teacher[:1].double(), head.double(), head.double(), 1.0).item()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(2000 * per_position, rel=1e-3)
+
+
+def test_hidden_loss_is_the_mean_over_features_summed_over_positions() -> None:
+    student, teacher = (
+        _random(TOKENS, HIDDEN, seed=0).requires_grad_(),
+        _random(TOKENS, HIDDEN, seed=1).requires_grad_(),
+    )
+
+    loss = hidden_loss(student, teacher)
+    loss.backward()
+
+    assert loss.item() == pytest.approx(math.fsum(((student - teacher) ** 2).flatten().tolist()) / HIDDEN, rel=1e-5)
+    assert teacher.grad is None
+    assert student.grad is not None

@@ -1,0 +1,71 @@
+"""The learning rate as a function of the step, and which parameters decay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from swiftkv_platform.distillation.optimizer import build_optimizer, learning_rate, set_learning_rate
+from swiftkv_platform.specs import OptimizerSpec
+
+TOTAL = 100
+
+
+def _rates(**spec: object) -> list[float]:
+    built = OptimizerSpec.model_validate({"learning_rate": 1e-3, "warmup_ratio": 0.1, **spec})
+    return [learning_rate(built, step, TOTAL) for step in range(TOTAL)]
+
+
+def test_warm_up_rises_linearly_to_the_full_rate() -> None:
+    rates = _rates()
+    assert rates[:10] == pytest.approx([1e-3 * (step + 1) / 10 for step in range(10)])
+    assert max(rates) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_schedules_fall_towards_zero_without_reaching_it(schedule: str) -> None:
+    rates = _rates(schedule=schedule)[10:]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] == pytest.approx(1e-3)
+    assert 0.0 < rates[-1] < 0.02e-3
+
+
+def test_cosine_is_at_half_its_rate_half_way() -> None:
+    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3)
+
+
+def test_constant_stays() -> None:
+    assert _rates(schedule="constant")[10:] == [1e-3] * 90
+
+
+def test_no_warm_up_starts_at_the_full_rate() -> None:
+    assert _rates(warmup_ratio=0.0, schedule="constant") == [1e-3] * TOTAL
+
+
+def test_a_single_step_has_the_full_rate() -> None:
+    assert learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3
+
+
+def test_weight_decay_spares_norms_and_biases() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=True), nn.RMSNorm(4))
+    optimizer = build_optimizer(module.parameters(), OptimizerSpec(weight_decay=0.1))
+
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+
+    assert {name: decay[id(p)] for name, p in module.named_parameters()} == {
+        "0.weight": 0.1,
+        "0.bias": 0.0,
+        "1.weight": 0.0,
+    }
+
+
+def test_the_rate_that_is_set_is_the_rate_that_is_used() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = build_optimizer([parameter], OptimizerSpec(weight_decay=0.0))
+    set_learning_rate(optimizer, 0.25)
+    parameter.grad = torch.ones(2, 2)
+
+    optimizer.step()
+
+    assert parameter[0, 0].item() == pytest.approx(0.75, abs=1e-3)  # Adam's first step has the size of its rate

@@ -1,4 +1,4 @@
-"""Tiny random models on disk: a dense Llama, its SwiftKV student, and a byte-level tokenizer."""
+"""Tiny models and engines on them."""
 
 from __future__ import annotations
 
@@ -8,41 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from swiftkv_platform.engine import LLMEngine
-from swiftkv_platform.model import convert
-
-BOS, EOS = 256, 257
-CONTEXT = 64
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and two special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: i for i, character in enumerate(alphabet)} | {"<s>": BOS, "</s>": EOS}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.5,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
-    return LlamaForCausalLM(config).eval()
+from tests.unit.engine.tiny_models import make_model, make_tokenizer, save_dense, save_swiftkv
 
 
 @pytest.fixture(scope="session")
@@ -51,19 +20,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def dense_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    directory = tmp_path_factory.mktemp("dense")
-    make_model().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+def dense_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_dense(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(scope="session")
-def swiftkv_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    directory = tmp_path_factory.mktemp("swiftkv")
-    convert(make_model(), num_key_value_layers=2, key_value_group_size=2).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+def swiftkv_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_swiftkv(tmp_path_factory.mktemp("swiftkv"))
 
 
 @pytest.fixture(scope="session")

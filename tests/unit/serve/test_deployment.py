@@ -1,0 +1,74 @@
+"""Arguments, and loading a verified artifact; without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from serve.args import ServeArgs
+from serve.deployment import load, model_card
+from swiftkv_platform.errors import ArtifactCorruptError, ModelError
+from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
+from swiftkv_platform.storage.object_store import open_store
+from tests.unit.engine.tiny_models import save_dense, save_swiftkv
+
+ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "unused"}
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """A published SwiftKV model in a directory store."""
+    save_swiftkv(tmp_path / "model")
+    store = open_store(str(tmp_path / "store"))
+    publish_directory(store, tmp_path / "model", "a", kind="artifact", lineage={}, metrics={})
+    return tmp_path / "store" / "a"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"engine": {"colour": "red"}}, "engine.colour"),
+        ({"min_replicas": 0}, "min_replicas"),
+        ({"min_replicas": 3, "max_replicas": 2}, "max_replicas 2 is below min_replicas 3"),
+        ({"route_prefix": "v1"}, "route_prefix"),
+        ({"target_ongoing_requests": 0}, "target_ongoing_requests"),
+        ({"artifact_uri": "hf:org/name"}, "needs verify: false"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ServeArgs.model_validate(ARGS | change)
+
+
+def test_a_verified_artifact_is_served_with_its_digest(artifact: Path) -> None:
+    args = ServeArgs.model_validate(ARGS | {"artifact_uri": str(artifact)})
+    served = load(args)
+    store = open_store(str(artifact))
+    card = model_card(args, served)
+    assert card.manifest_digest == manifest_digest(read_manifest(store, ""))
+    assert card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
+    assert len(served.engine.generate(["text"])[0].token_ids) > 0
+
+
+def test_a_flipped_byte_is_refused(artifact: Path) -> None:
+    weights = artifact / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ArtifactCorruptError, match=r"model\.safetensors"):
+        load(ServeArgs.model_validate(ARGS | {"artifact_uri": str(artifact)}))
+
+
+def test_a_plain_directory_is_served_only_unverified(tmp_path: Path) -> None:
+    save_dense(tmp_path)
+    args = ARGS | {"artifact_uri": str(tmp_path)}
+    with pytest.raises(ModelError, match=r"no manifest.json.*verify: false") as caught:
+        load(ServeArgs.model_validate(args))
+    assert caught.value.field == "artifact_uri"
+    unverified = ServeArgs.model_validate(args | {"verify": False})
+    card = model_card(unverified, load(unverified))
+    assert (card.manifest_digest, card.swiftkv) == (None, None)

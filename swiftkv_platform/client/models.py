@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-JobStatus = Literal["queued", "starting", "running", "evaluating", "succeeded", "failed", "cancelling", "cancelled"]
 FINISHED: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -110,6 +109,7 @@ class Model(_Answer):
     """A distilled model with its lineage."""
 
     id: str
+    name: str | None = None
     job_id: str | None = None
     created_at: int | None = None
     metrics: dict[str, Any] | None = None

@@ -1,0 +1,24 @@
+"""The command tree of `swiftkv`."""
+
+from __future__ import annotations
+
+import typer
+
+from swiftkv_platform.cli import local, serving
+from swiftkv_platform.cli.jobs import jobs_app
+from swiftkv_platform.cli.output import ReportingGroup
+
+app = typer.Typer(
+    cls=ReportingGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Distil and serve SwiftKV models: long prompts at half the prefill compute.",
+)
+
+app.command()(local.up)
+app.command()(local.down)
+app.command()(local.status)
+app.add_typer(jobs_app, name="jobs")
+app.add_typer(serving.models_app, name="models")
+app.command()(serving.deploy)
+app.command()(serving.generate)

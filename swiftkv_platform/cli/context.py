@@ -1,0 +1,80 @@
+"""What commands share: the addresses and the spec file they are given. Prints nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from pydantic import ValidationError
+
+from swiftkv_platform.cli.output import JSON_OPTION
+from swiftkv_platform.client import Client
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.local.stack import Stack
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.specs import JobSpec, load_spec
+
+_MAX_RETRIES = 2
+"""A person waits at the keyboard; the client's own patience is for programs."""
+
+Json = Annotated[bool, JSON_OPTION]
+Url = Annotated[
+    str | None,
+    typer.Option(envvar="SWIFTKV_URL", help="Control plane. Default: the one `swiftkv up` started.", show_envvar=True),
+]
+ServeUrl = Annotated[
+    str | None,
+    typer.Option(envvar="SWIFTKV_SERVE_URL", help="Ray Serve. Default: the one of `swiftkv up`.", show_envvar=True),
+]
+SpecFile = Annotated[
+    Path, typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False)
+]
+
+
+def settings() -> Settings:
+    """The process's settings. Raises `InvalidInputError` for a variable that cannot be read."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise InvalidInputError(f"The environment's SWIFTKV_* variables are refused:\n{_describe(error)}") from error
+
+
+def connect(url: str | None = None, serve_url: str | None = None) -> Client:
+    """A client of the addresses given, else of the local stack, else of the default addresses."""
+    chosen = settings()
+    state = Stack(chosen).state()
+    if state is not None:
+        url, serve_url = url or state.url, serve_url or state.serve_url
+    return Client(
+        url or f"http://{chosen.host}:{chosen.port}",
+        os.environ.get("SWIFTKV_API_KEY"),
+        serve_url=serve_url or chosen.serve_url,
+        max_retries=_MAX_RETRIES,
+    )
+
+
+def read_spec(path: Path) -> JobSpec:
+    """The spec in a file. Raises `InvalidInputError` naming each field that is wrong."""
+    try:
+        return load_spec(path)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidInputError(
+            f"{path} is refused:\n{_describe(error)}",
+            field=".".join(str(part) for part in first["loc"]),
+            value=first["input"],
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{path} is neither YAML nor JSON: {error}", field="file", value=str(path)) from error
+
+
+def _describe(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        place = ".".join(str(part) for part in item["loc"]) or "spec"
+        given = "" if isinstance(item["input"], dict) else f" (given: {item['input']!r})"
+        lines.append(f"  {place}: {item['msg']}{given}")
+    return "\n".join(lines)

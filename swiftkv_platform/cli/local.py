@@ -1,0 +1,59 @@
+"""`swiftkv up`, `down` and `status`: the platform on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from swiftkv_platform.cli.context import Json, settings
+from swiftkv_platform.cli.output import err, out, print_json, print_table
+from swiftkv_platform.local.stack import Stack, StackOptions
+
+
+def up(
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Of the control plane; 0 takes any free one.")
+    ] = None,
+    num_cpus: Annotated[int | None, typer.Option(min=1, help="CPUs Ray hands out. Default: all, at least 4.")] = None,
+    object_store_mib: Annotated[int, typer.Option(min=80, help="Shared memory of Ray's object store, MiB.")] = 200,
+    json: Json = False,
+) -> None:
+    """Start Ray and the control plane on this machine; what runs already is left alone, what has died is restarted."""
+    stack = Stack(settings())
+    options = StackOptions(port=port, num_cpus=num_cpus, object_store_memory=object_store_mib << 20)
+    console = err()
+    with console.status("Starting") as spinner:
+
+        def report(line: str) -> None:
+            spinner.update(line)
+            console.print(escape(line), highlight=False, soft_wrap=True)
+
+        state = stack.up(options, report)
+    if json:
+        print_json(state)
+    else:
+        out().print(f"Ready at {state.url} (home {stack.home})", highlight=False, soft_wrap=True)
+
+
+def down(json: Json = False) -> None:
+    """Stop what `swiftkv up` started, its children included, and nothing else on the machine."""
+    with err().status("Stopping"):
+        count = Stack(settings()).down()
+    if json:
+        print_json({"stopped_processes": count})
+    else:
+        out().print(f"Stopped {count} processes." if count else "Nothing was running.", highlight=False)
+
+
+def status(json: Json = False) -> None:
+    """Show what runs. The exit code is not 0 unless Ray and the control plane answer."""
+    parts = Stack(settings()).status()
+    if json:
+        print_json({"parts": [vars(part) for part in parts]})
+    else:
+        rows = [(part.name, part.state, part.pid, part.address, part.detail) for part in parts]
+        print_table(("part", "state", "pid", "address", "detail"), rows, empty="")
+    if any(part.state in ("stopped", "not answering") for part in parts):
+        raise typer.Exit(1)

@@ -1,0 +1,111 @@
+"""How commands print: JSON or tables on stdout, one readable block for an error on stderr. Knows no command."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from swiftkv_platform.client import APIError
+from swiftkv_platform.errors import SwiftKVError
+
+_JSON = "swiftkv.json"
+_INTERRUPTED = 130
+
+
+def out() -> Console:
+    """The console of results. Made on demand: stdout may have been replaced since the import."""
+    return Console()
+
+
+def err() -> Console:
+    """The console of progress and errors."""
+    return Console(stderr=True)
+
+
+def _remember_json(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[_JSON] = value
+    return value
+
+
+JSON_OPTION: Any = typer.Option("--json", help="Print JSON.", callback=_remember_json)
+
+
+def print_json(value: BaseModel | Mapping[str, Any] | Iterable[BaseModel]) -> None:
+    """One JSON document, on one line so that line-based tools can read a sequence of them."""
+    if isinstance(value, BaseModel):
+        document: Any = value.model_dump(mode="json")
+    elif isinstance(value, Mapping):
+        document = dict(value)
+    else:
+        document = [item.model_dump(mode="json") for item in value]
+    typer.echo(json.dumps(document, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
+    """A table, or `empty` without rows."""
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        table.add_row(*(escape("" if cell is None else str(cell)) for cell in row))
+    console = out()
+    if not table.row_count:
+        console.print(empty)
+        return
+    # Identifiers are there to be copied: a pipe or a narrow window must not cut them.
+    console.width = max(console.width, console.measure(table).maximum)
+    console.print(table, crop=False)
+
+
+def print_fields(fields: Mapping[str, object]) -> None:
+    """Names and values below each other, absent values left out."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in fields.items():
+        if value not in (None, "", {}, []):
+            shown = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+            table.add_row(name, escape(shown))
+    out().print(table)
+
+
+def local_time(seconds: float | None) -> str | None:
+    """Unix seconds as the clock on the wall shows them."""
+    return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+class ReportingGroup(TyperGroup):
+    """Turns our own errors into a block on stderr and exit code 1; anything else is a defect with a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SwiftKVError as error:
+            _print_error(error, as_json=bool(ctx.meta.get(_JSON)))
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            err().print("Interrupted.")
+            raise typer.Exit(_INTERRUPTED) from error
+
+
+def _print_error(error: SwiftKVError, *, as_json: bool) -> None:
+    if not as_json:
+        err().print(f"[bold red]Error:[/] {escape(error.message)}", soft_wrap=True, highlight=False)
+        return
+    document: dict[str, Any] = {
+        "code": error.code,
+        "message": error.message,
+        "field": error.field,
+        "value": error.value,
+    }
+    if isinstance(error, APIError):
+        document["status"] = error.status
+        document["errors"] = [item.model_dump(mode="json") for item in error.errors]
+    typer.echo(json.dumps({"error": document}, default=str, ensure_ascii=False), err=True)

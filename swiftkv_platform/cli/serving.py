@@ -1,0 +1,99 @@
+"""`swiftkv models`, `deploy` and `generate`: what distillation left behind, put to work."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from swiftkv_platform.cli.context import Json, ServeUrl, Url, connect
+from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_table
+from swiftkv_platform.client import Generation
+
+models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
+
+
+@models_app.command("list")
+def list_models(
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List models, newest first."""
+    with connect(url) as client:
+        models = client.models.list(limit=limit)
+    if json:
+        print_json(models)
+        return
+    rows = [(model.id, model.name, model.job_id, local_time(model.created_at)) for model in models]
+    print_table(("model", "name", "job", "created"), rows, empty="No models. `swiftkv jobs submit` makes one.")
+
+
+@models_app.command("get")
+def get_model(
+    model_id: Annotated[str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).")],
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Show a model with its lineage and quality report."""
+    with connect(url) as client:
+        model = client.models.get(model_id)
+    if json:
+        print_json(model)
+    else:
+        print_fields(model.model_dump(mode="json"))
+
+
+def deploy(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).")],
+    min_replicas: Annotated[int, typer.Option(min=1)] = 1,
+    max_replicas: Annotated[int, typer.Option(min=1)] = 1,
+    wait: Annotated[bool, typer.Option(help="Return only when it answers.")] = True,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Serve a distilled model."""
+    with connect(url) as client, err().status(f"Deploying {model}"):
+        deployment = client.deployments.create(model, min_replicas=min_replicas, max_replicas=max_replicas)
+        if wait:
+            deployment = client.deployments.wait_ready(deployment.id, timeout)
+    if json:
+        print_json(deployment)
+    else:
+        out().print(f"{deployment.id} serves {deployment.model}: {deployment.status}", highlight=False)
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    serve_url: ServeUrl = None,
+    json: Json = False,
+) -> None:
+    """Continue a text with the deployed model; the answer is streamed."""
+    parameters: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    parameters |= {name: value for name, value in {"seed": seed, "stop": stop}.items() if value is not None}
+    with connect(serve_url=serve_url) as client:
+        if json:
+            print_json(client.generate(prompt, **parameters))
+            return
+        started = time.perf_counter()
+        last = Generation()
+        for last in client.generate(prompt, stream=True, **parameters):
+            typer.echo(last.text, nl=False)
+        typer.echo()
+    _print_statistics(last, time.perf_counter() - started)
+
+
+def _print_statistics(last: Generation, seconds: float) -> None:
+    if last.usage is None:
+        return
+    parts = [f"{last.usage.prompt_tokens} + {last.usage.completion_tokens} tokens in {seconds:.2f} s"]
+    if last.timings is not None and last.timings.ttft_ms is not None:
+        parts.append(f"first token after {last.timings.ttft_ms:.0f} ms")
+    err().print(f"[dim]{', '.join(parts)}[/]", highlight=False)

@@ -1,0 +1,51 @@
+"""The worker's side of the attempt channel without a worker, through the real storage code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swiftkv_platform.attempts import (
+    AttemptEvent,
+    Manifest,
+    ManifestFile,
+    artifact_prefix,
+    checkpoints_prefix,
+)
+from swiftkv_platform.storage.artifacts import write_manifest
+from swiftkv_platform.storage.attempt_store import EventWriter
+from swiftkv_platform.storage.object_store import ObjectStore
+
+METRICS = {"distilled": {"kl": 0.1}}
+
+
+class FakeWorker:
+    """Says what a test wants said, as one writer of one attempt."""
+
+    def __init__(self, store: ObjectStore, job_id: str, attempt: int = 1, writer: str = "driver") -> None:
+        self._store = store
+        self._job_id = job_id
+        self._attempt = attempt
+        self._events = EventWriter(store, job_id, attempt, writer)
+
+    def say(self, kind: Any, message: str = "", *, time: float = 0.0, level: Any = "info", **data: Any) -> None:
+        self._events.write(AttemptEvent(time=time, level=level, type=kind, message=message or kind, data=data))
+
+    def step(self, *steps: int, time: float, total: int = 10) -> None:
+        """Metrics of these steps in one event."""
+        points = [{"step": step, "tokens": step * 100, "loss": 1.0 / step} for step in steps]
+        self.say("metrics", time=time, points=points, total_steps=total)
+
+    def checkpoint(self, step: int) -> str:
+        """A complete checkpoint's key."""
+        key = f"{checkpoints_prefix(self._job_id, self._attempt)}/step-{step:08d}"
+        self._publish(key, "checkpoint")
+        return key
+
+    def artifact(self) -> Manifest:
+        return self._publish(artifact_prefix(self._job_id, self._attempt), "artifact")
+
+    def _publish(self, prefix: str, kind: Any) -> Manifest:
+        self._store.put_bytes(f"{prefix}/data.bin", b"weights")
+        files = {"data.bin": ManifestFile(size=7, sha256="0" * 64)}
+        lineage = {"teacher": "tiny"}
+        return write_manifest(self._store, prefix, files, kind=kind, lineage=lineage, metrics=METRICS)

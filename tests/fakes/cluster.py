@@ -1,0 +1,61 @@
+"""A training cluster in a dictionary. Passes the contract of the real one (tests/integration/test_control_plane.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.orchestration.ports import Submission, SubmissionStatus
+
+
+@dataclass
+class FakeSubmission:
+    entrypoint: str
+    env: Mapping[str, str]
+    state: Submission = field(default_factory=lambda: Submission(SubmissionStatus.RUNNING))
+    log: str = ""
+
+
+class FakeCluster:
+    """Runs nothing: a test decides when a submission ends, with `finish`."""
+
+    def __init__(self) -> None:
+        self.submissions: dict[str, FakeSubmission] = {}
+        self.started: list[str] = []
+        """Every start of an entrypoint, in order; a submission id twice would be a bug."""
+        self.away = False
+
+    def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
+        self.check()
+        if submission_id not in self.submissions:
+            self.started.append(submission_id)
+            self.submissions[submission_id] = FakeSubmission(entrypoint, dict(env))
+
+    def status(self, submission_id: str) -> Submission | None:
+        self.check()
+        found = self.submissions.get(submission_id)
+        return None if found is None else found.state
+
+    def stop(self, submission_id: str) -> None:
+        self.check()
+        found = self.submissions.get(submission_id)
+        if found is not None and not found.state.status.is_terminal:
+            found.state = Submission(SubmissionStatus.STOPPED)
+
+    def logs(self, submission_id: str) -> str:
+        self.check()
+        found = self.submissions.get(submission_id)
+        return "" if found is None else found.log
+
+    def check(self) -> None:
+        if self.away:
+            raise ClusterUnavailableError("Ray does not answer")
+
+    def finish(self, submission_id: str, status: SubmissionStatus, message: str = "") -> None:
+        """The entrypoint ends."""
+        self.submissions[submission_id].state = Submission(status, message)
+
+    def forget(self) -> None:
+        """The head restarts and knows nothing any more."""
+        self.submissions.clear()

@@ -1,0 +1,43 @@
+"""A serving cluster in a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+
+
+class FakeServeCluster:
+    """Every applied deployment is deploying until a test says otherwise, with `become`."""
+
+    def __init__(self) -> None:
+        self.applied: list[list[DeploymentSpec]] = []
+        """Every set handed to `apply`, in order."""
+        self.away = False
+        self._states: dict[str, DeploymentState] = {}
+
+    def apply(self, deployments: Sequence[DeploymentSpec]) -> None:
+        self._answer()
+        self.applied.append(list(deployments))
+        wanted = {spec.id for spec in deployments}
+        for gone in self._states.keys() - wanted:
+            self._states[gone] = DeploymentState(DeploymentStatus.DELETING)
+        for new in wanted - self._states.keys():
+            self._states[new] = DeploymentState(DeploymentStatus.DEPLOYING)
+
+    def status(self) -> Mapping[str, DeploymentState]:
+        self._answer()
+        return dict(self._states)
+
+    def become(self, deployment_id: str, status: DeploymentStatus, *, replicas: int = 0) -> None:
+        self._states[deployment_id] = DeploymentState(status, replicas=replicas)
+
+    def forget(self, *deployment_ids: str) -> None:
+        """These, or all, are gone."""
+        for gone in deployment_ids or list(self._states):
+            del self._states[gone]
+
+    def _answer(self) -> None:
+        if self.away:
+            raise ClusterUnavailableError("Ray Serve does not answer")

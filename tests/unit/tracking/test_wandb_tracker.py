@@ -1,0 +1,139 @@
+"""W&B runs for real, offline: what was logged is read back from the file that `wandb sync` would upload."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from swiftkv_platform.specs import TrackingSpec, WandbSpec
+from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo, create_tracker
+from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+from tests.s3_servers import free_port
+
+pytest.importorskip("wandb")
+
+BLOCK, HEADER = 32768, 7
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The protobuf records of a `.wandb` file: LevelDB's log format behind a header of seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, offset, parts = path.read_bytes(), 7, b""
+    while offset + HEADER <= len(data):
+        if BLOCK - offset % BLOCK < HEADER:
+            offset += BLOCK - offset % BLOCK
+            continue
+        length, kind = struct.unpack_from("<HB", data, offset + 4)
+        parts += data[offset + HEADER : offset + HEADER + length]
+        offset += HEADER + length
+        if kind in {FULL, LAST}:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def read_back(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[Any]]:
+    """History rows, summary and run records of every offline run below `directory`."""
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    runs: list[Any] = []
+    for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in records(path):
+            match record.WhichOneof("record_type"):
+                case "history":
+                    rows.append(
+                        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+                    )
+                case "summary":
+                    summary.update({i.key: json.loads(i.value_json) for i in record.summary.update if i.key})
+                case "run":
+                    runs.append(record.run)
+    return rows, summary, runs
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what the tracker sets
+        monkeypatch.delenv(name)
+
+
+def test_metrics_of_two_attempts_are_one_run(tmp_path: Path) -> None:
+    spec = WandbSpec(project="p", entity="team", tags=("a", "b"))
+    for step, loss in ((10, 1.5), (20, 0.75)):
+        tracker = WandbTracker(spec, tmp_path / "run", name="my-job")
+        tracker.start("job-1", {"learning_rate": 0.5})
+        assert tracker.info == TrackingInfo(provider="wandb", run_id="job-1", mode="offline", url=None)
+        tracker.log({"logits_loss": loss}, step)
+        tracker.finish({"kl": loss / 10})
+
+    rows, summary, runs = read_back(tmp_path / "run")
+    assert [(row["_step"], row["logits_loss"]) for row in rows] == [(10, 1.5), (20, 0.75)]
+    assert summary["kl"] == 0.075
+    assert {(run.run_id, run.project, run.entity, run.display_name, tuple(run.tags)) for run in runs} == {
+        ("job-1", "p", "team", "my-job", ("a", "b"))
+    }
+    config = {item.key: json.loads(item.value_json) for run in runs for item in run.config.update}
+    assert config["learning_rate"] == 0.5
+    assert not (tmp_path / "home").exists(), "every file lies below the given directory"
+
+
+def test_auto_is_online_where_a_key_is_set_and_a_dead_server_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "0123456789abcdef" * 3
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    tracker = WandbTracker(WandbSpec(), tmp_path, name="x", timeout_s=1.0)
+    with structlog.testing.capture_logs() as logs:
+        tracker.start("job-1", {})
+        tracker.log({"loss": 1.0}, 1)
+        tracker.finish({"kl": 1.0})
+    assert [(line["event"], line["action"], line["log_level"]) for line in logs] == [
+        ("tracking_disabled", "start", "warning")
+    ]
+    assert key not in str(logs)
+    assert tracker.info is None
+    assert list(tmp_path.glob("wandb/offline-run-*")) == []
+
+
+def test_a_failure_in_the_middle_ends_the_tracking_alone(tmp_path: Path) -> None:
+    tracker = WandbTracker(WandbSpec(mode="offline"), tmp_path, name="x")
+    tracker.start("job-2", {})
+    with structlog.testing.capture_logs() as logs:
+        tracker.log({"loss": 1.0}, "not a step")  # type: ignore[arg-type]
+        tracker.log({"loss": 1.0}, 1)
+        tracker.finish({})
+    assert [(line["event"], line["action"]) for line in logs] == [("tracking_disabled", "log")]
+    assert tracker.info is None
+
+
+def test_the_spec_chooses_the_tracker(tmp_path: Path) -> None:
+    disabled = create_tracker(TrackingSpec(wandb=WandbSpec(mode="disabled")), tmp_path, name="x")
+    assert isinstance(disabled, NullTracker)
+    disabled.start("job-1", {})
+    disabled.log({"loss": 1.0}, 1)
+    disabled.finish({})
+    assert disabled.info is None
+    assert list(tmp_path.iterdir()) == []
+    assert isinstance(create_tracker(TrackingSpec(), tmp_path, name="x"), WandbTracker)
+
+
+def test_importing_the_module_does_not_import_wandb() -> None:
+    code = "import sys, swiftkv_platform.tracking.wandb_tracker; print('wandb' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == "False"

@@ -1,0 +1,348 @@
+"""The HTTP client against real sockets: retries, errors, events over broken connections, streamed generation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftkv_platform.client import (
+    APIError,
+    AuthenticationError,
+    Client,
+    InvalidRequestError,
+    RateLimitedError,
+    RequestConflictError,
+    ResourceNotFoundError,
+    ServerError,
+    ServiceUnavailableError,
+    UnreachableError,
+    WaitTimeoutError,
+)
+from swiftkv_platform.client.sse import ServerSentEvent, iter_events
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
+from swiftkv_platform.specs import JobSpec
+from tests.fakes.scripted_server import (
+    Answer,
+    Script,
+    event_stream,
+    json_answer,
+    list_answer,
+    problem_answer,
+    serve,
+)
+
+CUT = Answer(cut=True)
+
+
+def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
+    row = {"id": "job_1", "object": "distillation.job", "name": "tiny", "status": status, "created_at": 1, "attempt": 1}
+    return {**row, **changes}
+
+
+def event_row(number: int, **changes: Any) -> dict[str, Any]:
+    row = {
+        "id": f"evt_{number}",
+        "created_at": number,
+        "level": "info",
+        "type": "message",
+        "message": f"event {number}",
+    }
+    return {**row, **changes}
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def client(script: Script) -> Iterator[Client]:
+    with serve(script) as url, Client(url, serve_url=url, outage_s=5.0) as client:
+        yield client
+
+
+# Submitting
+
+
+def test_a_submission_repeated_after_a_broken_connection_carries_the_same_key(script: Script, client: Client) -> None:
+    script.on("POST", "/jobs", CUT, json_answer(job_row(), 201))
+    job = client.jobs.create({"name": "tiny"})
+    keys = [request.headers["idempotency-key"] for request in script.sent("POST", "/jobs")]
+    assert job.id == "job_1"
+    assert len(keys) == 2
+    assert keys[0] == keys[1]
+
+
+def test_two_submissions_are_two_keys(script: Script, client: Client) -> None:
+    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    client.jobs.create({"name": "tiny"})
+    client.jobs.create({"name": "tiny"})
+    assert len({request.headers["idempotency-key"] for request in script.sent("POST", "/jobs")}) == 2
+
+
+def test_a_callers_own_key_is_sent(script: Script, client: Client) -> None:
+    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    client.jobs.create({"name": "tiny"}, idempotency_key="mine")
+    assert script.requests[0].headers["idempotency-key"] == "mine"
+
+
+def test_a_503_with_retry_after_is_repeated(script: Script, client: Client) -> None:
+    away = Answer(503, b"{}", {"Retry-After": "0"})
+    script.on("POST", "/jobs", away, away, json_answer(job_row(), 201))
+    assert client.jobs.create({"name": "tiny"}).id == "job_1"
+    assert len(script.requests) == 3
+
+
+def test_a_503_without_retry_after_is_not_repeated(script: Script, client: Client) -> None:
+    script.on("POST", "/jobs", Answer(503, b"busy"))
+    with pytest.raises(ServiceUnavailableError, match="busy"):
+        client.jobs.create({"name": "tiny"})
+    assert len(script.requests) == 1
+
+
+def test_a_spec_is_sent_as_it_was_written(script: Script, client: Client) -> None:
+    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    client.jobs.create(JobSpec.model_validate({"name": "tiny", "swiftkv": {"key_value_group_size": 2}}))
+    assert script.requests[0].body == {"name": "tiny", "swiftkv": {"key_value_group_size": 2}}
+
+
+def test_the_api_key_is_a_bearer_token(script: Script) -> None:
+    script.on("GET", "/healthz", json_answer({"status": "ok"}))
+    with serve(script) as url, Client(url, "secret-key") as client:
+        assert client.health() == {"status": "ok"}
+    assert script.requests[0].headers["authorization"] == "Bearer secret-key"
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "also"),
+    [
+        (400, InvalidRequestError, InvalidInputError),
+        (401, AuthenticationError, APIError),
+        (403, AuthenticationError, APIError),
+        (404, ResourceNotFoundError, NotFoundError),
+        (409, RequestConflictError, ConflictError),
+        (413, InvalidRequestError, InvalidInputError),
+        (422, InvalidRequestError, InvalidInputError),
+        (429, RateLimitedError, APIError),
+        (500, ServerError, APIError),
+        (502, ServerError, APIError),
+        (503, ServiceUnavailableError, ServerError),
+        (418, APIError, SwiftKVError),
+    ],
+)
+def test_a_status_has_its_exception(status: int, kind: type[APIError], also: type[Exception]) -> None:
+    answer = {"status": status, "title": "No", "detail": "because", "code": "some_code"}
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, json=answer))
+    with pytest.raises(kind) as caught:
+        Client("http://test", transport=transport).jobs.get("job_1")
+    assert isinstance(caught.value, also)
+    assert type(caught.value) is kind
+    assert (caught.value.status, caught.value.code) == (status, "some_code")
+    assert "because" in caught.value.message
+
+
+def test_a_refused_field_is_named_with_its_value(script: Script, client: Client) -> None:
+    entry = {"field": "swiftkv.num_key_value_layers", "value": 99, "message": "12 layers accept 1..11"}
+    script.on("POST", "/jobs", problem_answer(422, "The spec is refused.", errors=[entry]))
+    with pytest.raises(InvalidRequestError) as caught:
+        client.jobs.create({"name": "tiny"})
+    [field_error] = caught.value.errors
+    assert (field_error.field, field_error.value) == ("swiftkv.num_key_value_layers", 99)
+    assert (caught.value.field, caught.value.value) == ("swiftkv.num_key_value_layers", 99)
+    assert "swiftkv.num_key_value_layers: 12 layers accept 1..11" in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [b"<html>Bad gateway</html>", b"", b"[1, 2]", b'{"status": "no number"}'])
+def test_an_answer_that_is_no_problem_document_is_still_an_error(script: Script, client: Client, body: bytes) -> None:
+    script.on("GET", "/jobs/job_1", Answer(502, body))
+    with pytest.raises(ServerError) as caught:
+        client.jobs.get("job_1")
+    assert caught.value.status == 502
+    assert body.decode() in caught.value.message
+
+
+def test_nobody_at_the_address_tells_what_to_do() -> None:
+    with serve(Script()) as url:
+        pass
+    with pytest.raises(UnreachableError, match="swiftkv up"):
+        Client(url, max_retries=1).jobs.list()
+
+
+# Following
+
+
+def test_wait_brings_the_submitted_job_up_to_date(script: Script, client: Client) -> None:
+    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    script.on(
+        "GET",
+        "/jobs/job_1",
+        json_answer(job_row("running")),
+        Answer(503, b"{}", {"Retry-After": "0"}),
+        json_answer(job_row("succeeded", distilled_model="mdl_1")),
+    )
+    script.on("POST", "/deployments", json_answer({"id": "dep_1", "model": "mdl_1", "status": "pending"}, 201))
+    job = client.jobs.create({"name": "tiny"})
+    finished = client.jobs.wait(job.id, poll_interval=0.01)
+    assert finished is job
+    assert job.status == "succeeded"
+    client.deployments.create(model=job.distilled_model)
+    assert script.sent("POST", "/deployments")[0].body == {"model": "mdl_1"}
+
+
+def test_wait_gives_up_in_time(script: Script, client: Client) -> None:
+    script.on("GET", "/jobs/job_1", json_answer(job_row("running")))
+    with pytest.raises(WaitTimeoutError, match="jobs watch job_1"):
+        client.jobs.wait("job_1", timeout=0.0, poll_interval=0.01)
+
+
+def test_a_job_without_a_model_cannot_be_deployed(client: Client) -> None:
+    with pytest.raises(InvalidInputError, match="distilled_model"):
+        client.deployments.create(model=None)
+
+
+def test_events_go_on_where_a_broken_connection_left_them(script: Script, client: Client) -> None:
+    def rest(request: Any) -> Answer:
+        assert request.headers["last-event-id"] == "evt_2"
+        return event_stream(("evt_3", event_row(3)))
+
+    first = event_stream(("evt_1", event_row(1)), ("evt_2", event_row(2)), cut=True)
+    script.on("GET", "/jobs/job_1/events", first, CUT, rest, list_answer([event_row(4)]))
+    script.on("GET", "/jobs/job_1", json_answer(job_row("succeeded")))
+    assert [event.id for event in client.jobs.events("job_1")] == ["evt_1", "evt_2", "evt_3", "evt_4"]
+    drained = script.sent("GET", "/jobs/job_1/events")[-1]
+    assert drained.query["after"] == "evt_3"
+    assert drained.query["order"] == "asc"
+
+
+def test_a_stream_that_ends_before_its_job_is_opened_again(script: Script, client: Client) -> None:
+    script.on(
+        "GET",
+        "/jobs/job_1/events",
+        event_stream(("evt_1", event_row(1))),
+        event_stream(("evt_2", event_row(2))),
+        list_answer([]),
+    )
+    script.on("GET", "/jobs/job_1", json_answer(job_row("running")), json_answer(job_row("failed")))
+    assert [event.id for event in client.jobs.events("job_1")] == ["evt_1", "evt_2"]
+
+
+def test_events_of_a_server_that_stays_away_end_in_an_error(script: Script) -> None:
+    script.on("GET", "/jobs/job_1/events", event_stream(("evt_1", event_row(1)), cut=True))
+    with serve(script) as url:
+        events = Client(url, max_retries=0, outage_s=0.0).jobs.events("job_1")
+        assert next(events).id == "evt_1"
+    with pytest.raises(UnreachableError):
+        next(events)
+
+
+def test_an_unknown_job_has_no_events(client: Client) -> None:
+    with pytest.raises(ResourceNotFoundError):
+        list(client.jobs.events("job_2"))
+
+
+def test_a_list_is_read_over_all_its_pages(script: Script, client: Client) -> None:
+    script.on(
+        "GET",
+        "/jobs",
+        list_answer([job_row(id="job_3"), job_row(id="job_2")], has_more=True),
+        list_answer([job_row(id="job_1")]),
+    )
+    jobs = client.jobs.list(status="queued", metadata={"team": "a"})
+    assert [job.id for job in jobs] == ["job_3", "job_2", "job_1"]
+    assert script.requests[0].query["status"] == "queued"
+    assert script.requests[0].query["metadata.team"] == "a"
+    assert script.requests[1].query["after"] == "job_2"
+
+
+def test_a_limit_ends_a_list(script: Script, client: Client) -> None:
+    script.on("GET", "/jobs", list_answer([job_row(id="job_2"), job_row(id="job_1")], has_more=True))
+    assert len(client.jobs.list(limit=2)) == 2
+    assert script.requests[0].query["limit"] == "2"
+    assert len(script.requests) == 1
+
+
+def test_metrics_come_by_step(script: Script, client: Client) -> None:
+    script.on("GET", "/jobs/job_1/metrics", list_answer([{"step": 2, "loss": 0.5}, {"step": 1, "loss": 0.9}]))
+    assert [(point.step, point.loss) for point in client.jobs.metrics("job_1")] == [(1, 0.9), (2, 0.5)]
+
+
+def test_a_download_is_whole_or_absent(script: Script, client: Client, tmp_path: Path) -> None:
+    script.on("GET", "/jobs/job_1/artifacts/evaluation.json", Answer(200, b'{"a"', cut=True), Answer(200, b'{"a": 1}'))
+    target = tmp_path / "evaluation.json"
+    with pytest.raises(UnreachableError):
+        client.jobs.download("job_1", "evaluation.json", target)
+    assert list(tmp_path.iterdir()) == []
+    assert client.jobs.download("job_1", "evaluation.json", target).read_bytes() == b'{"a": 1}'
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_logs_are_lines(script: Script, client: Client) -> None:
+    script.on("GET", "/jobs/job_1/logs", Answer(200, "one\ntwö\n".encode()))
+    assert list(client.jobs.logs("job_1", follow=True)) == ["one", "twö"]
+    assert script.requests[0].query == {"follow": "true"}
+
+
+# Generating
+
+
+def piece(text: str) -> dict[str, Any]:
+    return {"id": "gen_1", "model": "mdl_1", "choices": [{"index": 0, "text": text, "token_ids": [1]}]}
+
+
+def test_a_streamed_answer_comes_in_pieces(script: Script, client: Client) -> None:
+    script.on("POST", "/generate", event_stream((None, piece("a\u2028")), (None, piece("b")), (None, "[DONE]")))
+    assert [part.text for part in client.generate("x", stream=True, max_tokens=2)] == ["a\u2028", "b"]
+    assert script.requests[0].body == {"prompt": "x", "stream": True, "max_tokens": 2}
+
+
+def test_a_failure_midway_is_raised(script: Script, client: Client) -> None:
+    failure = {"status": 503, "code": "engine_dead", "title": "Unavailable", "detail": "the engine has died"}
+    script.on("POST", "/generate", event_stream((None, piece("a")), (None, failure)))
+    parts = client.generate("x", stream=True)
+    assert next(parts).text == "a"
+    with pytest.raises(ServerError, match="the engine has died"):
+        next(parts)
+
+
+def test_a_stream_that_just_ends_is_no_answer(script: Script, client: Client) -> None:
+    script.on("POST", "/generate", event_stream((None, piece("a"))))
+    with pytest.raises(SwiftKVError, match="before its end"):
+        list(client.generate("x", stream=True))
+
+
+def test_a_failed_deployment_says_why(script: Script, client: Client) -> None:
+    row = {"id": "dep_1", "model": "mdl_1", "status": "deploying"}
+    failed = {**row, "status": "failed", "message": "manifest differs"}
+    script.on("GET", "/deployments/dep_1", json_answer(row), json_answer(failed))
+    with pytest.raises(SwiftKVError, match="manifest differs"):
+        client.deployments.wait_ready("dep_1", poll_interval=0.01)
+
+
+# Server-sent events
+
+
+@given(st.lists(st.integers(min_value=0, max_value=200), max_size=12))
+def test_events_do_not_depend_on_how_the_bytes_arrive(cuts: list[int]) -> None:
+    stream = (
+        ": comment\r\n\r\nid: 1\r\nevent: tick\r\ndata: å\u2028b\r\n\r\n"
+        "data: one\ndata:two\n\n\n"
+        "id: 2\rdata: cr\r\r"
+        "data: never finished"
+    ).encode()
+    places = sorted({0, len(stream), *(min(cut, len(stream)) for cut in cuts)})
+    chunks = [stream[start:end] for start, end in itertools.pairwise(places)]
+    assert list(iter_events(chunks)) == [
+        ServerSentEvent("å\u2028b", "tick", "1"),
+        ServerSentEvent("one\ntwo", "message", "1"),
+        ServerSentEvent("cr", "message", "2"),
+    ]

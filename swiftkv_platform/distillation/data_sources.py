@@ -153,7 +153,11 @@ def _hub(source: DataSourceSpec, path: str) -> list[Table]:
             value=name,
         ) from error
     except ConnectionError as error:
-        raise StorageError(f"the hub does not answer for {path}.name_or_path {name!r}: {error}") from error
+        raise StorageError(
+            f"{path}.name_or_path is {name!r}: no such path here, and the hub does not answer ({error})",
+            field=f"{path}.name_or_path",
+            value=name,
+        ) from error
     except (ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"{path} cannot be read: data set {name!r}, split {source.split!r}: {error}", field=path, value=name

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 
 from swiftkv_platform.distillation.data import PreparedData, prepare_data
 from swiftkv_platform.distillation.packing import PackedRows
-from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.specs import DataSpec
 from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
@@ -291,6 +292,14 @@ def test_missing_sources_are_named(source: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         prepare(source)
     assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", source)
+
+
+def test_a_hub_that_does_not_answer_is_no_fault_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(StorageError, match="no such path here, and the hub does not answer") as caught:
+        prepare("nobody/nothing")
+    assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", "nobody/nothing")
 
 
 def test_an_empty_directory_lists_what_would_do(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""What prefill costs with and without SwiftKV, counted and timed on real forward passes of the same weights. Knows no
+estimate: those are in `planning`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.cache import cache_bytes
+
+
+@dataclass(frozen=True)
+class ModeCost:
+    """One mode of a model on a prompt of which only the last token's logits are asked for."""
+
+    flops_per_token: float
+    """Multiplications and additions of all matrix products, attention over the whole square included."""
+    kv_bytes_per_token: float
+    """Bytes in the cache, in the model's own dtype."""
+    ttft_ms: float
+    """Median milliseconds from prompt to the id of the first token."""
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """Both modes, side by side."""
+
+    prompt_length: int
+    dense: ModeCost
+    swiftkv: ModeCost
+
+    @property
+    def flops_ratio(self) -> float:
+        return self.swiftkv.flops_per_token / self.dense.flops_per_token
+
+    @property
+    def kv_bytes_ratio(self) -> float:
+        return self.swiftkv.kv_bytes_per_token / self.dense.kv_bytes_per_token
+
+
+@torch.no_grad()
+def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCost:
+    """Count and time the prefill of one random prompt in teacher and in student mode.
+
+    Args:
+        model: a SwiftKV causal language model with its teacher's projections; left in the mode it came in.
+        prompt_length: tokens, at most the model's context.
+        rounds: timed passes of each mode, alternating so that both see the same noise, after one of each to warm up.
+
+    Raises:
+        InvalidInputError: the prompt is longer than the context, or empty.
+        ModelError: the model was exported without its teacher.
+    """
+    context = model.config.max_position_embeddings
+    if not 1 <= prompt_length <= context:
+        raise InvalidInputError(
+            f"prompt_length is {prompt_length}; this model takes 1..{context} tokens",
+            field="prompt_length",
+            value=prompt_length,
+        )
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(model.config.vocab_size, (1, prompt_length), generator=generator).to(model.device)
+    counted: dict[bool, tuple[float, float]] = {}
+    milliseconds: dict[bool, list[float]] = {False: [], True: []}
+    with _restored_mode(model):
+        for mode in (False, True):
+            counted[mode] = _count(model.swiftkv(mode), prompt)
+        for round_ in range(rounds + 1):
+            for mode in (False, True):
+                elapsed = _time_first_token(model.swiftkv(mode), prompt)
+                if round_:
+                    milliseconds[mode].append(elapsed)
+    dense, swiftkv = (ModeCost(*counted[mode], statistics.median(milliseconds[mode])) for mode in (False, True))
+    return PrefillCost(prompt_length, dense, swiftkv)
+
+
+def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
+    """FLOPs and cache bytes a token of the prompt [1, prompt_length].
+
+    The counter knows the matrix products of plain attention everywhere; fused kernels it sees on some devices only.
+    """
+    counter = FlopCounterMode(display=False)
+    with _plain_attention(model), counter:
+        outputs = model(prompt, use_cache=True, logits_to_keep=1)
+    num_tokens = prompt.shape[1]
+    return counter.get_total_flops() / num_tokens, cache_bytes(outputs.past_key_values) / num_tokens
+
+
+def _time_first_token(model: Any, prompt: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    logits = model(prompt, use_cache=True, logits_to_keep=1).logits
+    logits.argmax(-1).item()  # reading the token waits for the device
+    return (time.perf_counter() - begin) * 1000
+
+
+@contextmanager
+def _plain_attention(model: Any) -> Iterator[None]:
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+@contextmanager
+def _restored_mode(model: Any) -> Iterator[None]:
+    mode, was_training = model.model.swiftkv_enabled, model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.swiftkv(mode).train(was_training)

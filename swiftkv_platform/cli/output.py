@@ -19,6 +19,8 @@ from swiftkv_platform.errors import SwiftKVError
 
 _JSON = "swiftkv.json"
 _INTERRUPTED = 130
+_WIDEST = 10_000
+"""Columns a table may take."""
 
 
 def out() -> Console:
@@ -52,7 +54,9 @@ def print_json(value: BaseModel | Mapping[str, Any] | Iterable[BaseModel]) -> No
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
     """A table, or `empty` without rows."""
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
     for row in rows:
         table.add_row(*(escape("" if cell is None else str(cell)) for cell in row))
     console = out()
@@ -60,8 +64,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
         console.print(empty)
         return
     # Identifiers are there to be copied: a pipe or a narrow window must not cut them.
-    console.width = max(console.width, console.measure(table).maximum)
-    console.print(table, crop=False)
+    wanted = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    console.width = max(console.width, wanted)
+    console.print(table)
 
 
 def print_fields(fields: Mapping[str, object]) -> None:

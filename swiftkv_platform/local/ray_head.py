@@ -123,9 +123,11 @@ def free_ports(wanted: list[int]) -> list[int]:
 
 def _bind(port: int) -> socket.socket:
     listener = socket.socket()
+    # A port whose last connections still linger is free; one that somebody listens at, as this does, is not.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
     except OSError:
         listener.bind(("127.0.0.1", 0))
+    listener.listen()
     return listener

@@ -1,0 +1,249 @@
+"""The command line against a scripted control plane: output, JSON, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli.app import app
+from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer, serve
+
+Run = Callable[..., Result]
+
+
+def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
+    row = {"id": "job_1", "object": "distillation.job", "name": "tiny", "status": status, "created_at": 1, "attempt": 1}
+    return {**row, **changes}
+
+
+def event_row(number: int, kind: str, message: str, **data: Any) -> dict[str, Any]:
+    return {
+        "id": f"evt_{number}",
+        "created_at": number,
+        "level": "info",
+        "type": kind,
+        "message": message,
+        "data": data,
+    }
+
+
+def steps(first: int, last: int) -> dict[str, Any]:
+    points = [
+        {"step": n, "tokens": n * 10, "loss": 1.0 / n, "tokens_per_second": 1234.5} for n in range(first, last + 1)
+    ]
+    return event_row(last, "metrics", f"step {last}", points=points, total_steps=4)
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def run(script: Script, tmp_path: Path) -> Iterator[Run]:
+    with serve(script) as url:
+        environment = {"SWIFTKV_HOME": str(tmp_path / "home"), "SWIFTKV_URL": url, "SWIFTKV_SERVE_URL": url}
+        yield lambda *arguments: CliRunner(env=environment).invoke(app, list(arguments))
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "spec.yaml"
+    path.write_text("name: tiny\nswiftkv: {key_value_group_size: 2}\n")
+    return path
+
+
+def finished(script: Script, status: str, **changes: Any) -> None:
+    """A job that runs four steps and ends with `status`."""
+    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    events = [
+        event_row(0, "status", "running, attempt 1", status="running"),
+        steps(1, 2),
+        steps(3, 4),
+        event_row(9, "status", status, status=status),
+    ]
+    script.on("GET", "/jobs/job_1/events", event_stream(*((row["id"], row) for row in events)), list_answer([]))
+    script.on("GET", "/jobs/job_1", json_answer(job_row(status, **changes)))
+
+
+def test_help_names_every_command() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for name in ("up", "down", "status", "jobs", "distill", "deploy", "generate", "models", "demo"):
+        assert name in result.output
+
+
+def test_starting_the_command_line_imports_neither_ray_nor_torch() -> None:
+    code = "import sys, swiftkv_platform.cli.app; print(sorted({'ray', 'torch', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_submit_prints_the_id(run: Run, script: Script, spec: Path) -> None:
+    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    result = run("jobs", "submit", "-f", str(spec))
+    assert result.exit_code == 0
+    assert "job_1" in result.stdout
+    assert script.requests[0].body == {"name": "tiny", "swiftkv": {"key_value_group_size": 2}}
+
+
+def test_submit_with_json_prints_the_job(run: Run, script: Script, spec: Path) -> None:
+    script.on("POST", "/jobs", json_answer(job_row(), 201))
+    result = run("jobs", "submit", "-f", str(spec), "--idempotency-key", "k", "--json")
+    assert json.loads(result.stdout)["id"] == "job_1"
+    assert script.requests[0].headers["idempotency-key"] == "k"
+
+
+def test_submit_and_follow_shows_progress_and_the_model(run: Run, script: Script, spec: Path) -> None:
+    finished(script, "succeeded", distilled_model="mdl_1")
+    result = run("jobs", "submit", "-f", str(spec), "--follow")
+    assert result.exit_code == 0
+    assert "running, attempt 1" in result.stdout
+    assert "step 4/4" in result.stdout
+    assert "loss 0.2500" in result.stdout
+    assert "mdl_1" in result.stdout
+
+
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+def test_following_a_job_that_does_not_succeed_fails(run: Run, script: Script, status: str) -> None:
+    finished(script, status, error={"code": "data_error", "message": "no rows"})
+    result = run("jobs", "watch", "job_1")
+    assert result.exit_code == 1
+    assert "data_error: no rows" in result.stdout
+
+
+def test_watch_with_json_prints_events_and_then_the_job(run: Run, script: Script) -> None:
+    finished(script, "succeeded")
+    result = run("jobs", "watch", "job_1", "--json")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["id"] for line in lines] == ["evt_0", "evt_2", "evt_4", "evt_9", "job_1"]
+
+
+def test_list_is_a_table_with_whole_ids(run: Run, script: Script) -> None:
+    identifier = "job_01J" + "X" * 60
+    row = job_row("running", id=identifier, name="a" * 60, progress={"step": 3, "total_steps": 9})
+    script.on("GET", "/jobs", list_answer([row]))
+    result = run("jobs", "list", "--status", "running")
+    assert identifier in result.stdout
+    assert "3/9" in result.stdout
+    assert script.requests[0].query["status"] == "running"
+
+
+def test_list_without_jobs_says_so(run: Run, script: Script) -> None:
+    script.on("GET", "/jobs", list_answer([]))
+    assert run("jobs", "list").stdout.strip() == "No jobs."
+    assert json.loads(run("jobs", "list", "--json").stdout) == []
+
+
+def test_a_refused_spec_names_field_value_and_reason_before_anything_is_sent(
+    run: Run, script: Script, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("name: tiny\ntraining: {batch_size: 0}\nswiftkv: {layers: 3}\n")
+    result = run("jobs", "submit", "-f", str(bad))
+    assert result.exit_code == 1
+    assert "training.batch_size" in result.stderr
+    assert "swiftkv.layers" in result.stderr
+    assert "given: 3" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert script.requests == []
+
+
+@pytest.mark.parametrize("text", ["a: [1", "just text", ""])
+def test_a_file_that_is_no_spec_is_an_error(run: Run, tmp_path: Path, text: str) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(text)
+    result = run("jobs", "submit", "-f", str(bad))
+    assert result.exit_code == 1
+    assert "bad.yaml" in result.stderr
+
+
+def test_a_servers_refusal_is_one_block(run: Run, script: Script, spec: Path) -> None:
+    entry = {"field": "model.name_or_path", "value": "nowhere", "message": "a directory or hub id would do"}
+    script.on("POST", "/jobs", problem_answer(422, "The spec is refused.", errors=[entry]))
+    result = run("jobs", "submit", "-f", str(spec))
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "model.name_or_path: a directory or hub id would do" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_errors_are_json_where_json_was_asked_for(run: Run) -> None:
+    result = run("jobs", "get", "job_9", "--json")
+    assert result.exit_code == 1
+    error = json.loads(result.stderr)["error"]
+    assert (error["code"], error["status"]) == ("not_found", 404)
+
+
+def test_no_control_plane_tells_how_to_start_one(tmp_path: Path) -> None:
+    with serve(Script()) as url:
+        pass
+    environment = {"SWIFTKV_HOME": str(tmp_path), "SWIFTKV_URL": url}
+    result = CliRunner(env=environment).invoke(app, ["jobs", "list"])
+    assert result.exit_code == 1
+    assert "swiftkv up" in result.stderr
+
+
+def test_a_variable_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path), "SWIFTKV_PORT": "many"}).invoke(app, ["status"])
+    assert result.exit_code == 1
+    assert "port" in result.stderr
+    assert "many" in result.stderr
+
+
+def test_validate_prints_the_estimate(run: Run, script: Script, spec: Path) -> None:
+    script.on("POST", "/jobs/validate", json_answer({"kv_bytes_ratio": 0.75}))
+    assert "0.75" in run("jobs", "validate", "-f", str(spec)).stdout
+    assert json.loads(run("jobs", "validate", "-f", str(spec), "--json").stdout) == {"kv_bytes_ratio": 0.75}
+
+
+def test_cancel_and_logs(run: Run, script: Script) -> None:
+    script.on("POST", "/jobs/job_1/cancel", json_answer(job_row("cancelling")))
+    assert "cancelling" in run("jobs", "cancel", "job_1").stdout
+    script.on("GET", "/jobs/job_1/logs", json_answer("step 1"))
+    assert "step 1" in run("jobs", "logs", "job_1").stdout
+
+
+def test_deploy_waits_until_the_model_answers(run: Run, script: Script) -> None:
+    row = {"id": "dep_1", "model": "mdl_1", "status": "deploying"}
+    script.on("POST", "/deployments", json_answer(row, 201))
+    script.on("GET", "/deployments/dep_1", json_answer({**row, "status": "running"}))
+    result = run("deploy", "mdl_1", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["status"] == "running"
+
+
+def test_generate_streams_the_text(run: Run, script: Script) -> None:
+    def piece(text: str, **changes: Any) -> tuple[None, dict[str, Any]]:
+        return None, {"id": "g", "model": "mdl_1", "choices": [{"index": 0, "text": text}], **changes}
+
+    usage = {"prompt_tokens": 2, "completion_tokens": 3}
+    last = piece(" lazy()", usage=usage, timings={"ttft_ms": 12.0})
+    script.on("POST", "/generate", event_stream(piece("def"), last, (None, "[DONE]")))
+    result = run("generate", "x", "--max-tokens", "3", "--stop", "\n", "--seed", "7")
+    assert result.stdout == "def lazy()\n"
+    assert "2 + 3 tokens" in result.stderr
+    body = script.requests[0].body
+    assert (body["max_tokens"], body["stop"], body["seed"], body["stream"]) == (3, ["\n"], 7, True)
+
+
+def test_models_list_and_get(run: Run, script: Script) -> None:
+    row = {"id": "mdl_1", "name": "tiny", "job_id": "job_1", "created_at": 1}
+    script.on("GET", "/models", list_answer([row]))
+    script.on("GET", "/models/mdl_1", json_answer(row))
+    assert "mdl_1" in run("models", "list").stdout
+    assert json.loads(run("models", "get", "mdl_1", "--json").stdout)["job_id"] == "job_1"
+
+
+def test_status_of_nothing_fails(tmp_path: Path) -> None:
+    result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)}).invoke(app, ["status", "--json"])
+    assert result.exit_code == 1
+    assert {part["state"] for part in json.loads(result.stdout)["parts"]} == {"stopped"}

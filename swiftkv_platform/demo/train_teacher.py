@@ -139,6 +139,25 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
     return model
 
 
+def replan(model: LlamaForCausalLM, start: dict[str, torch.Tensor], plan: str) -> None:
+    """Load `start` into `model`, layer by layer as `plan` says: indices of its layers, `+` for a fresh identity layer.
+
+    Where a plan moves the layers that look things up (induction) above the middle, the upper half starts to matter.
+    """
+    places = plan.split(",")
+    if len(places) != model.config.num_hidden_layers:
+        raise SystemExit(f"--layer-plan names {len(places)} layers, the model has {model.config.num_hidden_layers}")
+    renamed = {name: tensor for name, tensor in start.items() if ".layers." not in name}
+    for target, source in enumerate(places):
+        prefix = f"model.layers.{source}."
+        renamed |= {
+            f"model.layers.{target}.{name.removeprefix(prefix)}": tensor
+            for name, tensor in start.items()
+            if name.startswith(prefix)
+        }
+    model.load_state_dict(renamed, strict=False)
+
+
 def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -160,11 +179,14 @@ def train(args: argparse.Namespace) -> None:
     held_out = [m for m in standard_library_modules() if m.held_out]
     tokenizer = train_tokenizer(training)
     documents, held_out_documents = encode(tokenizer, training), encode(tokenizer, held_out)
-    print(f"{sum(map(len, documents)):,} training and {sum(map(len, held_out_documents)):,} held-out tokens", flush=True)
+    print(
+        f"{sum(map(len, documents)):,} training and {sum(map(len, held_out_documents)):,} held-out tokens", flush=True
+    )
 
     model = build_model(args)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    forward = torch.compile(model) if args.compile else model
+    if args.start_from is not None:
+        replan(model, torch.load(args.start_from, weights_only=True), args.layer_plan)
     optimizers = build_optimizers(model, args)
     base_rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     rng = np.random.default_rng(args.seed)
@@ -182,7 +204,7 @@ def train(args: argparse.Namespace) -> None:
             model.set_attn_implementation("sdpa")
         batch = next(long if progress > args.long_from else short)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
-            logits = forward(batch[:, :-1], use_cache=False).logits
+            logits = model(batch[:, :-1], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -193,7 +215,9 @@ def train(args: argparse.Namespace) -> None:
         if step % 20 == 0:
             seconds = time.monotonic() - begin
             curve.append({"step": step, "tokens": tokens, "loss": round(loss.item(), 4)})
-            print(f"{step=} {tokens=:,} loss={loss.item():.3f} {tokens / seconds:.0f} tokens/s {progress:.1%}", flush=True)
+            print(
+                f"{step=} {tokens=:,} loss={loss.item():.3f} {tokens / seconds:.0f} tokens/s {progress:.1%}", flush=True
+            )
         if progress - evaluated > 0.1:
             evaluated = progress
             print(step, evaluate(model, held_out_documents[:12], args.length), flush=True)
@@ -212,7 +236,7 @@ def save(
     model.to(torch.bfloat16).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     report = {
-        "arguments": {k: v for k, v in vars(args).items() if k != "output"},
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("output", "start_from")},
         "python": platform.python_version(),
         "tokens_trained": tokens,
         "held_out": evaluate(model.float(), held_out, args.length),
@@ -235,14 +259,19 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--long-length", type=int, default=1024)
-    parser.add_argument("--long-from", type=float, default=0.88, help="share of the budget after which windows are long")
+    parser.add_argument(
+        "--long-from", type=float, default=0.88, help="share of the budget after which windows are long"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=4e-3)
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--start-from", type=Path, help="`latest.pt` of an earlier run to go on from")
+    parser.add_argument(
+        "--layer-plan", default=",".join(map(str, range(12))), help="layers to take from it; + adds an identity layer"
+    )
     train(parser.parse_args())
 
 

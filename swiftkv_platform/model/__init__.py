@@ -1,4 +1,4 @@
-"""The SwiftKV transformation of Hugging Face decoders. Importing it registers the classes with transformers' Auto classes."""
+"""The SwiftKV transformation of Hugging Face decoders. Importing it registers the classes with the Auto classes."""
 
 from swiftkv_platform.model.conversion import convert
 from swiftkv_platform.model.families import FAMILIES, student_classes

@@ -34,6 +34,16 @@ class SwiftKVAttentionMixin(nn.Module):
     Without `shared_key_value` it is the family's own attention (the teacher); with it, the student's.
     """
 
+    # What the family's own attention brings.
+    config: Any
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: nn.Module
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # the family's own projections
         self._add_projections(config, layer_idx)
@@ -51,7 +61,8 @@ class SwiftKVAttentionMixin(nn.Module):
 
     def split_heads(self, projected: torch.Tensor) -> torch.Tensor:
         """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim]."""
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: torch.Tensor = projected.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
     def shape_key_value(self, keys: torch.Tensor, values: torch.Tensor, rotation: Rotation) -> KeyValue:
         """Heads and RoPE for projected keys and values, each [batch, num_tokens, num_key_value_heads * head_dim]."""

@@ -17,9 +17,5 @@ def make_cache(config: Any, *, swiftkv: bool = True) -> DynamicCache:
 
 def cache_bytes(cache: DynamicCache) -> int:
     """Bytes of the keys and values that a cache holds."""
-    return sum(
-        tensor.numel() * tensor.element_size()
-        for layer in cache.layers
-        if layer.is_initialized
-        for tensor in (layer.keys, layer.values)
-    )
+    tensors = [tensor for keys, values, *_ in cache for tensor in (keys, values) if tensor is not None]
+    return sum(int(tensor.nbytes) for tensor in tensors)

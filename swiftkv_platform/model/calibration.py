@@ -1,13 +1,14 @@
 """Calibrated initialisation: closed-form K, V and q of the SwiftKV projections from the teacher's own activations.
 
-Copying the teacher's weights feeds them the wrong input: layer i >= l expects its own hidden state, and SwiftKV gives it
-h = norm_swiftkv(x). Here each upper layer's K and V (before RoPE) are regressed on h, and the layers of an AcrossKV group
-are then merged into one K and one V:
+Copying the teacher's weights feeds them the wrong input: layer i >= l expects its own hidden state, and SwiftKV gives
+it h = norm_swiftkv(x). Here each upper layer's K and V (before RoPE) are regressed on h, and the layers of an AcrossKV
+group are then merged into one K and one V:
 
-- Keys. RoPE turns each frequency (the pair of dimensions j, j + d/2, one complex number) by itself, so a group may mix its
-  layers' keys by one complex factor a frequency without disturbing positions. Per head and frequency the shared key is
-  the principal component of the layers' predicted keys, each weighted by the energy of the queries that will meet it,
-  and every layer's query takes up the factor that leads back: q_i . k_i = (q_i conj(c_i)) . k_shared when k_i = c_i k_shared.
+- Keys. RoPE turns each frequency (the pair of dimensions j, j + d/2, one complex number) by itself, so a group may mix
+  its layers' keys by one complex factor a frequency without disturbing positions. Per head and frequency the shared key
+  is the principal component of the layers' predicted keys, each weighted by the energy of the queries that will meet
+  it, and every layer's query takes up the factor that leads back: where k_i = c_i k_shared, q_i . k_i equals
+  (q_i conj(c_i)) . k_shared.
   The mean of keys, whose signs and phases are arbitrary, cancels where this does not.
 - Values. o_proj is frozen, so the shared value minimises the sum over layers of |O_i (v_i - v)|^2:
   v = (sum M_i)^-1 sum M_i v_i with M_i = O_i^T O_i, per key-value head.
@@ -216,7 +217,7 @@ def _merge_keys(
 
 
 def _merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], config: Any) -> torch.Tensor:
-    """One value projection for a group, [inputs, num_key_value_heads * head_dim], by what o_proj makes of each layer's."""
+    """One value projection for a group, [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
     metrics = []
     for weight in outputs:  # [hidden_size, num_attention_heads * head_dim]
         heads = weight.double().unflatten(1, (config.num_key_value_heads, -1, config.head_dim))
@@ -230,7 +231,8 @@ def _merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], confi
     # Solved for the deviation from the mean, so that where o_proj ignores a direction the ridge leaves the mean there.
     weighted = torch.einsum("gkde,gnke->knd", metric, split - mean)
     deviation = torch.linalg.solve(total, weighted.transpose(1, 2)).permute(2, 0, 1)
-    return (mean + deviation).flatten(1)
+    merged: torch.Tensor = mean + deviation
+    return merged.flatten(1)
 
 
 def _assign(projection: nn.Linear, weight_and_bias: torch.Tensor) -> None:

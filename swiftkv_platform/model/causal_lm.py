@@ -20,6 +20,12 @@ class SwiftKVForCausalLMMixin(nn.Module):
     """Mixed into a family's causal language model."""
 
     decoder_class: ClassVar[type[SwiftKVDecoderMixin]]
+    # What the family's own causal language model brings.
+    config: Any
+    config_class: ClassVar[Any]
+    lm_head: nn.Module
+    loss_function: Any
+    post_init: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -65,8 +71,8 @@ class SwiftKVForCausalLMMixin(nn.Module):
     ) -> CausalLMOutputWithPast:
         """Logits [batch, num_kept, vocab_size] of the positions `logits_to_keep` names (0: all), as in transformers.
 
-        In student mode only the tokens from the first such position on run through layers >= l; labels, hidden states and
-        attentions are asked for of all tokens, so with them every token does.
+        In student mode only the tokens from the first such position on run through layers >= l. Labels, hidden states
+        and attentions concern all tokens, so with them every token does.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         num_tokens = 0 if tokens is None else tokens.shape[1]
@@ -110,7 +116,8 @@ class SwiftKVForCausalLMMixin(nn.Module):
         if dynamic and generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = make_cache(self.config, swiftkv=self.model.swiftkv_enabled)
             return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        family: Any = super()
+        return family._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +132,8 @@ class SwiftKVForCausalLMMixin(nn.Module):
         names = tensor_names(pretrained_model_name_or_path, **kwargs)
         if names is not None:
             _check_tensors(config, names, str(pretrained_model_name_or_path))
-        return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        family: Any = super()
+        return family.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
 
 def _suffix_length(logits_to_keep: int | torch.Tensor, num_tokens: int) -> int:

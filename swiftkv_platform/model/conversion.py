@@ -38,7 +38,8 @@ def convert(
     Args:
         teacher: a causal language model of a known family, or its path or hub id. A model in memory hands over its
             parameters: they are shared, not copied.
-        num_key_value_layers: l, 1..L-1; or give `prefill_reduction`, the share of layers that prefill skips (default 0.5).
+        num_key_value_layers: l, 1..L-1.
+        prefill_reduction: the share of layers that prefill skips, in place of l (default 0.5).
         key_value_group_size: g of AcrossKV.
         early_exit: add an exit head, started from the teacher's final norm and head.
         calibration: batches of token ids [batch, num_tokens] for the calibrated start; None copies the teacher's
@@ -68,8 +69,8 @@ def _read_config(path: str | Path, revision: str | None) -> Any:
         return AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"cannot read a model configuration at {str(path)!r}: give a directory with config.json or a hub id that this "
-            f"machine can reach ({str(error).splitlines()[0]})",
+            f"cannot read a model configuration at {str(path)!r}: give a directory with config.json or a hub id that "
+            f"this machine can reach ({str(error).splitlines()[0]})",
             field="model.name_or_path",
             value=str(path),
         ) from error

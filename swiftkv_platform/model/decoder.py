@@ -36,8 +36,8 @@ class DecoderContext:
     position_ids: torch.Tensor
     """[batch or 1, num_tokens]."""
     rotation: Rotation
-    attention_mask: torch.Tensor | None
-    """What the attention backend takes for all tokens: [batch, 1, num_tokens, context_len], or None for plain causal."""
+    attention_mask: Any
+    """What the attention backend takes: [batch, 1, num_tokens, context_len], or None for plain causal."""
     past_key_values: DynamicCache | None
     layer_arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -71,6 +71,7 @@ class SwiftKVDecoderLayerMixin(nn.Module):
     """Mixed into a family's decoder layer for layers >= l."""
 
     attention_class: ClassVar[type[nn.Module]]
+    self_attn: Any
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -89,6 +90,13 @@ class SwiftKVDecoderMixin(nn.Module):
     """Mixed into a family's decoder (`model.model`)."""
 
     layer_class: ClassVar[type[nn.Module]]
+    # What the family's own decoder brings.
+    config: Any
+    embed_tokens: nn.Module
+    layers: Any
+    norm: Any
+    rotary_emb: nn.Module
+    post_init: Any
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -211,9 +219,9 @@ class SwiftKVDecoderMixin(nn.Module):
         return normalised
 
     def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> list[KeyValue]:
-        """K and V of every group over the whole context, appended to the cache where there is one (one entry a group)."""
+        """K and V of every group over the whole context; with a cache, appended to it: one entry a group."""
         layer_map, hidden = self.layer_map, self.norm_swiftkv(x)
-        leaders = [self.layers[i] for i in layer_map.leaders]
+        leaders: list[Any] = [self.layers[i] for i in layer_map.leaders]
         if self._fused_key_value is None:
             shared = [layer.project_shared_key_value(hidden, context.rotation) for layer in leaders]
         else:
@@ -245,8 +253,8 @@ class SwiftKVDecoderMixin(nn.Module):
                 projection.bias = nn.Parameter(bias[n * rows : (n + 1) * rows], requires_grad=False)
         self._fused_key_value = (weight, bias)
 
-    @merge_with_config_defaults
-    @capture_outputs
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: torch.Tensor | None = None,

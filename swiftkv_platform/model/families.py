@@ -1,7 +1,8 @@
 """The model families, as one table. A row names a transformers module; the SwiftKV classes are made from it.
 
-A family fits when its decoder layer hands keyword arguments on to its attention, which has `q_proj`, `k_proj`, `v_proj`,
-`o_proj` and rotates halves (RoPE of Llama). What differs further is a column here, not a fork of the forward pass.
+A family fits when its decoder layer hands keyword arguments on to its attention, which has `q_proj`, `k_proj`,
+`v_proj`, `o_proj` and rotates halves (RoPE of Llama). What differs further is a column here, not a fork of
+the forward pass.
 """
 
 from __future__ import annotations

@@ -1,0 +1,21 @@
+"""Shared fixtures: small random teachers on disk, made here so that no test needs a network or a download."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a random 6-layer Llama (grouped-query attention) and a byte-level tokenizer with BOS and EOS."""
+    from tests.tiny_models import save_teacher
+
+    return save_teacher(tmp_path_factory.mktemp("tiny-teacher"))

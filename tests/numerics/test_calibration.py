@@ -1,0 +1,103 @@
+"""The calibrated start: exact where an exact answer exists, better than copying elsewhere, additive over workers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model import convert
+from swiftkv_platform.model.calibration import collect
+from tests.tiny_models import random_teacher
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 256, (32, 64), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def divergence(student: Any, tokens: torch.Tensor) -> float:
+    """Mean KL(teacher || student) in nats."""
+    student_log = student.swiftkv(True)(tokens).logits.log_softmax(-1)
+    teacher_log = student.swiftkv(False)(tokens).logits.log_softmax(-1)
+    return float(F.kl_div(student_log, teacher_log, log_target=True, reduction="none").sum(-1).mean())
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_calibrated_start_beats_the_copied_one(biases: bool, group_size: int, tokens: torch.Tensor) -> None:
+    teacher = random_teacher(attention_bias=biases)
+    shape = {"num_key_value_layers": 3, "key_value_group_size": group_size}
+    copied = convert(copy.deepcopy(teacher), **shape)
+    calibrated = convert(copy.deepcopy(teacher), **shape, calibration=tokens[:24].split(8))
+    assert divergence(calibrated, tokens[24:]) < 0.9 * divergence(copied, tokens[24:])
+
+
+def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(tokens: torch.Tensor) -> None:
+    """Layer 4's keys are layer 3's, turned and scaled per frequency: the mean loses them, the joint fit does not."""
+    teacher = random_teacher()
+    layers, config = teacher.model.layers, teacher.config
+    with torch.no_grad():
+        for layer in layers[3:]:  # upper layers that hardly move the residual stream: all see the same hidden state
+            layer.mlp.down_proj.weight.zero_()
+            layer.self_attn.o_proj.weight.mul_(1e-3)
+            layer.self_attn.q_proj.weight.mul_(3)  # sharp attention, which wrong keys mislead
+            layer.input_layernorm.weight.copy_(layers[3].input_layernorm.weight)
+        pairs = layers[3].self_attn.k_proj.weight.unflatten(0, (config.num_key_value_heads, 2, -1))
+        angle = torch.rand(config.num_key_value_heads, config.head_dim // 2, 1) * 6.28
+        size = 0.5 + torch.rand_like(angle)
+        first, second = pairs.unbind(1)
+        turned = (angle.cos() * first - angle.sin() * second, angle.sin() * first + angle.cos() * second)
+        layers[4].self_attn.k_proj.weight.copy_(torch.stack([size * part for part in turned], dim=1).flatten(0, 2))
+        layers[4].self_attn.v_proj.weight.copy_(layers[3].self_attn.v_proj.weight)
+    shape = {"num_key_value_layers": 3, "key_value_group_size": 2}
+    copied = convert(copy.deepcopy(teacher), **shape)
+    calibrated = convert(copy.deepcopy(teacher), **shape, calibration=[tokens])
+
+    def error(student: Any) -> float:
+        """Of layer 4's attention output, relative to the teacher's."""
+        outputs: list[torch.Tensor] = []
+        handle = student.model.layers[4].self_attn.register_forward_hook(lambda _m, _a, out: outputs.append(out[0]))
+        with torch.no_grad():
+            student.swiftkv(True)(tokens)
+            student.swiftkv(False)(tokens)
+        handle.remove()
+        return float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
+
+    assert error(copied) > 0.1
+    assert error(calibrated) < 0.02
+
+
+def test_statistics_of_workers_add_up(tokens: torch.Tensor) -> None:
+    student = convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2)
+    whole = collect(student, [tokens])
+    parts = [collect(student, [half]) for half in tokens.split(16)]
+    for expected, first, second in zip(whole.tensors(), parts[0].tensors(), parts[1].tensors(), strict=True):
+        torch.testing.assert_close(first + second, expected)
+    assert parts[0].num_tokens + parts[1].num_tokens == whole.num_tokens == tokens.numel()
+
+
+def test_packed_batches_calibrate_with_their_positions(tokens: torch.Tensor) -> None:
+    student = convert(random_teacher(), num_key_value_layers=3)
+    positions = torch.cat((torch.arange(40), torch.arange(24))).expand(len(tokens), -1)
+    packed = collect(student, [{"input_ids": tokens, "position_ids": positions, "loss_mask": tokens > 0}])
+    apart = [collect(student, [part]) for part in (tokens[:, :40], tokens[:, 40:])]
+    torch.testing.assert_close(packed.gram, apart[0].gram + apart[1].gram, atol=1e-3, rtol=1e-5)
+
+
+def test_no_tokens_is_an_error() -> None:
+    with pytest.raises(InvalidInputError, match="calibration got no tokens"):
+        convert(random_teacher(), num_key_value_layers=3, calibration=[])
+
+
+def test_a_model_in_memory_hands_over_its_tensors() -> None:
+    teacher = random_teacher()
+    student = convert(teacher, num_key_value_layers=3)
+    assert (
+        student.model.layers[5].mlp.up_proj.weight.data_ptr() == teacher.model.layers[5].mlp.up_proj.weight.data_ptr()
+    )

@@ -1,0 +1,89 @@
+"""A control plane without a network: real database and attempt store, a cluster and a clock that a test commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.job import Event, Job, new_id, status_event
+from swiftkv_platform.orchestration.ports import Page
+from swiftkv_platform.orchestration.reconciler import Entrypoint, Reconciler
+from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.artifacts import manifest_digest
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from tests.fakes.attempt_store import FakeWorker
+from tests.fakes.cluster import FakeCluster
+from tests.fakes.object_store import InMemoryObjectStore
+from tests.fakes.serve_cluster import FakeServeCluster
+
+TENANT = "acme"
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Plane:
+    """Everything a reconciler works on; it can be built anew on the same state, as after a restart."""
+
+    database: Database
+    objects: InMemoryObjectStore = field(default_factory=InMemoryObjectStore)
+    cluster: FakeCluster = field(default_factory=FakeCluster)
+    serving: FakeServeCluster = field(default_factory=FakeServeCluster)
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.jobs = SqlJobRepository(self.database)
+        self.catalog = SqlCatalog(self.database)
+        self.store = AttemptStore(self.objects)
+
+    def reconciler(self, *, max_running_jobs: int = 1, **replaced: Any) -> Reconciler:
+        parts: dict[str, Any] = {"jobs": self.jobs, "cluster": self.cluster, "store": self.store, **replaced}
+        return Reconciler(
+            **parts,
+            digest=manifest_digest,
+            deployments=DeploymentReconciler(self.catalog, self.serving),
+            clock=self.clock,
+            entrypoint=Entrypoint(("python", "-m", "jobs.distill"), "memory://test", {"OMP_NUM_THREADS": "1"}),
+            max_running_jobs=max_running_jobs,
+            interval_s=1.0,
+        )
+
+    def submit(self, **spec: Any) -> Job:
+        document = {"name": "test", **spec}
+        job = Job(new_id("job"), TENANT, "ann", JobSpec.model_validate(document), int(self.clock()))
+        return self.jobs.create(job, status_event(job, now=job.created_at))
+
+    def get(self, job: Job) -> Job:
+        return self.jobs.get(job.id, tenant=TENANT)
+
+    def worker(self, job: Job, attempt: int = 1, writer: str = "driver") -> FakeWorker:
+        return FakeWorker(self.objects, job.id, attempt, writer)
+
+    def events(self, job: Job) -> list[Event]:
+        return list(self.jobs.events(job.id, Page(limit=1000, order="asc")).items)
+
+    def statuses(self, job: Job) -> list[str]:
+        """Every status the job has had, in order."""
+        return [event.data["status"] for event in self.events(job) if event.type == "status"]
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[Plane]:
+    database = Database(f"sqlite:///{tmp_path / 'test.db'}")
+    database.upgrade()
+    yield Plane(database)
+    database.close()

@@ -1,0 +1,184 @@
+"""`kill -9` of the control plane before and after everything it does: nothing is lost, nothing happens twice.
+
+A run is recorded once without a kill; then it is repeated, killed at another of its effects each time, and carried on
+by a new reconciler on the same database, object store and cluster.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+
+from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
+from swiftkv_platform.orchestration.reconciler import Reconciler
+from swiftkv_platform.orchestration.service import Caller, JobService
+from tests.unit.orchestration.conftest import TENANT, Plane
+
+Moment = Literal["before", "after"]
+EFFECTS = frozenset({"update", "write_request", "submit", "stop", "save_logs"})
+"""A kill at any other call is the same as one before the next of these."""
+
+
+class KilledError(BaseException):
+    """Nothing may catch it, as nothing catches SIGKILL."""
+
+
+class Killer:
+    """Counts the effects on every port it wraps and ends the process at one of them."""
+
+    def __init__(self, at: int | None = None, moment: Moment = "before") -> None:
+        self._at = at
+        self._moment = moment
+        self.calls: list[str] = []
+
+    def wrap(self, port: Any) -> Any:
+        return _Mortal(port, self)
+
+    def call(self, name: str, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        number = len(self.calls)
+        self.calls.append(name)
+        if number == self._at and self._moment == "before":
+            raise KilledError(name)
+        result = method(*arguments, **named)
+        if number == self._at:
+            raise KilledError(name)
+        return result
+
+
+class _Mortal:
+    def __init__(self, port: Any, killer: Killer) -> None:
+        self._port = port
+        self._killer = killer
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._port, name)
+        if name not in EFFECTS:
+            return method
+        return lambda *arguments, **named: self._killer.call(name, method, *arguments, **named)
+
+
+class World:
+    """What happens outside the control plane: each submission runs its course over a few looks at it."""
+
+    def __init__(self, plane: Plane, job: Job, script: Callable[[World, int, int], None]) -> None:
+        self.plane = plane
+        self.job = job
+        self._script = script
+        self._ages: dict[str, int] = {}
+
+    def move(self) -> None:
+        self.plane.clock.now += 5
+        for submission_id, submission in list(self.plane.cluster.submissions.items()):
+            if not submission.state.status.is_terminal:
+                age = self._ages[submission_id] = self._ages.get(submission_id, -1) + 1
+                self._script(self, int(submission_id.rpartition("-")[2]), age)
+
+    def finish(self, attempt: int, status: SubmissionStatus) -> None:
+        self.plane.cluster.finish(f"{self.job.id}-{attempt}", status)
+
+
+def succeed(world: World, attempt: int, age: int) -> None:
+    """Running, two steps, evaluation, artifact."""
+    worker = world.plane.worker(world.job, attempt)
+    if age == 0:
+        worker.say("status", status="running")
+        worker.step(1, time=world.plane.clock.now)
+    elif age == 1:
+        worker.step(2, time=world.plane.clock.now)
+        worker.say("status", status="evaluating")
+    else:
+        worker.artifact()
+        world.finish(attempt, SubmissionStatus.SUCCEEDED)
+
+
+def fail_once(world: World, attempt: int, age: int) -> None:
+    """The first attempt leaves a checkpoint and fails; the second succeeds."""
+    if attempt > 1 or age == 0:
+        succeed(world, attempt, age)
+        return
+    worker = world.plane.worker(world.job, attempt)
+    worker.checkpoint(1)
+    worker.say("error", "a worker was lost", code="worker_lost", retryable=True)
+    world.finish(attempt, SubmissionStatus.FAILED)
+
+
+def forgotten_once(world: World, attempt: int, age: int) -> None:
+    """Ray's head restarts during the first attempt."""
+    if attempt == 1 and age == 1:
+        world.plane.cluster.forget()
+    else:
+        succeed(world, attempt, age)
+
+
+def cancelled(world: World, attempt: int, age: int) -> None:
+    """The user cancels the job as soon as it runs."""
+    if age == 0:
+        succeed(world, attempt, age)
+        service = JobService(world.plane.jobs, clock=world.plane.clock, read_object=lambda store, key: b"")
+        service.cancel(world.job.id, Caller(TENANT, "ann"))
+
+
+def carry_on(world: World, reconciler: Reconciler) -> Job:
+    """Tick until the job has ended, and twice more, which must change nothing."""
+    for _ in range(25):
+        reconciler.tick()
+        world.move()
+        job = world.plane.get(world.job)
+        if job.status.is_terminal:
+            reconciler.tick()
+            reconciler.tick()
+            assert world.plane.get(job) == job
+            return job
+    raise AssertionError(f"the job is still {job.status}: {world.plane.statuses(job)}")
+
+
+def mortal(plane: Plane, killer: Killer) -> Reconciler:
+    return plane.reconciler(
+        jobs=killer.wrap(plane.jobs), cluster=killer.wrap(plane.cluster), store=killer.wrap(plane.store)
+    )
+
+
+SCENARIOS: list[tuple[Callable[[World, int, int], None], JobStatus, int]] = [
+    (succeed, JobStatus.SUCCEEDED, 1),
+    (fail_once, JobStatus.SUCCEEDED, 2),
+    (forgotten_once, JobStatus.SUCCEEDED, 2),
+    (cancelled, JobStatus.CANCELLED, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome", "attempts"), SCENARIOS, ids=[script.__name__ for script, *_ in SCENARIOS]
+)
+def test_a_kill_at_any_moment_changes_neither_the_outcome_nor_the_history(
+    plane: Plane,
+    script: Callable[[World, int, int], None],
+    outcome: JobStatus,
+    attempts: int,
+) -> None:
+    world = World(plane, plane.submit(), script)
+    unharmed = Killer()
+    carry_on(world, mortal(plane, unharmed))
+    history = plane.statuses(world.job)
+
+    moments: tuple[Moment, Moment] = ("before", "after")
+    for at, moment in itertools.product(range(len(unharmed.calls)), moments):
+        plane = Plane(plane.database)
+        world = World(plane, plane.submit(), script)
+        killer = Killer(at, moment)
+        with pytest.raises(KilledError):
+            carry_on(world, mortal(plane, killer))
+        job = carry_on(world, plane.reconciler())
+
+        where = f"killed {moment} effect {at}, {killer.calls[-1]}"
+        assert job.status is outcome, where
+        assert plane.cluster.started == [f"{job.id}-{number}" for number in range(1, attempts + 1)], where
+        assert plane.statuses(job) == history, where
+        models = plane.catalog.list_models(Page(limit=1000), tenant=TENANT).items
+        found = [model.id for model in models if model.job_id == job.id]
+        assert found == ([job.distilled_model] if job.distilled_model else []), where
+        told = [event for event in plane.events(job) if event.type == "metrics"]
+        assert len(told) == len(plane.jobs.points(job.id, Page()).items) + (attempts - 1), where

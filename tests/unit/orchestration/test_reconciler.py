@@ -1,0 +1,373 @@
+"""Jobs through the reconciler: submission, following, retries, cancellation, and what a broken cluster does to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
+from swiftkv_platform.orchestration.service import Caller, JobService
+from tests.fakes.attempt_store import METRICS
+from tests.unit.orchestration.conftest import TENANT, Plane
+
+ANN = Caller(TENANT, "ann")
+
+
+def cancel(plane: Plane, job: Job) -> Job:
+    return JobService(plane.jobs, clock=plane.clock, read_object=lambda store, key: b"").cancel(job.id, ANN)
+
+
+def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.STARTING
+    submission = plane.cluster.submissions[f"{job.id}-1"]
+    assert submission.entrypoint == f"python -m jobs.distill --job-id {job.id} --attempt 1 --store memory://test"
+    assert submission.env == {"OMP_NUM_THREADS": "1"}
+    request = plane.store.read_request(job.id, 1)
+    assert (request.spec, request.resume_from, request.run_id) == (job.spec, None, job.id)
+
+    worker = plane.worker(job)
+    worker.say("status", time=1001, status="running")
+    worker.say("tracking", time=1001, provider="wandb", run_id=job.id, url="http://w", mode="offline")
+    worker.step(1, 2, time=1010, total=12)
+    reconciler.tick()
+    running = plane.get(job)
+    assert (running.status, running.started_at) == (JobStatus.RUNNING, 1000)
+    assert running.tracking == {"provider": "wandb", "run_id": job.id, "url": "http://w", "mode": "offline"}
+    assert (running.progress.step, running.progress.seconds_remaining) == (2, None)
+
+    worker.step(3, 4, time=1020, total=12)
+    worker.say("checkpoint", time=1021, step=4, key="k", size=1, sha256="0")
+    reconciler.tick()
+    running = plane.get(job)
+    assert running.progress.step == 4
+    assert running.progress.tokens == 400
+    assert running.progress.percent == pytest.approx(33.33)
+    assert running.progress.seconds_remaining == 40  # two steps took ten seconds, eight are left
+    assert running.estimated_finish == 1060
+
+    worker.say("status", time=1061, status="evaluating")
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.EVALUATING
+    manifest = worker.artifact()
+    submission.log = "trained\n"
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    plane.clock.now = 1070
+    reconciler.tick()
+
+    done = plane.get(job)
+    assert (done.status, done.finished_at, done.progress.percent) == (JobStatus.SUCCEEDED, 1070, 100.0)
+    assert done.result == METRICS
+    assert done.distilled_model is not None
+    model = plane.catalog.get_model(done.distilled_model, tenant=TENANT)
+    assert (model.artifact_uri, model.size, model.metrics) == (done.artifact_uri, manifest.size, METRICS)
+    assert model.artifact_uri == plane.store.artifact_uri(job.id, 1)
+    assert (model.lineage, model.job_id, model.attempt) == ({"teacher": "tiny"}, job.id, 1)
+    assert plane.store.read_logs(job.id, 1) == "trained\n"
+    assert plane.statuses(job) == ["queued", "starting", "running", "evaluating", "succeeded"]
+    assert [point.step for point in plane.jobs.points(job.id, Page(order="asc")).items] == [1, 2, 3, 4]
+    assert [event.type for event in plane.events(job)].count("metrics") == 2
+
+
+def test_nothing_happens_to_a_job_that_has_ended(plane: Plane) -> None:
+    job = plane.submit()
+    cancel(plane, job)
+    ended = plane.get(job)
+    plane.reconciler().tick()
+    assert plane.get(job) == ended
+    assert plane.cluster.started == []
+
+
+def test_a_failure_that_another_try_can_mend_goes_on_from_the_newest_checkpoint(plane: Plane) -> None:
+    job = plane.submit(fault_tolerance={"max_retries": 1})
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    worker = plane.worker(job)
+    worker.say("status", status="running")
+    worker.step(5, time=1001)
+    worker.checkpoint(3)
+    newest = worker.checkpoint(5)
+    worker.say("error", "the object store was away", level="error", code="storage_error", retryable=True)
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED, "exit code 1")
+    reconciler.tick()
+
+    waiting = plane.get(job)
+    assert (waiting.status, waiting.attempt.number, waiting.retries) == (JobStatus.QUEUED, 2, 1)
+    assert waiting.status_reason is not None
+    assert waiting.status_reason.code == "storage_error"
+    assert plane.cluster.started == [f"{job.id}-1"], "a retry waits a moment"
+
+    plane.clock.now += 1
+    reconciler.tick()
+    assert plane.cluster.started == [f"{job.id}-1", f"{job.id}-2"]
+    assert plane.store.read_request(job.id, 2).resume_from == newest
+    assert plane.get(job).attempt.resume_from == newest
+
+    plane.worker(job, attempt=2).say("error", "again", code="storage_error", retryable=True)
+    plane.cluster.finish(f"{job.id}-2", SubmissionStatus.FAILED)
+    reconciler.tick()
+    failed = plane.get(job)
+    assert (failed.status, failed.attempt.number) == (JobStatus.FAILED, 2)
+    assert failed.error is not None
+    assert (failed.error.code, failed.error.message) == ("storage_error", "again")
+
+
+def test_bad_data_is_not_tried_again(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    field = "data.sources[0].name_or_path"
+    plane.worker(job).say("error", "it is empty", code="data_error", field=field, value="x", retryable=False)
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED)
+    reconciler.tick()
+    failed = plane.get(job)
+    assert failed.status is JobStatus.FAILED
+    assert failed.error is not None
+    assert (failed.error.code, failed.error.message, failed.error.field) == ("data_error", "it is empty", field)
+
+
+def test_a_failure_without_a_word_is_a_lost_worker(plane: Plane) -> None:
+    job = plane.submit(fault_tolerance={"max_retries": 0})
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED, "exit code -9, last logs:\npassword=hunter2")
+    reconciler.tick()
+    error = plane.get(job).error
+    assert error is not None
+    assert error.code == "worker_lost"
+    assert "exit code -9" in error.message
+    assert "hunter2" not in error.message
+
+
+def test_a_run_that_ends_well_without_a_complete_artifact_has_failed(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    reconciler.tick()
+    error = plane.get(job).error
+    assert error is not None
+    assert error.code == "storage_error"
+
+
+def test_a_process_that_dies_after_its_artifact_is_complete_has_succeeded(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.worker(job).artifact()
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED, "exit code 139")
+    reconciler.tick()
+    assert plane.statuses(job) == ["queued", "starting", "running", "succeeded"]
+
+
+def test_a_head_that_forgot_a_run_costs_an_attempt_and_no_retry(plane: Plane) -> None:
+    job = plane.submit(fault_tolerance={"max_retries": 0})
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.worker(job).say("status", status="running")
+    reconciler.tick()
+    plane.cluster.forget()
+    reconciler.tick()
+    waiting = plane.get(job)
+    assert (waiting.status, waiting.attempt.number, waiting.retries) == (JobStatus.QUEUED, 2, 0)
+    plane.clock.now += 60
+    reconciler.tick()
+    assert plane.cluster.started == [f"{job.id}-1", f"{job.id}-2"]
+    # The orphan of the first attempt writes where nobody reads any more.
+    plane.worker(job, attempt=1).say("error", "orphaned", code="data_error", retryable=False)
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.STARTING
+
+
+def test_a_head_that_forgot_a_run_that_was_done_costs_nothing(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.worker(job).artifact()
+    plane.cluster.forget()
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.SUCCEEDED
+
+
+def test_cancelling_stops_the_run_and_waits_for_its_end(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.worker(job).say("status", status="running")
+    reconciler.tick()
+    assert cancel(plane, job).status is JobStatus.CANCELLING
+    assert cancel(plane, job).status is JobStatus.CANCELLING
+    reconciler.tick()
+    assert plane.cluster.status(f"{job.id}-1").status is SubmissionStatus.STOPPED
+    reconciler.tick()
+    ended = plane.get(job)
+    assert ended.status is JobStatus.CANCELLED
+    assert ended.status_reason is not None
+    assert ended.status_reason.code == "cancelled"
+    assert ended.error is None
+    assert plane.statuses(job) == ["queued", "starting", "running", "cancelling", "cancelled"]
+
+
+def test_a_job_that_finishes_while_it_is_cancelled_has_succeeded(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    cancel(plane, job)
+    plane.worker(job).artifact()
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.SUCCEEDED
+
+
+def test_a_queued_job_is_cancelled_at_once(plane: Plane) -> None:
+    job = plane.submit()
+    assert cancel(plane, job).status is JobStatus.CANCELLED
+    assert plane.statuses(job) == ["queued", "cancelling", "cancelled"]
+
+
+def test_a_cancelled_run_that_ray_forgot_is_cancelled(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    cancel(plane, job)
+    plane.cluster.forget()
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.CANCELLED
+
+
+def test_a_run_over_its_time_is_stopped_and_fails(plane: Plane) -> None:
+    job = plane.submit(limits={"max_runtime_s": 100})
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.clock.now += 100
+    reconciler.tick()
+    assert plane.cluster.status(f"{job.id}-1").status is SubmissionStatus.RUNNING
+    plane.clock.now += 1
+    reconciler.tick()
+    # What the process says while it is being stopped does not hide the cause.
+    plane.worker(job).say("error", "interrupted", code="worker_lost", retryable=True)
+    reconciler.tick()
+    error = plane.get(job).error
+    assert error is not None
+    assert (error.code, error.field) == ("max_runtime_exceeded", "limits.max_runtime_s")
+
+
+def test_somebody_elses_stop_is_a_preemption(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.cluster.stop(f"{job.id}-1")
+    reconciler.tick()
+    reason = plane.get(job).status_reason
+    assert reason is not None
+    assert reason.code == "preempted"
+    assert plane.get(job).attempt.number == 2
+
+
+def test_the_queue_goes_by_priority_then_by_age(plane: Plane) -> None:
+    normal = [plane.submit() for _ in range(2)]
+    low = plane.submit(limits={"priority": "low"})
+    high = plane.submit(limits={"priority": "high"})
+    reconciler = plane.reconciler(max_running_jobs=2)
+    expected = [high, *normal, low]
+    for running in range(2, 5):
+        reconciler.tick()
+        assert plane.cluster.started == [f"{job.id}-1" for job in expected[:running]]
+        plane.worker(expected[running - 2]).artifact()
+        plane.cluster.finish(f"{expected[running - 2].id}-1", SubmissionStatus.SUCCEEDED)
+
+
+def test_while_ray_is_away_jobs_keep_their_status(plane: Plane) -> None:
+    running = plane.submit()
+    reconciler = plane.reconciler(max_running_jobs=2)
+    reconciler.tick()
+    waiting = plane.submit()
+    plane.cluster.away = True
+    before = plane.get(running)
+    for _ in range(8):
+        reconciler.tick()
+        plane.clock.now += 1
+    assert plane.get(running) == before
+    assert plane.get(waiting).status in (JobStatus.QUEUED, JobStatus.STARTING)
+    plane.cluster.away = False
+    plane.clock.now += 30
+    reconciler.tick()
+    assert plane.cluster.started == [f"{running.id}-1", f"{waiting.id}-1"]
+
+
+def test_failing_calls_are_repeated_less_and_less_often(plane: Plane) -> None:
+    plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.cluster.away = True
+    calls: list[float] = []
+    check = plane.cluster.check
+    plane.cluster.check = lambda: (calls.append(plane.clock.now), check())  # type: ignore[assignment, return-value]
+    for _ in range(40):
+        reconciler.tick()
+        plane.clock.now += 1
+    assert [call - 1000 for call in calls] == [0, 1, 3, 7, 15, 31]
+
+
+class _FailingFor:
+    """The attempt store, except that it fails for one job."""
+
+    def __init__(self, store: object, job_id: str) -> None:
+        self._store = store
+        self._job_id = job_id
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def read_events(self, job_id: str, *arguments: object) -> object:
+        if job_id == self._job_id:
+            raise StorageError("this job's events cannot be read")
+        return self._store.read_events(job_id, *arguments)  # type: ignore[attr-defined]
+
+
+def test_one_jobs_trouble_is_not_anothers(plane: Plane) -> None:
+    troubled, fine = plane.submit(), plane.submit()
+    reconciler = plane.reconciler(max_running_jobs=2, store=_FailingFor(plane.store, troubled.id))
+    reconciler.tick()
+    for job in (troubled, fine):
+        plane.worker(job).say("status", status="running")
+    reconciler.tick()
+    assert plane.get(troubled).status is JobStatus.STARTING
+    assert plane.get(fine).status is JobStatus.RUNNING
+
+
+def test_steps_repeated_after_a_worker_was_lost_count_once(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    first = plane.worker(job, writer="rank-0-a")
+    for step in range(1, 6):
+        first.step(step, time=1000 + step)
+    second = plane.worker(job, writer="rank-0-b")
+    second.step(4, time=1100)
+    second.step(5, time=1110)
+    second.step(6, time=1120)
+    reconciler.tick()
+    points = plane.jobs.points(job.id, Page(order="asc")).items
+    assert [(point.step, point.time) for point in points][2:] == [(3, 1003), (4, 1100), (5, 1110), (6, 1120)]
+    assert plane.get(job).progress.step == 6
+    assert plane.get(job).progress.seconds_remaining == 40  # ten seconds a step since the restart, four are left
+
+
+def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    worker = plane.worker(job)
+    worker.say("metrics", points="none")
+    worker.say("status", status="dancing")
+    worker.say("metrics", points=[{"step": 1, "loss": float("nan"), "name": "a\0b"}])
+    reconciler.tick()
+    warnings = [event for event in plane.events(job) if event.level == "warn"]
+    assert len(warnings) == 2
+    assert "points" in warnings[0].message
+    [point] = plane.jobs.points(job.id, Page()).items
+    assert point.values == {"tokens": None, "loss": None, "name": "ab"}

@@ -1,0 +1,126 @@
+"""Deployments: applied when they or what is served change, followed as the cluster reports them, deleted when gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError
+from swiftkv_platform.orchestration.job import Model, new_id
+from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
+from swiftkv_platform.orchestration.service import Caller, DeploymentService
+from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from tests.unit.orchestration.conftest import TENANT, Plane
+
+ANN = Caller(TENANT, "ann")
+
+
+@pytest.fixture
+def model(plane: Plane) -> Model:
+    job = plane.submit()
+    model = Model(new_id("mdl"), TENANT, "test", job.id, 1, 1, "s3://bucket/artifact", "d" * 64, 7, {}, {})
+    plane.jobs.update(job, model=model)
+    return model
+
+
+def deploy(plane: Plane, model: str, route_prefix: str = "/") -> Deployment:
+    return DeploymentService(plane.catalog, clock=plane.clock).create(
+        ANN,
+        model=model,
+        route_prefix=route_prefix,
+        min_replicas=1,
+        max_replicas=2,
+        target_ongoing_requests=4,
+        engine={"dtype": "float32"},
+    )
+
+
+def delete(plane: Plane, deployment: Deployment) -> Deployment:
+    return DeploymentService(plane.catalog, clock=plane.clock).delete(deployment.spec.id, ANN)
+
+
+def status(plane: Plane, deployment: Deployment) -> DeploymentStatus:
+    return plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT).state.status
+
+
+def test_serving_is_left_alone_where_nothing_was_ever_deployed(plane: Plane) -> None:
+    plane.serving.away = True
+    DeploymentReconciler(plane.catalog, plane.serving).tick()
+
+
+def test_a_deployment_is_applied_once_and_followed(plane: Plane, model: Model) -> None:
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    deployment = deploy(plane, model.id)
+    assert (deployment.spec.artifact_uri, deployment.state.status) == (model.artifact_uri, DeploymentStatus.PENDING)
+    reconciler.tick()
+    reconciler.tick()
+    assert plane.serving.applied == [[deployment.spec]]
+    assert status(plane, deployment) is DeploymentStatus.DEPLOYING
+    plane.serving.become(deployment.spec.id, DeploymentStatus.RUNNING, replicas=1)
+    reconciler.tick()
+    found = plane.catalog.get_deployment(deployment.spec.id, tenant=TENANT)
+    assert (found.state.status, found.state.replicas) == (DeploymentStatus.RUNNING, 1)
+    assert len(plane.serving.applied) == 1
+
+
+def test_every_change_applies_the_whole_set(plane: Plane, model: Model) -> None:
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    first, second = deploy(plane, model.id), deploy(plane, model.id, "/second")
+    reconciler.tick()
+    assert delete(plane, first).state.status is DeploymentStatus.DELETING
+    reconciler.tick()
+    assert plane.serving.applied == [[first.spec, second.spec], [second.spec]]
+    reconciler.tick()
+    assert status(plane, first) is DeploymentStatus.DELETING
+    plane.serving.forget(first.spec.id)
+    reconciler.tick()
+    with pytest.raises(NotFoundError):
+        status(plane, first)
+    assert status(plane, second) is DeploymentStatus.DEPLOYING
+    assert len(plane.serving.applied) == 2
+
+
+def test_what_the_cluster_loses_is_applied_again(plane: Plane, model: Model) -> None:
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    deployment = deploy(plane, model.id)
+    reconciler.tick()
+    reconciler.tick()
+    plane.serving.forget()
+    reconciler.tick()
+    assert plane.serving.applied == [[deployment.spec]] * 2
+    assert status(plane, deployment) is DeploymentStatus.PENDING
+    reconciler.tick()
+    assert status(plane, deployment) is DeploymentStatus.DEPLOYING
+
+
+def test_a_restarted_control_plane_removes_what_was_deleted_while_it_was_down(plane: Plane, model: Model) -> None:
+    deployment = deploy(plane, model.id)
+    DeploymentReconciler(plane.catalog, plane.serving).tick()
+    delete(plane, deployment)
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
+    reconciler.tick()
+    assert plane.serving.applied[-1] == []
+    plane.serving.forget()
+    reconciler.tick()
+    assert plane.catalog.all_deployments() == []
+
+
+def test_a_cluster_that_is_away_gets_the_deployment_later(plane: Plane, model: Model) -> None:
+    reconciler = plane.reconciler()
+    deployment = deploy(plane, model.id)
+    plane.serving.away = True
+    reconciler.tick()
+    assert status(plane, deployment) is DeploymentStatus.PENDING
+    plane.serving.away = False
+    plane.clock.now += 1
+    reconciler.tick()
+    assert plane.serving.applied == [[deployment.spec]]
+
+
+def test_a_taken_route_and_an_unknown_model_are_refused(plane: Plane, model: Model) -> None:
+    holder = deploy(plane, model.id)
+    with pytest.raises(ConflictError, match=holder.spec.id) as conflict:
+        deploy(plane, model.id)
+    assert conflict.value.field == "route_prefix"
+    with pytest.raises(InvalidInputError, match="mdl_unknown") as unknown:
+        deploy(plane, "mdl_unknown")
+    assert unknown.value.field == "model"

@@ -18,6 +18,7 @@ app = typer.Typer(
 app.command()(local.up)
 app.command()(local.down)
 app.command()(local.status)
+app.command()(local.demo)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(serving.models_app, name="models")
 app.command()(serving.deploy)

@@ -1,7 +1,8 @@
-"""`swiftkv up`, `down` and `status`: the platform on this machine."""
+"""`swiftkv up`, `down`, `status` and `demo`: the platform on this machine."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -57,3 +58,21 @@ def status(json: Json = False) -> None:
         print_table(("part", "state", "pid", "address", "detail"), rows, empty="")
     if any(part.state in ("stopped", "not answering") for part in parts):
         raise typer.Exit(1)
+
+
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="Teacher in place of the built-in one: hub id or directory.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where the report goes.", dir_okay=False)] = Path("demo-report.json"),
+    home: Annotated[Path, typer.Option(help="Its own directory for databases, store and logs.")] = Path(".demo"),
+    keep_running: Annotated[bool, typer.Option("--keep-running", help="Leave everything up at the end.")] = False,
+    json: Json = False,
+) -> None:
+    """Distil a small model, serve it, ask it, and report, on a stack of its own that is stopped again."""
+    from swiftkv_platform.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(output=output.resolve(), home=home, model=model, keep_running=keep_running)
+    report = run_demo(options, err() if json else out())
+    if json:
+        print_json(report)

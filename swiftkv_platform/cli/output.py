@@ -25,12 +25,12 @@ _WIDEST = 10_000
 
 def out() -> Console:
     """The console of results. Made on demand: stdout may have been replaced since the import."""
-    return Console()
+    return Console(emoji=False)
 
 
 def err() -> Console:
     """The console of progress and errors."""
-    return Console(stderr=True)
+    return Console(stderr=True, emoji=False)
 
 
 def _remember_json(ctx: typer.Context, value: bool) -> bool:

@@ -57,8 +57,8 @@ class Stack:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
         self.home = settings.home.expanduser().resolve()
+        self._settings = settings.model_copy(update={"home": self.home})
         self.logs = self.home / "logs"
         self._run = RunDirectory(self.home)
         self._mark = str(self.home)
@@ -157,6 +157,7 @@ class Stack:
             "SWIFTKV_PORT": str(port),
             "SWIFTKV_RAY_DASHBOARD_URL": state.ray_dashboard_url,
             "SWIFTKV_SERVE_URL": state.serve_url,
+            "SWIFTKV_DATABASE_URL": self._settings.resolved_database_url,
             "SWIFTKV_STORAGE_URI": self._settings.resolved_storage_uri,
         }
         state = self._start(state, "control-plane", [sys.executable, "-m", "swiftkv_platform.api"], environment)

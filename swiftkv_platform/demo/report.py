@@ -1,0 +1,73 @@
+"""`demo-report.json` and its table, from the evaluation that travels with every artifact. Measures nothing itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from swiftkv_platform.errors import SwiftKVError
+
+_EVALUATION_KEYS = (
+    "teacher",
+    "rewired",
+    "calibrated",
+    "distilled",
+    "kl_recovered",
+    "prefill_flops_ratio",
+    "kv_bytes_ratio",
+    "ttft_ms",
+    "tokens_trained",
+)
+
+
+def build_report(evaluation: Mapping[str, Any], observed: Mapping[str, Any]) -> dict[str, Any]:
+    """The job's own evaluation, and under `demo` what the demo saw. Raises `SwiftKVError` if a figure is missing."""
+    missing = [name for name in _EVALUATION_KEYS if name not in evaluation]
+    if missing:
+        raise SwiftKVError(f"evaluation.json of the artifact lacks {', '.join(missing)}")
+    return {**{name: evaluation[name] for name in _EVALUATION_KEYS}, "demo": dict(observed)}
+
+
+def write_report(report: Mapping[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def print_report(report: Mapping[str, Any], console: Console) -> None:
+    """Quality of each stage, then what SwiftKV saves."""
+    console.print(_quality(report))
+    console.print(_cost(report))
+
+
+def _quality(report: Mapping[str, Any]) -> Table:
+    table = Table("held-out text", "perplexity", "KL (nats)", "top-1 agreement", title="Quality")
+    table.add_row("teacher", f"{report['teacher']['perplexity']:.2f}", "", "")
+    stages = {
+        "rewired": "rewired, projections copied",
+        "calibrated": "rewired, projections calibrated",
+        "distilled": "distilled",
+    }
+    for name, label in stages.items():
+        stage = report[name]
+        if stage is not None:
+            table.add_row(label, f"{stage['perplexity']:.2f}", f"{stage['kl']:.4f}", f"{stage['top1_agreement']:.1%}")
+    table.caption = f"{report['kl_recovered']:.0%} of the KL recovered with {report['tokens_trained']:,} tokens"
+    return table
+
+
+def _cost(report: Mapping[str, Any]) -> Table:
+    ttft = report["ttft_ms"]
+    table = Table("SwiftKV against dense", "dense", "SwiftKV", "ratio", title="Cost")
+    table.add_row("prefill FLOPs a token", "", "", f"{report['prefill_flops_ratio']:.3f}")
+    table.add_row("KV bytes a token", "", "", f"{report['kv_bytes_ratio']:.3f}")
+    table.add_row(
+        "time to first token",
+        f"{ttft['dense']:.0f} ms",
+        f"{ttft['swiftkv']:.0f} ms",
+        f"{ttft['swiftkv'] / ttft['dense']:.3f}",
+    )
+    return table

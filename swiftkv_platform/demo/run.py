@@ -1,0 +1,201 @@
+"""The whole path, once: a stack of its own, the demo job, the deployed model, a generated text, a report.
+
+Knows the public interfaces alone (stack and client); what it can do, any user can.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from swiftkv_platform.client import Client, Job
+from swiftkv_platform.demo.plot import plot_loss
+from swiftkv_platform.demo.report import build_report, print_report, write_report
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.local.stack import Stack, StackOptions
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.terminal import follow
+
+RECIPE = "builtin-python-5m.yaml"
+PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as'
+_MAX_TOKENS = 64
+_LOG_TAIL_LINES = 30
+_HOME_MARK = "this-is-a-demo"
+"""File that tells a home we made from a directory of the user's."""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    output: Path
+    """Where the report goes; the loss curve lies beside it as `demo-loss.png`."""
+    home: Path
+    """Directory of databases, store and logs; emptied first."""
+    model: str | None = None
+    """Teacher in place of the built-in one: hub id or directory."""
+    keep_running: bool = False
+
+
+@dataclass
+class Observed:
+    """What the demo itself saw; the report's `demo`."""
+
+    job_id: str = ""
+    model_id: str = ""
+    deployment_id: str = ""
+    prompt: str = PROMPT
+    generated_text: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase, and `total`."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - started, 2)
+
+
+def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
+    """Run the demo and return its report; its stack is stopped in any case unless it is to be kept.
+
+    Raises:
+        SwiftKVError: some step failed; the logs stay where the output says.
+    """
+    home = options.home.expanduser().resolve()
+    spec = job_spec(options.model)
+    stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
+    _empty(stack)
+    with _sigterm_as_exit():
+        try:
+            report = _run(options, spec, stack, console)
+        except BaseException:
+            console.print(f"[yellow]The demo did not finish; logs are in {escape(str(stack.logs))}[/]", soft_wrap=True)
+            stack.down()
+            raise
+        if options.keep_running:
+            console.print(f"Still running; SWIFTKV_HOME={escape(str(home))} swiftkv down stops it.", soft_wrap=True)
+        else:
+            _step(console, "Stopping")
+            stack.down()
+    return report
+
+
+def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Console) -> dict[str, Any]:
+    observed = Observed()
+    with observed.phase("total"):
+        _step(console, "Starting Ray and the control plane")
+        with observed.phase("up"):
+            state = stack.up(StackOptions(port=0), lambda line: console.print(f"  {escape(line)}", highlight=False))
+        with Client(state.url, serve_url=state.serve_url) as client:
+            job = _distill(client, spec, observed, console)
+            _deploy_and_generate(client, job, observed, console)
+            evaluation = _evaluation(client, job)
+            picture = options.output.with_name("demo-loss.png")
+            unplotted = plot_loss(client.jobs.metrics(job.id), picture)
+    report = build_report(evaluation, vars(observed))
+    write_report(report, options.output)
+    _step(console, "Report")
+    print_report(report, console)
+    console.print(f"Report: {options.output}", highlight=False, soft_wrap=True)
+    console.print(f"Loss curve: {f'none, {unplotted}' if unplotted else picture}", highlight=False, soft_wrap=True)
+    console.print(f"{observed.seconds['total']:.0f} s in all", highlight=False)
+    return report
+
+
+def _distill(client: Client, spec: dict[str, Any], observed: Observed, console: Console) -> Job:
+    _step(console, f"Distilling {spec['model']['name_or_path']}")
+    with observed.phase("distill"):
+        job = client.jobs.create(spec)
+        observed.job_id = job.id
+        follow(client.jobs.events(job.id), console)
+        job = client.jobs.get(job.id)
+    if job.status != "succeeded" or job.distilled_model is None:
+        for line in list(client.jobs.logs(job.id))[-_LOG_TAIL_LINES:]:
+            console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+        reason = f"{job.error.code}: {job.error.message}" if job.error else "no reason given"
+        raise SwiftKVError(f"Job {job.id} has {job.status}: {reason}")
+    observed.model_id = job.distilled_model
+    return job
+
+
+def _deploy_and_generate(client: Client, job: Job, observed: Observed, console: Console) -> None:
+    _step(console, f"Deploying {job.distilled_model}")
+    with observed.phase("deploy"):
+        deployment = client.deployments.create(job.distilled_model)
+        observed.deployment_id = deployment.id
+        client.deployments.wait_ready(deployment.id)
+    _step(console, "Generating")
+    console.out(PROMPT, end="", style="bold", highlight=False)
+    pieces = []
+    with observed.phase("generate"):
+        for piece in client.generate(PROMPT, stream=True, max_tokens=_MAX_TOKENS, temperature=0.0):
+            pieces.append(piece.text)
+            console.out(piece.text, end="", highlight=False)
+    console.print()
+    observed.generated_text = "".join(pieces)
+
+
+def _evaluation(client: Client, job: Job) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        path = client.jobs.download(job.id, "evaluation.json", Path(directory) / "evaluation.json")
+        evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return evaluation
+
+
+def job_spec(model: str | None) -> dict[str, Any]:
+    """The recipe, which lies in the installed package; for another teacher half of that one's layers are skipped."""
+    spec: dict[str, Any] = yaml.safe_load((files("jobs") / "recipes" / RECIPE).read_text(encoding="utf-8"))
+    if model is not None:
+        path = Path(model).expanduser()
+        # The job runs in another directory than this process.
+        spec["model"] = {**spec.get("model", {}), "name_or_path": str(path.resolve()) if path.exists() else model}
+        swiftkv = spec.get("swiftkv", {})
+        swiftkv.pop("num_key_value_layers", None)
+        spec["swiftkv"] = {**swiftkv, "prefill_reduction": 0.5}
+    return spec
+
+
+def _empty(stack: Stack) -> None:
+    """Leave nothing of an earlier demo; a directory that no demo made is refused."""
+    mark = stack.home / _HOME_MARK
+    if stack.home.exists() and any(stack.home.iterdir()):
+        if not mark.exists():
+            raise InvalidInputError(
+                f"{stack.home} is not empty and not an earlier demo's; another --home, or an empty one, would do",
+                field="home",
+                value=str(stack.home),
+            )
+        stack.down()
+        shutil.rmtree(stack.home)
+    stack.home.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """While inside, SIGTERM unwinds the stack as Ctrl-C does, so that everything started is stopped."""
+
+    def leave(number: int, _: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _step(console: Console, title: str) -> None:
+    console.rule(f"[bold]{escape(title)}", align="left")

@@ -33,8 +33,8 @@ class LayerMap:
         skipped = max(self.num_hidden_layers - self.num_key_value_layers, 1)
         if not 1 <= self.key_value_group_size <= skipped:
             raise InvalidInputError(
-                f"swiftkv.key_value_group_size is {self.key_value_group_size}; with {skipped} layers that compute no KV "
-                f"of their own 1..{skipped} are accepted",
+                f"swiftkv.key_value_group_size is {self.key_value_group_size}; with {skipped} layers that compute no "
+                f"KV of their own 1..{skipped} are accepted",
                 field="swiftkv.key_value_group_size",
                 value=self.key_value_group_size,
             )
@@ -74,3 +74,26 @@ def resolve_num_key_value_layers(
     share = 0.5 if prefill_reduction is None else prefill_reduction
     skipped = min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
     return num_hidden_layers - skipped
+
+
+def student_layer_map(
+    num_hidden_layers: int,
+    *,
+    num_key_value_layers: int | None,
+    prefill_reduction: float | None,
+    key_value_group_size: int,
+) -> LayerMap:
+    """The layer map of a student, which skips one layer at least.
+
+    Raises:
+        InvalidInputError: l or g out of range, naming what is accepted.
+    """
+    wanted = resolve_num_key_value_layers(num_hidden_layers, num_key_value_layers, prefill_reduction)
+    if not 1 <= wanted < num_hidden_layers:
+        raise InvalidInputError(
+            f"swiftkv.num_key_value_layers is {wanted}; the teacher has {num_hidden_layers} layers, so "
+            f"1..{num_hidden_layers - 1} are accepted",
+            field="swiftkv.num_key_value_layers",
+            value=wanted,
+        )
+    return LayerMap(num_hidden_layers, wanted, key_value_group_size)

@@ -6,7 +6,6 @@ It knows files and a train/held-out split, no tokenizer and no tensor.
 from __future__ import annotations
 
 import hashlib
-import json
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,14 +61,3 @@ def standard_library_modules(*, include_tests: bool = False, root: Path | None =
             continue  # codec test data in another encoding is not text for this tokenizer
         if text.strip():
             yield Module(".".join(relative.with_suffix("").parts).removesuffix(".__init__"), text)
-
-
-def write_split(directory: Path, *, root: Path | None = None) -> tuple[Path, Path]:
-    """Write `train.jsonl` and `held_out.jsonl` (rows `{"module", "text"}`) into `directory` and return their paths."""
-    directory.mkdir(parents=True, exist_ok=True)
-    train, held_out = directory / "train.jsonl", directory / "held_out.jsonl"
-    with train.open("w", encoding="utf-8") as train_file, held_out.open("w", encoding="utf-8") as held_out_file:
-        for module in standard_library_modules(root=root):
-            row = json.dumps({"module": module.name, "text": module.text})
-            (held_out_file if module.held_out else train_file).write(row + "\n")
-    return train, held_out

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch, calibrate, collect
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.planning import LayerMap, resolve_num_key_value_layers
+from swiftkv_platform.planning import LayerMap, student_layer_map
 
 _TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
 
@@ -91,9 +91,12 @@ def _read_model(path: str | Path, revision: str | None, dtype: torch.dtype | Non
 def _layer_map(
     config: Any, num_key_value_layers: int | None, prefill_reduction: float | None, group_size: int
 ) -> LayerMap:
-    num_layers = config.num_hidden_layers
-    resolved = resolve_num_key_value_layers(num_layers, num_key_value_layers, prefill_reduction)
-    return LayerMap(num_layers, resolved, group_size)
+    return student_layer_map(
+        config.num_hidden_layers,
+        num_key_value_layers=num_key_value_layers,
+        prefill_reduction=prefill_reduction,
+        key_value_group_size=group_size,
+    )
 
 
 def _rewire(teacher: PreTrainedModel, layer_map: LayerMap, early_exit: bool) -> Any:
@@ -135,7 +138,7 @@ def copy_projections(student: Any) -> None:
         _set_mean(group[0].k_proj_swiftkv, [attention.k_proj for attention in group])
         _set_mean(group[0].v_proj_swiftkv, [attention.v_proj for attention in group])
     decoder.norm_swiftkv.weight.copy_(
-        decoder.layers[min(first, layer_map.num_hidden_layers - 1)].input_layernorm.weight
+        decoder.layers[first].input_layernorm.weight
     )
     if student.config.early_exit:
         student.exit_norm.weight.copy_(decoder.norm.weight)

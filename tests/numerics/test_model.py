@@ -207,6 +207,7 @@ def test_missing_tensors_are_refused_by_name(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"num_key_value_layers": 7}, "1..5"),
+        ({"num_key_value_layers": 6}, "1..5"),
         ({"num_key_value_layers": 0}, "1..5"),
         ({"num_key_value_layers": 4, "key_value_group_size": 3}, "1..2"),
     ],

@@ -25,7 +25,7 @@ lint: install
 	$(BIN)/lint-imports
 
 bench: install
-	$(BIN)/python -m benchmarks.ttft
+	$(BIN)/python -m benchmarks.prefill
 
 soak: install
 	$(BIN)/python -m pytest -m soak

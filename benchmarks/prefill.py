@@ -1,0 +1,86 @@
+"""Prefill of one prompt, dense against SwiftKV, on the same random weights: time, FLOPs and KV bytes by prompt length.
+
+    python -m benchmarks.prefill [--output prefill.json] [--hidden-size 1024 --layers 16 ...]
+
+Both modes alternate within each round, so that both see the same noise of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swiftkv_platform.distillation.prefill_cost import PrefillCost, measure_prefill
+from swiftkv_platform.model import convert
+
+
+def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        max_position_embeddings=max(args.lengths),
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def row(cost: PrefillCost) -> dict[str, object]:
+    return {
+        **asdict(cost),
+        "prefill_flops_ratio": cost.flops_ratio,
+        "kv_bytes_ratio": cost.kv_bytes_ratio,
+        "speedup": cost.dense.ttft_ms / cost.swiftkv.ttft_ms,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--intermediate-size", type=int, default=2816)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--num-key-value-layers", type=int, default=8)
+    parser.add_argument("--key-value-group-size", type=int, default=2)
+    args = parser.parse_args()
+
+    student = convert(
+        build_model(args),
+        num_key_value_layers=args.num_key_value_layers,
+        key_value_group_size=args.key_value_group_size,
+    )
+    student.model.fuse_shared_key_value()
+    rows = []
+    print(f"{'tokens':>7} {'dense ms':>9} {'swiftkv ms':>11} {'speedup':>8} {'FLOPs':>7} {'KV bytes':>9}")
+    for length in args.lengths:
+        cost = measure_prefill(student, prompt_length=length, rounds=args.rounds)
+        rows.append(row(cost))
+        speedup = cost.dense.ttft_ms / cost.swiftkv.ttft_ms
+        print(
+            f"{length:7d} {cost.dense.ttft_ms:9.1f} {cost.swiftkv.ttft_ms:11.1f} {speedup:7.2f}x "
+            f"{cost.flops_ratio:6.1%} {cost.kv_bytes_ratio:8.1%}",
+            flush=True,
+        )
+    if args.output:
+        machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        arguments = {key: value for key, value in vars(args).items() if key != "output"}
+        report = {"arguments": arguments, **machine, "results": rows}
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -132,6 +132,12 @@ def test_conversations_count_what_train_on_says(
     assert targets(prepared.train) == [target]
 
 
+def test_the_end_counts_only_where_the_assistant_has_the_last_word(write: Write) -> None:
+    prepared = prepare(write([{"messages": TALK[:3]}]), train_on="assistant", max_length=128)
+    assert texts(prepared.train)[0].endswith("more\n$")
+    assert targets(prepared.train) == ["say\n"]
+
+
 def test_characters_of_several_tokens_count_whole(write: Write) -> None:
     talk = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "né"}]
     prepared = prepare(write([{"messages": talk}]), template=CHAT, train_on="assistant")

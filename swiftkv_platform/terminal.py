@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from swiftkv_platform.client import JobEvent
-
 _STYLES = {"info": "dim", "warn": "yellow", "error": "bold red"}
 _PLAIN_LINES = 10
 """Progress lines over a whole run where the output is no terminal."""
+
+
+class Event(Protocol):
+    """A job's or an attempt's event."""
+
+    @property
+    def level(self) -> str: ...
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def message(self) -> str: ...
+
+    @property
+    def data(self) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -27,7 +41,7 @@ class JobView:
     point: dict[str, Any] = field(default_factory=dict)
     """The last step's metrics."""
 
-    def apply(self, event: JobEvent) -> None:
+    def apply(self, event: Event) -> None:
         """Take an event in."""
         if event.type == "status":
             self.status = str(event.data.get("status", self.status))
@@ -36,6 +50,10 @@ class JobView:
             for point in event.data.get("points", []):
                 self.point = point
                 self.step = int(point["step"])
+
+    @property
+    def steps(self) -> str:
+        return f"{self.step}/{self.total_steps}" if self.total_steps else ""
 
     @property
     def numbers(self) -> str:
@@ -48,55 +66,57 @@ class JobView:
         return "  ".join(parts)
 
 
-def follow(events: Iterable[JobEvent], console: Console) -> JobView:
-    """Show a job's events until they end; what is not a metric stays on the screen, one line an event."""
-    return _follow_live(events, console) if console.is_terminal else _follow_plainly(events, console)
+class JobDisplay:
+    """Shows events as they come, from any thread; what is not a metric stays on the screen, one line an event."""
 
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._view = JobView()
+        self._lines_shown = 0
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description:<10}"),
+            BarColumn(),
+            TextColumn("{task.fields[view].steps}"),
+            TextColumn("[cyan]{task.fields[view].numbers}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(self._view.status, total=None, view=self._view)
 
-def _follow_live(events: Iterable[JobEvent], console: Console) -> JobView:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        TextColumn("{task.fields[steps]}"),
-        TextColumn("[cyan]{task.fields[numbers]}"),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    view = JobView()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(view.status, total=None, steps="", numbers="")
-        for event in _with_lines(events, console):
-            view.apply(event)
-            steps = f"{view.step}/{view.total_steps}" if view.total_steps else ""
-            progress.update(
-                task,
-                description=view.status,
-                completed=view.step,
-                total=view.total_steps,
-                steps=steps,
-                numbers=view.numbers,
-            )
-    return view
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
-def _follow_plainly(events: Iterable[JobEvent], console: Console) -> JobView:
-    view = JobView()
-    shown = 0
-    for event in _with_lines(events, console):
-        view.apply(event)
-        if event.type != "metrics" or not view.total_steps:
-            continue
-        share = view.step * _PLAIN_LINES // view.total_steps
-        if share != shown:
-            shown = share
-            console.print(f"  step {view.step}/{view.total_steps}  {view.numbers}", highlight=False)
-    return view
-
-
-def _with_lines(events: Iterable[JobEvent], console: Console) -> Iterator[JobEvent]:
-    for event in events:
+    def show(self, event: Event) -> None:
+        """Take one event in."""
+        self._view.apply(event)
         if event.type != "metrics":
-            console.print(f"[{_STYLES[event.level]}]{escape(event.message)}[/]", highlight=False)
-        yield event
+            self._print(escape(event.message), style=_STYLES[event.level])
+        elif not self._console.is_terminal:
+            self._print_share()
+        view = self._view
+        self._bar.update(self._task, description=view.status, completed=view.step, total=view.total_steps)
+
+    def _print_share(self) -> None:
+        view = self._view
+        lines = view.step * _PLAIN_LINES // view.total_steps if view.total_steps else 0
+        if lines != self._lines_shown:
+            self._lines_shown = lines
+            self._print(f"step {view.steps}  {view.numbers}")
+
+    def _print(self, line: str, style: str | None = None) -> None:
+        self._console.print(f"  {line}", style=style, highlight=False, soft_wrap=True)
+
+
+def follow(events: Iterable[Event], console: Console) -> None:
+    """Show a job's events until they end."""
+    with JobDisplay(console) as display:
+        for event in events:
+            display.show(event)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from swiftkv_platform.cli import local, serving
+from swiftkv_platform.cli import distill, local, serving
 from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.output import ReportingGroup
 
@@ -21,5 +21,6 @@ app.command()(local.status)
 app.command()(local.demo)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(serving.models_app, name="models")
+app.command()(distill.distill)
 app.command()(serving.deploy)
 app.command()(serving.generate)

@@ -1,0 +1,5 @@
+"""`python -m swiftkv_platform.cli`: the `swiftkv` command where its script is not on the path."""
+
+from swiftkv_platform.cli import main
+
+main()

@@ -1,0 +1,155 @@
+"""`swiftkv up`, `status` and `down` with a real Ray: idempotent, mending, and gone without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from swiftkv_platform.local.processes import marked
+from swiftkv_platform.local.state import RunDirectory, StackState
+
+pytestmark = pytest.mark.integration
+
+
+@dataclass
+class Machine:
+    """A home directory and the command line on it."""
+
+    home: Path
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "swiftkv_platform.cli", *arguments]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SWIFTKV_"))}
+        environment = {**inherited, "SWIFTKV_HOME": str(self.home), "HOME": str(self.home.parent)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+    def up(self) -> StackState:
+        result = self.run("up", "--port", "0", "--json")
+        assert result.returncode == 0, result.stderr
+        return StackState.model_validate_json(result.stdout)
+
+    def parts(self) -> dict[str, Any]:
+        return {part["name"]: part for part in json.loads(self.run("status", "--json").stdout)["parts"]}
+
+    def family(self) -> list[psutil.Process]:
+        """Every process of the stack, by its mark and, independently of that, by descent."""
+        state = RunDirectory(self.home).load()
+        assert state is not None
+        roots = [psutil.Process(part.pid) for part in state.parts.values()]
+        descendants = [child for root in roots for child in root.children(recursive=True)]
+        return list({*roots, *descendants, *marked(str(self.home))})
+
+    def start_ray_job(self, state: StackState) -> psutil.Process:
+        """Run `sleep 12345` as a Ray job, which Ray puts into a session of its own."""
+        token = (self.home / "run" / "ray-token").read_text()
+        url, headers = f"{state.ray_dashboard_url}/api/jobs/", {"Authorization": f"Bearer {token}"}
+        httpx.post(url, headers=headers, json={"entrypoint": "sleep 12345"}, timeout=60).raise_for_status()
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            for process in marked(str(self.home)):
+                if process.is_running() and process.cmdline()[:2] == ["sleep", "12345"]:
+                    return process
+            time.sleep(0.2)
+        raise AssertionError("the Ray job did not start")
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    machine = Machine(tmp_path_factory.mktemp("user") / "home")
+    yield machine
+    machine.run("down")
+    assert marked(str(machine.home)) == []
+
+
+@pytest.fixture(scope="module")
+def state(machine: Machine) -> StackState:
+    return machine.up()
+
+
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_everything_answers_on_loopback_alone(machine: Machine, state: StackState) -> None:
+    parts = machine.parts()
+    assert {name: part["state"] for name, part in parts.items()} == {
+        "ray": "running",
+        "control-plane": "running",
+        "serve": "idle",
+    }
+    assert httpx.get(f"{state.url}/healthz").is_success
+    assert httpx.get(f"{state.ray_dashboard_url}/api/jobs/").status_code == 401
+    listening = {
+        connection.laddr.ip
+        for process in machine.family()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_every_process_can_be_found_by_its_mark(machine: Machine, state: StackState) -> None:
+    assert set(running(machine.family())) - set(marked(str(machine.home))) == set()
+
+
+def test_a_second_up_changes_nothing(machine: Machine, state: StackState) -> None:
+    result = machine.run("up", "--json")
+    assert result.returncode == 0
+    assert StackState.model_validate_json(result.stdout) == state
+    assert result.stderr.count("runs already") == 2
+
+
+def test_a_dead_control_plane_is_restarted_where_it_was(machine: Machine, state: StackState) -> None:
+    os.kill(state.parts["control-plane"].pid, signal.SIGKILL)
+    stopped = machine.run("status")
+    assert stopped.returncode == 1
+    assert "stopped" in stopped.stdout
+    mended = machine.up()
+    assert mended.parts["ray"] == state.parts["ray"]
+    assert mended.parts["control-plane"] != state.parts["control-plane"]
+    assert httpx.get(f"{mended.url}/readyz").is_success
+
+
+def test_a_dead_ray_is_replaced_and_leaves_no_orphans(machine: Machine, state: StackState) -> None:
+    before = machine.family()
+    os.kill(state.parts["ray"].pid, signal.SIGKILL)
+    mended = machine.up()
+    assert running(before) == []
+    assert mended.ray_dashboard_url == state.ray_dashboard_url
+    assert {part["state"] for part in machine.parts().values()} == {"running", "idle"}
+
+
+def test_down_ends_everything_of_ours_and_nothing_else(machine: Machine, state: StackState) -> None:
+    current = machine.up()
+    ray_job = machine.start_ray_job(current)
+    family = [*machine.family(), ray_job]
+    similar = [
+        sys.executable,
+        "-c",
+        "import time; time.sleep(600)",
+        *psutil.Process(current.parts["ray"].pid).cmdline(),
+    ]
+    with subprocess.Popen(similar) as foreign:
+        try:
+            result = machine.run("down")
+            assert result.returncode == 0, result.stderr
+            assert running(family) == []
+            assert foreign.poll() is None
+        finally:
+            foreign.kill()
+    assert not current.ray_temp_dir.exists()
+    assert (machine.home / "logs" / "ray-session" / "raylet.out").exists()
+    assert {part["state"] for part in machine.parts().values()} == {"stopped"}
+    assert "Nothing was running" in machine.run("down").stdout

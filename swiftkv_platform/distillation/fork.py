@@ -39,7 +39,7 @@ class Fork(nn.Module):
         self._first = student.config.num_key_value_layers
         self._hidden_index = hidden_loss_index(student.config, spec) if spec.hidden_loss_weight else None
         # With a trained tail the student's upper layers stop being the teacher's: those are kept apart.
-        self.tail_teacher = _copy_upper(student.model) if spec.trainable == "tail" else None
+        self.tail_teacher = copy_upper(student.model) if spec.trainable == "tail" else None
         self._freeze(dtype)
         if gradient_checkpointing:
             student.activation_checkpointing_enable({"use_reentrant": False})
@@ -160,7 +160,7 @@ def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
     return index
 
 
-def _copy_upper(decoder: Any) -> Any:
+def copy_upper(decoder: Any) -> Any:
     """A decoder with layers >= l of its own, which shares everything else with `decoder`."""
     shared = [decoder.embed_tokens, decoder.norm, decoder.norm_swiftkv, decoder.rotary_emb]
     shared += decoder.layers[: decoder.layer_map.num_key_value_layers]

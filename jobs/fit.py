@@ -1,0 +1,50 @@
+"""Runs the workers of an attempt under Ray Train. Knows resources and restarts, nothing of what a worker computes."""
+
+from __future__ import annotations
+
+import tempfile
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from jobs.phases import Outcome, WorkerConfig
+from jobs.train_loop import train_loop_per_worker
+
+_MAX_WORKER_FAILURES = 3
+"""Times an attempt brings its workers back from the newest checkpoint before it gives up."""
+
+
+def fit(worker: WorkerConfig) -> str:
+    """Run the workers to the last step; returns the key of the last checkpoint.
+
+    Raises:
+        TrainingError: going on is pointless.
+        ray.train.TrainingFailedError: workers failed too often.
+    """
+    resources = worker.request.spec.resources
+    on_gpu = resources.gpus_per_worker > 0
+    # Checkpoints go to the attempt's own store, not through Ray Train: what Ray Train keeps is scratch of this machine.
+    with tempfile.TemporaryDirectory(prefix="ray-train-") as scratch:
+        result = TorchTrainer(
+            train_loop_per_worker,
+            train_loop_config={"worker": worker},
+            # Objects travel over gloo; sharded parameters kept in host memory are reduced there as well.
+            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=resources.num_workers,
+                use_gpu=on_gpu,
+                resources_per_worker={"CPU": resources.cpus_per_worker}
+                | ({"GPU": resources.gpus_per_worker} if on_gpu else {}),
+                accelerator_type=resources.accelerator_type,
+            ),
+            run_config=RunConfig(
+                name=f"{worker.request.job_id}-{worker.request.attempt}",
+                storage_path=scratch,
+                failure_config=FailureConfig(max_failures=_MAX_WORKER_FAILURES),
+            ),
+        ).fit()
+    outcome: Outcome = result.return_value
+    if outcome.error is not None:
+        raise outcome.error
+    assert outcome.checkpoint is not None, "a run that ends well has saved its last step"
+    return outcome.checkpoint

@@ -1,0 +1,320 @@
+"""Whole attempts on a real Ray: workers, checkpoints, events and artifact, on a directory and on S3."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from swiftkv_platform.attempts import (
+    AttemptEvent,
+    AttemptRequest,
+    artifact_prefix,
+    checkpoints_prefix,
+)
+from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from tests.s3_servers import S3Server, run_moto
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+JOB = "job_1"
+ONE_WORKER = {"num_workers": 1}
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[S3Server]:
+    with run_moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a Ray with room for two workers; its processes have a home of their own and credentials for S3."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as environment, tempfile.TemporaryDirectory(prefix="r-") as directory:
+        environment.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        environment.setenv("SWIFTKV_HOME", str(tmp_path_factory.mktemp("swiftkv")))
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        for name, value in s3_server.environment.items():
+            environment.setenv(name, value)
+        context = ray.init(
+            "local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, _temp_dir=directory
+        )
+        yield context.address_info["gcs_address"]
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "functions.jsonl"
+    rows = ({"text": f"def add_{i}(x):\n    return x + {i}\n"} for i in range(300))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int, **sections: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "tiny",
+            "model": {"name_or_path": str(teacher), "dtype": "float32"},
+            "swiftkv": {"key_value_group_size": 2, "calibration_tokens": 1024, "early_exit": True},
+            "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.1},
+            "training": {"max_steps": max_steps, "batch_size": 4, "micro_batch_size": 2},
+            "optimizer": {"learning_rate": 3e-3},
+            "checkpoint": {"every_steps": 3},
+            "tracking": {"wandb": {"mode": "disabled"}},
+            **sections,
+        }
+    )
+
+
+def start(store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1) -> subprocess.Popen[bytes]:
+    """The entrypoint, as a Ray Job runs it."""
+    AttemptStore(store).write_request(AttemptRequest(job_id=JOB, attempt=attempt, spec=spec, run_id="run"))
+    command = [sys.executable, "-m", "jobs.distill", "--job-id", JOB, "--attempt", str(attempt), "--store", store.uri]
+    return subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster})
+
+
+def events(store: ObjectStore, *, attempt: int = 1) -> list[AttemptEvent]:
+    return [stored.event for stored in AttemptStore(store).read_events(JOB, attempt, {})]
+
+
+def wait_for_checkpoint(store: ObjectStore, process: subprocess.Popen[bytes]) -> None:
+    while not any(event.type == "checkpoint" for event in events(store)):
+        assert process.poll() is None, "the job ended before its first checkpoint"
+        time.sleep(0.05)
+
+
+def train_workers() -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "RayTrainWorker" in " ".join(process.cmdline())
+    ]
+
+
+def test_a_job_survives_the_loss_of_a_worker(cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    total_steps = 30
+    process = start(store, job_spec(tiny_teacher, corpus, max_steps=total_steps), cluster)
+
+    wait_for_checkpoint(store, process)
+    workers = train_workers()
+    assert len(workers) == 2
+    workers[-1].send_signal(signal.SIGKILL)
+    assert process.wait() == 0
+
+    said = events(store)
+    assert [event.data["status"] for event in said if event.type == "status"] == ["running", "evaluating"]
+    assert not [event for event in said if event.type == "error"]
+    runs = _steps_by_run(store)
+    assert len(runs) == 2, "the workers were started once more"
+    assert runs[0][0] == 1
+    saved = [event.data["step"] for event in said if event.type == "checkpoint"]
+    assert runs[1][0] - 1 in saved, "the second run goes on from a checkpoint"
+    assert runs[1][-1] == saved[-1] == total_steps
+    _assert_artifact_is_complete(store, said, tmp_path / "artifact")
+    kept = store.list_directories(checkpoints_prefix(JOB, 1))
+    assert len(kept) == 2
+
+    _retry_after_the_last_step(store, f"{checkpoints_prefix(JOB, 1)}/{kept[-1]}", tiny_teacher, corpus, total_steps)
+
+
+def _steps_by_run(store: ObjectStore) -> list[list[int]]:
+    """Steps that each start of the workers reported, in the order of the starts."""
+    by_writer: dict[str, list[int]] = {}
+    for stored in AttemptStore(store).read_events(JOB, 1, {}):
+        if stored.event.type == "metrics":
+            assert stored.event.data["total_steps"] == 30
+            by_writer.setdefault(stored.writer, []).extend(point["step"] for point in stored.event.data["points"])
+    assert all(writer.startswith("rank0-") for writer in by_writer)
+    return list(by_writer.values())
+
+
+def _assert_artifact_is_complete(store: ObjectStore, said: list[AttemptEvent], directory: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import swiftkv_platform.model  # noqa: F401 (registers the classes)
+
+    manifest = fetch_directory(store, artifact_prefix(JOB, 1), directory)
+    (published,) = (event.data for event in said if event.type == "artifact")
+    assert published["sha256"] == manifest_digest(manifest)
+    assert published["metrics"] == manifest.metrics
+    assert {
+        "job_id",
+        "attempt",
+        "teacher",
+        "revision",
+        "data_fingerprint",
+        "code_version",
+        "spec",
+    } <= manifest.lineage.keys()
+    report = json.loads((directory / "evaluation.json").read_text())
+    assert report == manifest.metrics
+    assert report["distilled"]["kl"] < report["calibrated"]["kl"] < report["rewired"]["kl"]
+    assert report["kv_bytes_ratio"] == pytest.approx(5 / 6)  # 3 layers of their own, then groups of 2 and 1
+
+    tokenizer, student = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+    prompt = tokenizer("def add_7(", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert student.generate(prompt, max_new_tokens=4, do_sample=False).shape[1] == prompt.shape[1] + 4
+        student.swiftkv(False)(prompt)
+
+
+def _retry_after_the_last_step(
+    store: ObjectStore, checkpoint: str, teacher: Path, corpus: Path, total_steps: int
+) -> None:
+    """Another attempt that is told to go on from the last step evaluates and publishes, and trains nothing."""
+    from jobs.distill import run_attempt
+
+    spec = job_spec(teacher, corpus, max_steps=total_steps)
+    request = AttemptRequest(job_id=JOB, attempt=2, spec=spec, resume_from=checkpoint, run_id="run")
+
+    assert run_attempt(store, request) is None
+
+    said = events(store, attempt=2)
+    assert {event.type for event in said} == {"status", "message", "artifact"}
+    first, second = (AttemptStore(store).artifact_manifest(JOB, attempt) for attempt in (1, 2))
+    assert first is not None
+    assert second is not None
+    assert second.metrics["distilled"] == pytest.approx(first.metrics["distilled"])
+    assert second.metrics["tokens_trained"] == first.metrics["tokens_trained"]
+
+
+def test_sigterm_ends_the_job_and_frees_its_workers(
+    cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path
+) -> None:
+    store = open_store(str(tmp_path / "store"))
+    process = start(store, job_spec(tiny_teacher, corpus, max_steps=100_000, resources=ONE_WORKER), cluster)
+    wait_for_checkpoint(store, process)
+
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait() == 128 + signal.SIGTERM
+    while train_workers():
+        time.sleep(0.1)
+    assert AttemptStore(store).newest_checkpoint(JOB) is not None
+    assert AttemptStore(store).artifact_manifest(JOB, 1) is None
+
+
+def test_a_whole_job_on_s3(cluster: str, s3_server: S3Server, tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
+    """Teacher, data, checkpoints, events and artifact are objects; a gate that nothing passes comes last."""
+    from jobs.distill import run_attempt
+
+    inputs = open_store(s3_server.uri("inputs"))
+    for file in tiny_teacher.iterdir():
+        inputs.upload_file(file, f"teacher/{file.name}")
+    inputs.upload_file(corpus, "corpus.jsonl")
+    store = open_store(s3_server.uri("store"))
+    spec = job_spec(
+        s3_server.uri("inputs/teacher"),
+        s3_server.uri("inputs/corpus.jsonl"),
+        max_steps=4,
+        resources=ONE_WORKER,
+        sharding={"strategy": "ddp"},
+        tracking={"wandb": {"mode": "offline"}},
+    )
+    request = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
+
+    assert run_attempt(store, request) is None
+    said = events(store)
+    (tracking,) = (event.data for event in said if event.type == "tracking")
+    assert (tracking["mode"], tracking["run_id"]) == ("offline", "run")
+    assert fetch_directory(store, artifact_prefix(JOB, 1), tmp_path / "artifact").lineage["teacher"].startswith("s3://")
+
+    checkpoint = AttemptStore(store).newest_checkpoint(JOB)
+    gated = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"max_kl": 1e-9})})
+    failure = run_attempt(
+        store, AttemptRequest(job_id=JOB, attempt=2, spec=gated, resume_from=checkpoint, run_id="run")
+    )
+    assert failure is not None
+    assert (failure.code, failure.field, failure.retryable) == ("quality_gate", "evaluation.max_kl", False)
+    assert AttemptStore(store).artifact_manifest(JOB, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "code", "field"),
+    [
+        ({"data": {"sources": [{"name_or_path": "{columnless}"}]}}, "data_error", "data.sources[0]"),
+        ({"swiftkv": {"num_key_value_layers": 9}}, "invalid_input", "swiftkv.num_key_value_layers"),
+        ({"model": {"name_or_path": "{nowhere}"}}, "model_error", "model.name_or_path"),
+    ],
+)
+def test_what_only_the_cluster_can_know_is_an_error_event(
+    cluster: str,
+    tiny_teacher: Path,
+    corpus: Path,
+    tmp_path: Path,
+    section: dict[str, Any],
+    code: str,
+    field: str,
+) -> None:
+    from jobs.distill import run_attempt
+
+    columnless = tmp_path / "rows.jsonl"
+    columnless.write_text('{"nothing": 1}\n')
+    filled = json.loads(
+        json.dumps(section).replace("{columnless}", str(columnless)).replace("{nowhere}", str(tmp_path / "nowhere"))
+    )
+    store = open_store(str(tmp_path / "store"))
+    spec = job_spec(tiny_teacher, corpus, max_steps=1, **filled)
+
+    failure = run_attempt(store, AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run"))
+
+    error = events(store)[-1]
+    assert failure is not None
+    assert (error.type, error.level) == ("error", "error")
+    assert error.data["code"] == failure.code == code
+    assert error.data["field"].startswith(field)
+    assert error.data["retryable"] is False
+
+
+def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
+    """`run_local` in a process of its own: it starts a Ray, and leaves nothing but the artifact."""
+    spec_file, output = tmp_path / "spec.json", tmp_path / "output"
+    spec_file.write_text(job_spec(tiny_teacher, corpus, max_steps=2, resources=ONE_WORKER).model_dump_json())
+    program = """
+import sys
+from pathlib import Path
+from jobs.distill import run_local
+from swiftkv_platform.specs import load_spec
+run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=lambda event: print(event.type, flush=True))
+"""
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(spec_file), str(output)], env=environment, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr
+    kinds = done.stdout.split()
+    assert kinds[0] == "status"
+    assert kinds[-1] == "artifact"
+    assert {"metrics", "checkpoint"} <= set(kinds)
+    assert (output / "evaluation.json").is_file()
+    assert not list((tmp_path / "tmp").glob("distill-*"))
+
+
+def test_an_output_that_holds_something_else_is_refused_at_once(tmp_path: Path) -> None:
+    from jobs.distill import run_local
+
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConflictError, match="holds no artifact"):
+        run_local(JobSpec(name="n"), tmp_path)

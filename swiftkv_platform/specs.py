@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class _Spec(BaseModel):
@@ -202,9 +203,11 @@ class JobSpec(_Spec):
     def _batch_divides(self) -> Self:
         per_step = self.resources.num_workers * self.training.micro_batch_size
         if self.training.batch_size % per_step:
-            raise ValueError(
-                f"training.batch_size {self.training.batch_size} must be a multiple of resources.num_workers x "
-                f"training.micro_batch_size = {per_step}"
+            raise PydanticCustomError(
+                "batch_size",
+                "training.batch_size {value} must be a multiple of resources.num_workers x "
+                "training.micro_batch_size = {per_step}",
+                {"field": "training.batch_size", "value": self.training.batch_size, "per_step": per_step},
             )
         return self
 

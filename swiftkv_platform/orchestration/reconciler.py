@@ -13,7 +13,6 @@ stored together with what was read, so that each counts once.
 from __future__ import annotations
 
 import shlex
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +23,6 @@ from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start
 from swiftkv_platform.orchestration.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
 from swiftkv_platform.orchestration.reading import Reading, read
-from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.settlement import Settlement
 
 _PRIORITIES = {"high": 0, "normal": 1, "low": 2}
@@ -50,12 +48,12 @@ class Entrypoint:
 
 
 class Reconciler:
-    """One control loop over all jobs and deployments.
+    """Looks after all jobs; one instance at a time, from one thread.
 
     Args:
         digest: SHA-256 of a manifest.
         max_running_jobs: attempts on the cluster at the same time.
-        interval_s: pause between two ticks of `run`, and after a first failure.
+        interval_s: how long something is left alone after it failed once; more after every further time.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
     """
 
@@ -66,7 +64,6 @@ class Reconciler:
         cluster: JobCluster,
         store: AttemptStore,
         digest: Callable[[Manifest], str],
-        deployments: DeploymentReconciler,
         clock: Clock,
         entrypoint: Entrypoint,
         max_running_jobs: int,
@@ -77,31 +74,19 @@ class Reconciler:
         self._cluster = cluster
         self._store = store
         self._settlement = Settlement(store, digest, retry_delay_s)
-        self._deployments = deployments
         self._clock = clock
         self._entrypoint = entrypoint
         self._max_running_jobs = max_running_jobs
-        self._interval_s = interval_s
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
-        self._log = get_logger(component="reconciler")
-        self.last_tick: float | None = None
-        """Unix seconds at which a tick last came to its end."""
-
-    def run(self, stop: threading.Event) -> None:
-        """Tick until `stop` is set."""
-        while not stop.is_set():
-            self._guarded("tick", self.tick)
-            stop.wait(self._interval_s)
+        self._log = get_logger(loop="jobs")
 
     def tick(self) -> None:
-        """Do the next thing for each job and for the deployments. Raises `DatabaseUnavailableError`."""
+        """Do the next thing for each job. Raises `DatabaseUnavailableError`."""
         for job in self._jobs.live():
             if job.status.holds_cluster:
                 self._attend(job, self._follow)
         for job in self._next_in_queue():
             self._attend(job, self._start)
-        self._guarded("deployments", self._deployments.tick)
-        self.last_tick = self._clock()
 
     def _next_in_queue(self) -> Sequence[Job]:
         """By priority, then first come, first served; as many as there is room for."""
@@ -113,36 +98,31 @@ class Reconciler:
         return waiting[: max(room, 0)]
 
     def _attend(self, job: Job, step: Callable[[Job], None]) -> None:
-        """Do a job's step, unless the job or the cluster is left alone for a while after a failure."""
+        """Do a job's step, unless the job or the cluster is left alone for a while after a failure.
+
+        One job's failure, whatever it is, does not stop the others; a cluster that is away stops all.
+        """
         now = self._clock()
         if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
             return
-        error = self._guarded(job.id, lambda: step(job))
-        if isinstance(error, ClusterUnavailableError):
-            self._backoff.failed(_CLUSTER, now)
+        try:
+            step(job)
+        except StaleVersionError as error:
+            self._log.info("changed by somebody else; the next tick reads it again", reason=error.message)
+        except ClusterUnavailableError as error:
+            self._put_off(_CLUSTER, job, error)
+        except SwiftKVError as error:
+            self._put_off(job.id, job, error)
+        except Exception as error:
+            self._put_off(job.id, job, error)
+            self._log.exception("unexpected", job_id=job.id)
         else:
             self._backoff.succeeded(_CLUSTER)
+            self._backoff.succeeded(job.id)
 
-    def _guarded(self, name: str, step: Callable[[], None]) -> Exception | None:
-        """Run a step unless it failed a moment ago; one thing's failure, whatever it is, does not stop the others."""
-        now = self._clock()
-        if not self._backoff.ready(name, now):
-            return None
-        try:
-            step()
-        except StaleVersionError as error:
-            self._log.info("changed by somebody else; the next tick reads it again", subject=name, reason=error.message)
-        except SwiftKVError as error:
-            delay = self._backoff.failed(name, now)
-            self._log.warning("left for later", subject=name, code=error.code, reason=error.message, retry_in_s=delay)
-            return error
-        except Exception as error:
-            delay = self._backoff.failed(name, now)
-            self._log.exception("left for later", subject=name, retry_in_s=delay)
-            return error
-        else:
-            self._backoff.succeeded(name)
-        return None
+    def _put_off(self, name: str, job: Job, error: Exception) -> None:
+        delay = self._backoff.failed(name, self._clock())
+        self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _start(self, job: Job) -> None:
         started, event = start(job, now=int(self._clock()))

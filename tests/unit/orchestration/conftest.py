@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,6 @@ from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.job import Event, Job, new_id, status_event
 from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.orchestration.reconciler import Entrypoint, Reconciler
-from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -55,7 +55,6 @@ class Plane:
         return Reconciler(
             **parts,
             digest=manifest_digest,
-            deployments=DeploymentReconciler(self.catalog, self.serving),
             clock=self.clock,
             entrypoint=Entrypoint(("python", "-m", "jobs.distill"), "memory://test", {"OMP_NUM_THREADS": "1"}),
             max_running_jobs=max_running_jobs,
@@ -81,9 +80,18 @@ class Plane:
         return [event.data["status"] for event in self.events(job) if event.type == "status"]
 
 
-@pytest.fixture
-def plane(tmp_path: Path) -> Iterator[Plane]:
-    database = Database(f"sqlite:///{tmp_path / 'test.db'}")
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with the newest schema, to be copied."""
+    path = tmp_path_factory.mktemp("database") / "empty.db"
+    database = Database(f"sqlite:///{path}")
     database.upgrade()
+    database.close()
+    return path
+
+
+@pytest.fixture
+def plane(tmp_path: Path, empty_database: Path) -> Iterator[Plane]:
+    database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
     yield Plane(database)
     database.close()

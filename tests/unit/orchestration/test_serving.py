@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError
+from swiftkv_platform.errors import ClusterUnavailableError, ConflictError, InvalidInputError, NotFoundError
 from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.service import Caller, DeploymentService
@@ -105,13 +105,13 @@ def test_a_restarted_control_plane_removes_what_was_deleted_while_it_was_down(pl
 
 
 def test_a_cluster_that_is_away_gets_the_deployment_later(plane: Plane, model: Model) -> None:
-    reconciler = plane.reconciler()
+    reconciler = DeploymentReconciler(plane.catalog, plane.serving)
     deployment = deploy(plane, model.id)
     plane.serving.away = True
-    reconciler.tick()
+    with pytest.raises(ClusterUnavailableError):
+        reconciler.tick()
     assert status(plane, deployment) is DeploymentStatus.PENDING
     plane.serving.away = False
-    plane.clock.now += 1
     reconciler.tick()
     assert plane.serving.applied == [[deployment.spec]]
 

@@ -1,0 +1,94 @@
+"""The control plane as an ASGI application: routes, guards, and the loops that live as long as it does."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
+
+from swiftkv_platform.api import error_handlers
+from swiftkv_platform.api.dependencies import Components, build_components
+from swiftkv_platform.api.guards import BodyLimit, OriginGuard
+from swiftkv_platform.api.routes import deployments, health, history, jobs, models, outputs
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.orchestration.loop import ControlLoop
+from swiftkv_platform.orchestration.reconciler import Reconciler
+from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.artifacts import manifest_digest
+
+_STOP_TIMEOUT_S = 20.0
+
+
+def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
+    """The control plane. Opens nothing before it starts.
+
+    Args:
+        components: the outside world, where it is not the one that `settings` describes.
+
+    Raises:
+        InvalidInputError: `settings.host` is not a loopback address; there are no API keys.
+    """
+    _check_host(settings.host)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        parts = await run_in_threadpool(build_components, settings) if components is None else components
+        loops = _loops(settings, parts)
+        app.state.settings = settings
+        app.state.components = parts
+        app.state.metrics = health.metrics_registry(parts, loops)
+        for loop in loops:
+            loop.start()
+        try:
+            yield
+        finally:
+            for loop in loops:
+                await run_in_threadpool(loop.stop, _STOP_TIMEOUT_S)
+            parts.database.close()
+
+    app = FastAPI(
+        title="SwiftKV platform",
+        description="Distil and serve SwiftKV models.",
+        lifespan=lifespan,
+        responses={"default": {"model": error_handlers.Problem, "description": "Problem details (RFC 9457)"}},
+    )
+    error_handlers.install(app)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
+    app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
+    for module in (jobs, history, outputs, models, deployments, health):
+        app.include_router(module.router)
+    return app
+
+
+def _loops(settings: Settings, parts: Components) -> list[ControlLoop]:
+    """Jobs and deployments apart: bringing up the first deployment takes Ray Serve a while."""
+    reconciler = Reconciler(
+        jobs=parts.jobs,
+        cluster=parts.cluster,
+        store=parts.attempts,
+        digest=manifest_digest,
+        clock=parts.clock,
+        entrypoint=parts.entrypoint,
+        max_running_jobs=settings.max_running_jobs,
+        interval_s=settings.reconcile_interval_s,
+    )
+    steps = {"jobs": reconciler.tick, "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick}
+    interval_s = settings.reconcile_interval_s
+    return [ControlLoop(name, step, interval_s=interval_s, clock=parts.clock) for name, step in steps.items()]
+
+
+def _check_host(host: str) -> None:
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback:
+        raise InvalidInputError(
+            f"host is {host!r}; without API keys only a loopback address such as 127.0.0.1 is accepted",
+            field="host",
+            value=host,
+        )

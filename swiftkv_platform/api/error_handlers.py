@@ -1,0 +1,198 @@
+"""The one place where errors become HTTP: RFC 9457 problem details, for the framework's own refusals as well."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from swiftkv_platform.errors import (
+    ArtifactCorruptError,
+    ClusterUnavailableError,
+    ConflictError,
+    DatabaseUnavailableError,
+    IdempotencyConflictError,
+    InvalidInputError,
+    NotFoundError,
+    ObjectNotFoundError,
+    StorageError,
+    SwiftKVError,
+)
+from swiftkv_platform.logs import get_logger
+
+_STATUS: Sequence[tuple[type[SwiftKVError], int]] = (
+    (InvalidInputError, 422),
+    (IdempotencyConflictError, 422),
+    (NotFoundError, 404),
+    (ConflictError, 409),
+    (ObjectNotFoundError, 404),
+    (ArtifactCorruptError, 500),
+    (StorageError, 503),
+    (ClusterUnavailableError, 503),
+    (DatabaseUnavailableError, 503),
+    (SwiftKVError, 500),
+)
+"""The first class that fits decides."""
+
+_RETRY_AFTER_S = 5
+_LONGEST_VALUE = 500
+"""Characters of a refused value that are repeated in the answer."""
+
+
+class FieldProblem(BaseModel):
+    """One field that was refused."""
+
+    field: str | None
+    """Dotted path, such as `swiftkv.num_key_value_layers`; null where the request as a whole is meant."""
+    value: Any = None
+    """As it was sent; null where it is missing or long."""
+    message: str
+    """What is wrong, and what would do."""
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    """Stable machine-readable name."""
+    errors: list[FieldProblem] = []
+
+
+def problem_response(
+    path: str,
+    status: int,
+    code: str,
+    detail: str,
+    *,
+    errors: Sequence[FieldProblem] = (),
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    """An `application/problem+json` answer."""
+    problem = Problem(
+        type=f"urn:swiftkv:problem:{code}",
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        instance=path,
+        code=code,
+        errors=list(errors),
+    )
+    extra = {"Retry-After": str(_RETRY_AFTER_S)} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    return JSONResponse(
+        problem.model_dump(mode="json"),
+        status_code=status,
+        headers={**(headers or {}), **extra},
+        media_type="application/problem+json",
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem."""
+    app.add_exception_handler(SwiftKVError, _on_our_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+def _on_our_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, SwiftKVError)
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    errors = []
+    if error.field is not None:
+        errors.append(FieldProblem(field=error.field, value=_shown(error.value), message=error.message))
+    return problem_response(request.url.path, status, error.code, error.message, errors=errors)
+
+
+def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    places = {item["loc"] for item in error.errors()}
+    # A container complains as well when its items do; the items say it better.
+    innermost = [item for item in error.errors() if not any(_is_inside(place, item["loc"]) for place in places)]
+    errors = [_field_problem(request, item) for item in innermost]
+    detail = "; ".join(f"{item.field}: {item.message}" if item.field else item.message for item in errors)
+    return problem_response(request.url.path, 422, InvalidInputError.code, detail, errors=errors)
+
+
+def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    code = HTTPStatus(error.status_code).name.lower()
+    headers = dict(error.headers) if error.headers else None
+    return problem_response(request.url.path, error.status_code, code, str(error.detail), headers=headers)
+
+
+def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    get_logger().error("unhandled error", path=request.url.path, exc_info=error)
+    detail = "the control plane made a mistake; its log says more"
+    return problem_response(request.url.path, 500, SwiftKVError.code, detail)
+
+
+def _field_problem(request: Request, item: dict[str, Any]) -> FieldProblem:
+    # The first part of the location says where the value came from: body, query, header, path.
+    source, *location = item["loc"]
+    message: str = item["msg"].removeprefix("Value error, ")
+    match item["type"]:
+        case "json_invalid":
+            return FieldProblem(field=None, message=f"the body is no JSON: {item['ctx']['error']}")
+        case "extra_forbidden":
+            message = f"unknown key; accepted here: {', '.join(_accepted_keys(request, location[:-1]))}"
+        case "missing":
+            return FieldProblem(field=_dotted(location) or str(source), message="required, and missing")
+    # A rule over several fields says itself which one it would change.
+    context = item.get("ctx", {})
+    field, value = context.get("field", _dotted(location)), context.get("value", item.get("input"))
+    return FieldProblem(field=field, value=_shown(value), message=message)
+
+
+def _is_inside(place: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
+    return len(place) > len(other) and place[: len(other)] == other
+
+
+def _dotted(location: Sequence[str | int]) -> str | None:
+    """`("data", "sources", 0, "split")` as `data.sources[0].split`; None for the whole."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".") or None
+
+
+def _accepted_keys(request: Request, location: Sequence[str | int]) -> Sequence[str]:
+    """Keys of the model at `location` of the body that the request's endpoint takes."""
+    hints = typing.get_type_hints(request.scope["endpoint"])
+    found: Any = next(hint for hint in hints.values() if isinstance(hint, type) and issubclass(hint, BaseModel))
+    for part in location:
+        if isinstance(part, str):
+            found = found.model_fields[part].annotation
+        found = _model_in(found)
+    return sorted(found.model_fields)
+
+
+def _model_in(annotation: Any) -> Any:
+    """The model itself, or the one inside a container or an optional."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in typing.get_args(annotation):
+        found = _model_in(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _shown(value: Any) -> Any:
+    """The value if it is short enough to repeat."""
+    try:
+        return value if len(json.dumps(value)) <= _LONGEST_VALUE else None
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,78 @@
+"""What is checked before a request reaches a route: where it comes from, and how much it carries. Knows no route.
+
+Without API keys, any web page that a user of this machine opens could submit a job, directly or by rebinding its own
+host name to the loopback address. So the Host header must name this server, a browser's Origin must be this server, and
+a body must be JSON, which a page cannot send elsewhere without asking first.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swiftkv_platform.api.error_handlers import problem_response
+
+
+class OriginGuard:
+    """Refuses requests that were not meant for this server, or come from elsewhere in a browser."""
+
+    def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers, path = Headers(scope=scope), scope["path"]
+        host = headers.get("host", "")
+        if (urlsplit(f"//{host}").hostname or "") not in self._allowed_hosts:
+            accepted = ", ".join(sorted(self._allowed_hosts))
+            return problem_response(path, 403, "host_not_allowed", f"Host is {host!r}; accepted are {accepted}")
+        origin = headers.get("origin")
+        if origin is not None and origin != f"{scope['scheme']}://{host}":
+            detail = f"Origin is {origin!r}; requests of web pages are accepted from this server's own alone"
+            return problem_response(path, 403, "origin_not_allowed", detail)
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if has_body and kind != "application/json":
+            detail = f"Content-Type is {kind or 'missing'!r}; only application/json is accepted"
+            return problem_response(path, 415, "content_type_not_allowed", detail)
+        return None
+
+
+class BodyLimit:
+    """Refuses bodies of more than `max_bytes`, announced or not."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await problem_response(scope["path"], 413, "request_entity_too_large", self._detail)(scope, receive, send)
+            return
+        received = 0
+
+        async def count() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise HTTPException(413, self._detail)
+            return message
+
+        await self._app(scope, count, send)
+
+    @property
+    def _detail(self) -> str:
+        return f"the body has more than {self._max_bytes} bytes, which is the limit"

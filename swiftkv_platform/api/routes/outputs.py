@@ -1,0 +1,80 @@
+"""`/jobs/{id}/checkpoints` and `/artifacts`: what a job leaves in the object store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+
+from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, TheCaller
+from swiftkv_platform.api.schemas import ArtifactFileAnswer, CheckpointAnswer, ListAnswer, list_answer, page_of
+from swiftkv_platform.attempts import MANIFEST, ManifestFile, artifact_prefix
+from swiftkv_platform.errors import NotFoundError
+from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
+
+router = APIRouter(prefix="/jobs/{job_id}", tags=["jobs"])
+
+_URL_LIFETIME_S = 3600
+
+
+@router.get("/checkpoints")
+def list_checkpoints(job_id: str, parts: Parts, caller: TheCaller, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
+    """Complete checkpoints of all attempts, by step."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    found = [CheckpointAnswer.of(checkpoint) for checkpoint in parts.attempts.list_checkpoints(job_id)]
+    kept = page_of(found, lambda checkpoint: checkpoint.id, page)
+    return list_answer(kept, lambda checkpoint: checkpoint, lambda checkpoint: checkpoint.id)
+
+
+@router.get("/artifacts")
+def list_artifacts(
+    request: Request, job_id: str, parts: Parts, caller: TheCaller, page: OldestFirst
+) -> ListAnswer[ArtifactFileAnswer]:
+    """The files of the distilled model, by path; none before the job has succeeded."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    files = list(_files(parts, job).items())
+
+    def answer(item: tuple[str, ManifestFile]) -> ArtifactFileAnswer:
+        path, file = item
+        url = parts.objects.presigned_url(f"{_prefix(job)}/{path}", _URL_LIFETIME_S)
+        if url is None:
+            url = str(request.url_for("download_artifact", job_id=job.id, path=path))
+        return ArtifactFileAnswer(path=path, size=file.size, sha256=file.sha256, url=url)
+
+    kept = page_of(files, lambda item: item[0], page)
+    return list_answer(kept, answer, lambda file: file.path)
+
+
+@router.get("/artifacts/{path:path}", response_class=StreamingResponse)
+def download_artifact(job_id: str, path: str, parts: Parts, caller: TheCaller) -> StreamingResponse:
+    """One file of the distilled model."""
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    file = _files(parts, job).get(path)
+    if file is None:
+        raise NotFoundError(
+            f"job {job_id} has no artifact file {path!r}; GET /jobs/{job_id}/artifacts lists them",
+            field="path",
+            value=path,
+        )
+    return StreamingResponse(
+        parts.objects.stream(f"{_prefix(job)}/{path}"),
+        media_type="application/octet-stream",
+        headers={"Content-Length": str(file.size), "ETag": f'"{file.sha256}"'},
+    )
+
+
+def _prefix(job: Job) -> str:
+    return artifact_prefix(job.id, job.attempt.number)
+
+
+def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
+    """By path, the manifest itself included."""
+    if job.status is not JobStatus.SUCCEEDED:
+        return {}
+    manifest = read_manifest(parts.objects, _prefix(job))
+    itself = parts.objects.head(f"{_prefix(job)}/{MANIFEST}")
+    if itself is None:
+        return manifest.files
+    return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=manifest_digest(manifest))}

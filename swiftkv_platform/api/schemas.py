@@ -1,0 +1,330 @@
+"""The JSON that callers see, made from domain values. Knows no route and no database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, Level, MetricPoint, Model, Reason
+from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus, Page, Slice
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.attempt_store import StoredCheckpoint
+
+T = TypeVar("T")
+Item = TypeVar("Item", bound=BaseModel)
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+
+class ListAnswer(_Answer, Generic[Item]):
+    """Part of a list; `after={last_id}` gives the next."""
+
+    object: Literal["list"] = "list"
+    data: list[Item]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+def list_answer(found: Slice[T], make: Callable[[T], Item], cursor: Callable[[Item], str]) -> ListAnswer[Item]:
+    data = [make(item) for item in found.items]
+    return ListAnswer(
+        data=data,
+        has_more=found.has_more,
+        first_id=cursor(data[0]) if data else None,
+        last_id=cursor(data[-1]) if data else None,
+    )
+
+
+class StatusReason(_Answer):
+    code: str
+    message: str
+    field: str | None = None
+
+
+class JobError(_Answer):
+    code: str
+    message: str
+    param: str | None = None
+    """Dotted path of the field to blame, where one is."""
+
+
+class JobProgress(_Answer):
+    step: int
+    total_steps: int | None
+    tokens: int
+    percent: float
+    seconds_remaining: int | None
+
+
+class JobAnswer(_Answer):
+    """A distillation job. Times are Unix seconds."""
+
+    id: str
+    object: Literal["distillation.job"] = "distillation.job"
+    name: str
+    status: JobStatus
+    status_reason: StatusReason | None
+    created_at: int
+    started_at: int | None
+    finished_at: int | None
+    estimated_finish: int | None
+    progress: JobProgress
+    attempt: int
+    spec: JobSpec
+    distilled_model: str | None
+    """`mdl_` id, once the job has succeeded."""
+    result: dict[str, Any] | None
+    """The evaluation report."""
+    tracking: dict[str, Any] | None
+    artifact_uri: str | None
+    submission_id: str | None
+    """Ray's id of the present attempt."""
+    error: JobError | None
+    metadata: dict[str, str]
+    tenant: str
+    created_by: str
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        progress = job.progress
+        return cls(
+            id=job.id,
+            name=job.spec.name,
+            status=job.status,
+            status_reason=_status_reason(job.status_reason),
+            created_at=job.created_at,
+            started_at=job.started_at,
+            finished_at=job.finished_at,
+            estimated_finish=job.estimated_finish,
+            progress=JobProgress(
+                step=progress.step,
+                total_steps=progress.total_steps,
+                tokens=progress.tokens,
+                percent=progress.percent,
+                seconds_remaining=progress.seconds_remaining,
+            ),
+            attempt=job.attempt.number,
+            spec=job.spec,
+            distilled_model=job.distilled_model,
+            result=None if job.result is None else dict(job.result),
+            tracking=None if job.tracking is None else dict(job.tracking),
+            artifact_uri=job.artifact_uri,
+            submission_id=job.attempt.submission_id,
+            error=_job_error(job.error),
+            metadata=job.spec.metadata,
+            tenant=job.tenant,
+            created_by=job.created_by,
+        )
+
+
+def _status_reason(reason: Reason | None) -> StatusReason | None:
+    return None if reason is None else StatusReason(code=reason.code, message=reason.message, field=reason.field)
+
+
+def _job_error(reason: Reason | None) -> JobError | None:
+    return None if reason is None else JobError(code=reason.code, message=reason.message, param=reason.field)
+
+
+class EstimateAnswer(_Answer):
+    """What the job would make of its teacher; null where the teacher's configuration is on the hub."""
+
+    object: Literal["distillation.estimate"] = "distillation.estimate"
+    num_hidden_layers: int | None
+    num_key_value_layers: int | None
+    num_kv_cache_layers: int | None
+    prefill_layers_ratio: float | None
+    """Share of the layers that a prompt token runs through."""
+    kv_bytes_ratio: float | None
+    """KV bytes per token relative to the teacher's."""
+
+
+class EventAnswer(_Answer):
+    """Something that happened to a job."""
+
+    id: str
+    object: Literal["distillation.job.event"] = "distillation.job.event"
+    created_at: int
+    level: Level
+    type: EventType
+    message: str
+    data: dict[str, Any]
+
+    @classmethod
+    def of(cls, event: Event) -> Self:
+        return cls(
+            id=event.id,
+            created_at=event.created_at,
+            level=event.level,
+            type=event.type,
+            message=event.message,
+            data=dict(event.data),
+        )
+
+
+class MetricPointAnswer(_Answer):
+    """The measurements of one step: `logits_loss`, `lr`, `tokens_per_second`, ... as the attempt reported them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    step: int
+    attempt: int
+    time: float
+    """Unix seconds."""
+
+    @classmethod
+    def of(cls, point: MetricPoint) -> Self:
+        return cls.model_validate({**point.values, "step": point.step, "attempt": point.attempt, "time": point.time})
+
+
+class CheckpointAnswer(_Answer):
+    """A complete checkpoint."""
+
+    id: str
+    object: Literal["checkpoint"] = "checkpoint"
+    attempt: int
+    step: int
+    key: str
+    """Its directory in the object store."""
+    size: int
+    """Bytes."""
+    sha256: str
+    """Of its manifest, which names each file's."""
+
+    @classmethod
+    def of(cls, checkpoint: StoredCheckpoint) -> Self:
+        return cls(
+            id=f"ckpt_{checkpoint.step:08d}_{checkpoint.attempt:04d}",
+            attempt=checkpoint.attempt,
+            step=checkpoint.step,
+            key=checkpoint.key,
+            size=checkpoint.size,
+            sha256=checkpoint.sha256,
+        )
+
+
+class ArtifactFileAnswer(_Answer):
+    """One file of a distilled model."""
+
+    object: Literal["artifact.file"] = "artifact.file"
+    path: str
+    """Relative to the model's directory."""
+    size: int
+    """Bytes."""
+    sha256: str
+    url: str
+    """Where it can be downloaded: for a limited time from S3, else from this server."""
+
+
+class ModelAnswer(_Answer):
+    """A distilled model and where it came from."""
+
+    id: str
+    object: Literal["model"] = "model"
+    name: str
+    created_at: int
+    job_id: str
+    attempt: int
+    artifact_uri: str
+    manifest_digest: str
+    size: int
+    """Bytes."""
+    lineage: dict[str, Any]
+    metrics: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: Model) -> Self:
+        return cls(
+            id=model.id,
+            name=model.name,
+            created_at=model.created_at,
+            job_id=model.job_id,
+            attempt=model.attempt,
+            artifact_uri=model.artifact_uri,
+            manifest_digest=model.manifest_digest,
+            size=model.size,
+            lineage=dict(model.lineage),
+            metrics=dict(model.metrics),
+        )
+
+
+class DeploymentRequest(BaseModel):
+    """What to serve, and how much of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    model: Annotated[str, Field(min_length=1)]
+    """`mdl_` id."""
+    route_prefix: Annotated[str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200)] = "/"
+    """HTTP path below which it answers; one deployment can hold it."""
+    min_replicas: Annotated[int, Field(ge=1)] = 1
+    max_replicas: Annotated[int, Field(ge=1)] = 1
+    target_ongoing_requests: Annotated[float, Field(gt=0.0)] = 8.0
+    """Requests a replica should work on at once; more replicas are started above it."""
+    engine: dict[str, Any] = {}
+    """Engine options."""
+
+    @model_validator(mode="after")
+    def _replicas_in_order(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise PydanticCustomError(
+                "max_replicas",
+                "max_replicas {value} is below min_replicas {least}",
+                {"field": "max_replicas", "value": self.max_replicas, "least": self.min_replicas},
+            )
+        return self
+
+
+class DeploymentAnswer(_Answer):
+    """A served model."""
+
+    id: str
+    object: Literal["deployment"] = "deployment"
+    created_at: int
+    model: str
+    artifact_uri: str
+    route_prefix: str
+    min_replicas: int
+    max_replicas: int
+    target_ongoing_requests: float
+    engine: dict[str, Any]
+    status: DeploymentStatus
+    message: str
+    replicas: int
+    """Running now."""
+    url: str
+    """Where `/generate` answers."""
+
+    @classmethod
+    def of(cls, deployment: Deployment, serve_url: str) -> Self:
+        spec, state = deployment.spec, deployment.state
+        return cls(
+            id=spec.id,
+            created_at=deployment.created_at,
+            model=spec.model,
+            artifact_uri=spec.artifact_uri,
+            route_prefix=spec.route_prefix,
+            min_replicas=spec.min_replicas,
+            max_replicas=spec.max_replicas,
+            target_ongoing_requests=spec.target_ongoing_requests,
+            engine=dict(spec.engine),
+            status=state.status,
+            message=state.message,
+            replicas=state.replicas,
+            url=serve_url.rstrip("/") + spec.route_prefix.rstrip("/"),
+        )
+
+
+def page_of(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice[T]:
+    """Part of a list that is at hand as a whole."""
+    descending = page.order == "desc"
+    ordered = sorted(items, key=cursor, reverse=descending)
+    after = page.after
+    if after is not None:
+        ordered = [item for item in ordered if (cursor(item) < after if descending else cursor(item) > after)]
+    return Slice(ordered[: page.limit], has_more=len(ordered) > page.limit)

@@ -1,0 +1,142 @@
+"""The real application on a real database, with a cluster that a test commands and loops that a test turns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.orchestration.reconciler import Entrypoint, Reconciler
+from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.artifacts import manifest_digest
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.fakes.attempt_store import FakeWorker
+from tests.fakes.cluster import FakeCluster
+from tests.fakes.serve_cluster import FakeServeCluster
+
+URL = "http://127.0.0.1:8000"
+SPEC: dict[str, Any] = {"name": "test", "model": {"name_or_path": "org/teacher"}}
+"""A spec that passes without looking at anything."""
+
+
+class Clock:
+    """Advances a second at every look, so that nothing waits for a retry."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@dataclass
+class Server:
+    """A control plane behind a client. Its own loops sleep; `tick` does what they would do."""
+
+    client: TestClient
+    parts: Components
+    cluster: FakeCluster
+    serving: FakeServeCluster
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        self._reconciler = Reconciler(
+            jobs=self.parts.jobs,
+            cluster=self.cluster,
+            store=self.parts.attempts,
+            digest=manifest_digest,
+            clock=self.parts.clock,
+            entrypoint=self.parts.entrypoint,
+            max_running_jobs=1,
+            interval_s=1.0,
+        )
+        self._deployments = DeploymentReconciler(self.parts.catalog, self.serving)
+
+    def tick(self) -> None:
+        self._reconciler.tick()
+        self._deployments.tick()
+
+    def submit(self, **spec: Any) -> dict[str, Any]:
+        response = self.client.post("/jobs", json={**SPEC, **spec})
+        assert response.status_code == 201, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def get(self, path: str, **params: Any) -> Any:
+        response = self.client.get(path, params=params)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def worker(self, job_id: str, attempt: int = 1) -> FakeWorker:
+        return FakeWorker(self.parts.objects, job_id, attempt)
+
+    def succeed(self, **spec: Any) -> dict[str, Any]:
+        """A job that has run to its end; returns it."""
+        job_id = self.submit(**spec)["id"]
+        self.tick()
+        worker = self.worker(job_id)
+        worker.say("status", status="running")
+        worker.step(1, 2, time=1001)
+        worker.step(3, time=1002)
+        worker.checkpoint(2)
+        worker.artifact()
+        self.cluster.submissions[f"{job_id}-1"].log = "trained\n"
+        self.cluster.finish(f"{job_id}-1", SubmissionStatus.SUCCEEDED)
+        self.tick()
+        job: dict[str, Any] = self.get(f"/jobs/{job_id}")
+        assert job["status"] == "succeeded"
+        return job
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> dict[str, str]:
+    """A model of 12 layers, as a spec names it."""
+    directory = tmp_path / "teacher"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"num_hidden_layers": 12}))
+    return {"name_or_path": str(directory)}
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with the newest schema, to be copied."""
+    path = tmp_path_factory.mktemp("database") / "empty.db"
+    database = Database(f"sqlite:///{path}")
+    database.upgrade()
+    database.close()
+    return path
+
+
+@pytest.fixture
+def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
+    database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
+    objects = LocalObjectStore(tmp_path / "store")
+    cluster, serving = FakeCluster(), FakeServeCluster()
+    parts = Components(
+        database=database,
+        jobs=SqlJobRepository(database),
+        catalog=SqlCatalog(database),
+        cluster=cluster,
+        serving=serving,
+        objects=objects,
+        attempts=AttemptStore(objects),
+        entrypoint=Entrypoint(("python",), objects.uri),
+        clock=Clock(),
+    )
+    settings = Settings(home=tmp_path, reconcile_interval_s=1e6, max_request_bytes=4096, _env_file=None)
+    with TestClient(create_app(settings, components=parts), base_url=URL) as client:
+        yield Server(client, parts, cluster, serving, settings)

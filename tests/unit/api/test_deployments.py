@@ -1,0 +1,78 @@
+"""The deployment routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.orchestration.ports import DeploymentStatus
+from tests.unit.api.conftest import Server
+
+
+@pytest.fixture
+def model(server: Server) -> str:
+    return str(server.succeed()["distilled_model"])
+
+
+def deploy(server: Server, model: str, **options: Any) -> Any:
+    return server.client.post("/deployments", json={"model": model, **options})
+
+
+def test_a_deployment_comes_up_and_goes_away(server: Server, model: str) -> None:
+    response = deploy(server, model, max_replicas=2, engine={"dtype": "float32"})
+    assert response.status_code == 201
+    created = response.json()
+    path = f"/deployments/{created['id']}"
+    assert response.headers["location"] == path
+    assert (created["status"], created["model"], created["url"]) == ("pending", model, "http://127.0.0.1:8001")
+    assert (created["min_replicas"], created["max_replicas"], created["target_ongoing_requests"]) == (1, 2, 8.0)
+
+    server.tick()
+    [spec] = server.serving.applied[-1]
+    assert (spec.id, spec.model, spec.engine) == (created["id"], model, {"dtype": "float32"})
+    assert spec.artifact_uri == server.get(f"/models/{model}")["artifact_uri"]
+    server.serving.become(created["id"], DeploymentStatus.RUNNING, replicas=1)
+    server.tick()
+    assert (server.get(path)["status"], server.get(path)["replicas"]) == ("running", 1)
+    assert server.get("/deployments")["data"] == [server.get(path)]
+
+    for _ in range(2):
+        deleted = server.client.delete(path)
+        assert (deleted.status_code, deleted.json()["status"]) == (202, "deleting")
+    server.tick()
+    server.serving.forget()
+    server.tick()
+    assert server.client.get(path).status_code == 404
+    assert server.client.delete(path).status_code == 404
+
+
+def test_a_route_has_one_holder(server: Server, model: str) -> None:
+    holder = deploy(server, model).json()
+    refused = deploy(server, model)
+    assert refused.status_code == 409
+    assert holder["id"] in refused.json()["detail"]
+    assert refused.json()["errors"][0]["field"] == "route_prefix"
+    other = deploy(server, model, route_prefix="/python").json()
+    assert other["url"] == "http://127.0.0.1:8001/python"
+    server.client.delete(f"/deployments/{holder['id']}")
+    assert deploy(server, model).status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"model": "mdl_unknown"}, "model"),
+        ({"min_replicas": 0}, "min_replicas"),
+        ({"route_prefix": "python"}, "route_prefix"),
+        ({"route_prefix": "/a/"}, "route_prefix"),
+        ({"target_ongoing_requests": 0}, "target_ongoing_requests"),
+        ({"replicas": 2}, "replicas"),
+        ({"min_replicas": 3, "max_replicas": 2}, "max_replicas"),
+    ],
+)
+def test_bad_deployments_are_refused(server: Server, model: str, options: dict[str, Any], field: str) -> None:
+    response = deploy(server, **{"model": model, **options})
+    assert response.status_code == 422, response.text
+    assert response.json()["errors"][0]["field"] == field
+    assert server.get("/deployments")["data"] == []

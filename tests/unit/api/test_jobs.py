@@ -1,0 +1,194 @@
+"""The job routes: submitting, reading, cancelling, and what a job says and leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from tests.unit.api.conftest import SPEC, URL, Server
+
+JOB_KEYS = {
+    *("id", "object", "name", "status", "status_reason", "created_at", "started_at", "finished_at"),
+    *("estimated_finish", "progress", "attempt", "spec", "distilled_model", "result", "tracking", "artifact_uri"),
+    *("submission_id", "error", "metadata", "tenant", "created_by"),
+}
+
+
+def test_submitting_answers_with_the_job_and_its_place(server: Server) -> None:
+    response = server.client.post("/jobs", json={**SPEC, "metadata": {"team": "blue"}})
+    assert response.status_code == 201
+    job = response.json()
+    assert response.headers["location"] == f"/jobs/{job['id']}"
+    assert set(job) == JOB_KEYS
+    assert (job["object"], job["status"], job["name"]) == ("distillation.job", "queued", "test")
+    assert (job["attempt"], job["submission_id"], job["metadata"]) == (1, None, {"team": "blue"})
+    assert job["spec"]["training"]["batch_size"] == 32
+    assert server.get(f"/jobs/{job['id']}") == job
+
+
+def test_the_same_key_and_body_is_the_same_job(server: Server) -> None:
+    headers = {"Idempotency-Key": "k"}
+    first = server.client.post("/jobs", json=SPEC, headers=headers)
+    # The same spec, written out.
+    again = server.client.post("/jobs", json={**SPEC, "training": {"seed": 0}}, headers=headers)
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert first.json() == again.json()
+    other = server.client.post("/jobs", json={**SPEC, "name": "other"}, headers=headers)
+    assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
+    assert other.json()["errors"][0]["field"] == "Idempotency-Key"
+    assert len(server.get("/jobs")["data"]) == 1
+
+
+def test_validation_says_what_the_job_would_make_and_stores_nothing(server: Server, teacher: dict[str, str]) -> None:
+    body = {"name": "test", "model": teacher, "swiftkv": {"key_value_group_size": 3}}
+    response = server.client.post("/jobs/validate", json=body)
+    assert response.json() == {
+        "object": "distillation.estimate",
+        "num_hidden_layers": 12,
+        "num_key_value_layers": 6,
+        "num_kv_cache_layers": 8,
+        "prefill_layers_ratio": 0.5,
+        "kv_bytes_ratio": pytest.approx(2 / 3),
+    }
+    assert server.get("/jobs")["data"] == []
+
+
+def test_lists_are_paged_and_filtered(server: Server) -> None:
+    ids = [server.submit(metadata={"n": str(number)})["id"] for number in range(3)]
+    page = server.get("/jobs", limit=2)
+    assert [job["id"] for job in page["data"]] == [ids[2], ids[1]]
+    assert (page["object"], page["has_more"], page["first_id"], page["last_id"]) == ("list", True, ids[2], ids[1])
+    rest = server.get("/jobs", limit=2, after=page["last_id"])
+    assert ([job["id"] for job in rest["data"]], rest["has_more"]) == ([ids[0]], False)
+    assert [job["id"] for job in server.get("/jobs", order="asc")["data"]] == ids
+    assert [job["id"] for job in server.get("/jobs", **{"metadata.n": "1"})["data"]] == [ids[1]]
+    assert server.get("/jobs", model="org/other")["data"] == []
+    server.client.post(f"/jobs/{ids[0]}/cancel")
+    assert [job["id"] for job in server.get("/jobs", status="cancelled")["data"]] == [ids[0]]
+    empty = server.get("/jobs", status="failed")
+    assert (empty["data"], empty["first_id"], empty["last_id"]) == ([], None, None)
+
+
+def test_cancelling_is_idempotent_and_refused_after_the_end(server: Server) -> None:
+    job = server.submit()
+    for _ in range(2):
+        response = server.client.post(f"/jobs/{job['id']}/cancel")
+        assert (response.status_code, response.json()["status"]) == (200, "cancelled")
+    done = server.succeed()
+    refused = server.client.post(f"/jobs/{done['id']}/cancel")
+    assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
+
+
+def test_a_failed_job_says_why(server: Server) -> None:
+    job = server.submit()
+    server.tick()
+    worker = server.worker(job["id"])
+    worker.say("error", "no text", code="data_error", field="data.sources[0].name_or_path", retryable=False)
+    server.cluster.finish(f"{job['id']}-1", SubmissionStatus.FAILED)
+    server.tick()
+    failed = server.get(f"/jobs/{job['id']}")
+    field = "data.sources[0].name_or_path"
+    assert failed["error"] == {"code": "data_error", "message": "no text", "param": field}
+    assert failed["status_reason"] == {"code": "data_error", "message": "no text", "field": field}
+
+
+def test_a_job_that_has_succeeded_leads_to_its_model(server: Server) -> None:
+    job = server.succeed()
+    model = server.get(f"/models/{job['distilled_model']}")
+    assert (model["object"], model["job_id"], model["artifact_uri"]) == ("model", job["id"], job["artifact_uri"])
+    assert server.get("/models")["data"] == [model]
+    assert job["result"] == model["metrics"]
+    assert job["progress"]["percent"] == 100.0
+
+
+def test_events_are_listed_in_order(server: Server) -> None:
+    job = server.succeed()
+    events = server.get(f"/jobs/{job['id']}/events")["data"]
+    statuses = [event["data"]["status"] for event in events if event["type"] == "status"]
+    assert statuses == ["queued", "starting", "running", "succeeded"]
+    assert all(event["object"] == "distillation.job.event" for event in events)
+    rest = server.get(f"/jobs/{job['id']}/events", after=events[2]["id"])["data"]
+    assert rest == events[3:]
+
+
+def stream(server: Server, job_id: str, **headers: str) -> list[tuple[str, dict[str, Any]]]:
+    response = server.client.get(f"/jobs/{job_id}/events", headers={"Accept": "text/event-stream", **headers})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in response.text.replace("\r\n", "\n").strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = json.loads(fields["data"])
+        assert (fields["id"], fields["event"]) == (data["id"], data["type"])
+        found.append((fields["id"], data))
+    return found
+
+
+def test_the_event_stream_of_an_ended_job_ends_and_goes_on_where_it_broke_off(server: Server) -> None:
+    job = server.succeed()
+    events = server.get(f"/jobs/{job['id']}/events")["data"]
+    assert [data for _, data in stream(server, job["id"])] == events
+    resumed = stream(server, job["id"], **{"Last-Event-ID": events[1]["id"]})
+    assert [data for _, data in resumed] == events[2:]
+    headers = {"Accept": "text/event-stream", "Last-Event-ID": "evt_unknown"}
+    refused = server.client.get(f"/jobs/{job['id']}/events", headers=headers)
+    assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "after")
+
+
+def test_metrics_are_a_series_by_step(server: Server) -> None:
+    job = server.succeed()
+    page = server.get(f"/jobs/{job['id']}/metrics", limit=2)
+    assert [(point["step"], point["tokens"], point["loss"]) for point in page["data"]] == [(1, 100, 1.0), (2, 200, 0.5)]
+    assert (page["has_more"], page["last_id"]) == (True, "2")
+    assert [point["step"] for point in server.get(f"/jobs/{job['id']}/metrics", after="2")["data"]] == [3]
+
+
+def test_logs_come_from_ray_while_it_runs_and_from_the_store_afterwards(server: Server) -> None:
+    job_id = server.submit()["id"]
+    assert server.client.get(f"/jobs/{job_id}/logs").text == ""
+    server.tick()
+    submission = server.cluster.submissions[f"{job_id}-1"]
+    submission.log = "one\n"
+    assert server.client.get(f"/jobs/{job_id}/logs").text == "one\n"
+    server.worker(job_id).say("error", "lost", code="worker_lost", retryable=True)
+    server.cluster.finish(f"{job_id}-1", SubmissionStatus.FAILED)
+    for _ in range(2):
+        server.tick()
+    server.cluster.submissions[f"{job_id}-2"].log = "two\n"
+    server.cluster.submissions.pop(f"{job_id}-1")
+    expected = "one\n==== attempt 2 ====\ntwo\n"
+    assert server.client.get(f"/jobs/{job_id}/logs").text == expected
+    server.client.post(f"/jobs/{job_id}/cancel")
+    for _ in range(2):
+        server.tick()
+    response = server.client.get(f"/jobs/{job_id}/logs", params={"follow": "true"})
+    assert response.text == expected
+    assert response.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+def test_checkpoints_are_listed_with_size_and_digest(server: Server) -> None:
+    job = server.succeed()
+    [checkpoint] = server.get(f"/jobs/{job['id']}/checkpoints")["data"]
+    assert (checkpoint["id"], checkpoint["step"], checkpoint["size"]) == ("ckpt_00000002_0001", 2, 7)
+    assert len(checkpoint["sha256"]) == 64
+
+
+def test_artifacts_are_listed_and_downloaded(server: Server) -> None:
+    assert server.get(f"/jobs/{server.submit()['id']}/artifacts")["data"] == []
+    server.client.post(f"/jobs/{server.get('/jobs')['data'][0]['id']}/cancel")
+    job = server.succeed()
+    files = {file["path"]: file for file in server.get(f"/jobs/{job['id']}/artifacts")["data"]}
+    assert set(files) == {"data.bin", "manifest.json"}
+    for path, file in files.items():
+        assert file["url"] == f"{URL}/jobs/{job['id']}/artifacts/{path}"
+        download = server.client.get(file["url"])
+        assert len(download.content) == file["size"] == int(download.headers["content-length"])
+    manifest = server.client.get(files["manifest.json"]["url"]).content
+    assert hashlib.sha256(manifest).hexdigest() == files["manifest.json"]["sha256"]
+    page = server.get(f"/jobs/{job['id']}/artifacts", limit=1)
+    assert (page["last_id"], page["has_more"]) == ("data.bin", True)
+    for path in ("missing", "../attempt.json", "%2e%2e/attempt.json"):
+        assert server.client.get(f"/jobs/{job['id']}/artifacts/{path}").status_code == 404

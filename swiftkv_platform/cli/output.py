@@ -70,15 +70,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, emp
 
 
 def print_fields(fields: Mapping[str, object]) -> None:
-    """Names and values below each other, absent values left out."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in fields.items():
-        if value not in (None, "", {}, []):
-            shown = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-            table.add_row(name, escape(shown))
-    out().print(table)
+    """Names and values below each other, absent values left out; long values are not broken, so they can be copied."""
+    shown = {name: value for name, value in fields.items() if value not in (None, "", {}, [])}
+    width = max((len(name) for name in shown), default=0)
+    for name, value in shown.items():
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+        out().print(f"[bold]{escape(name):<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def local_time(seconds: float | None) -> str | None:

@@ -158,7 +158,7 @@ def _problem_of(response: httpx.Response) -> Problem:
 
 def _describe(problem: Problem, request: str, retry_after: float | None) -> str:
     lines = [problem.detail or problem.title or "The server gave no reason."]
-    lines += [f"  {error}" for error in problem.errors if str(error) not in lines[0]]
+    lines += [f"  {error}" for error in problem.errors if error.message not in lines[0]]
     if retry_after is not None:
         lines.append(f"Try again in {retry_after:g} s.")
     elif problem.status in _NEXT_STEP:

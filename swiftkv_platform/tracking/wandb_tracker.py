@@ -54,8 +54,7 @@ class WandbTracker:
                     disable_code=True,
                     disable_git=True,
                     init_timeout=self._timeout_s,
-                    # With a time limit W&B does not wait for its file to be whole: offline nothing else has the data.
-                    finish_timeout=self._timeout_s if mode == "online" else 0.0,
+                    finish_timeout=self._timeout_s,
                 ),
             )
             url = self._run.url if mode == "online" else None

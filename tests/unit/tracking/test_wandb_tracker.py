@@ -72,14 +72,28 @@ def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+ATTEMPT = """
+import sys
+from pathlib import Path
+from swiftkv_platform.specs import WandbSpec
+from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+
+directory, step, loss = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+tracker = WandbTracker(WandbSpec(project="p", entity="team", tags=("a", "b")), directory, name="my-job")
+tracker.start("job-1", {"learning_rate": 0.5})
+print(tracker.info)
+tracker.log({"logits_loss": loss}, step)
+tracker.finish({"kl": loss / 10})
+"""
+"""Each attempt is a process; W&B's file is whole when that has ended."""
+
+
 def test_metrics_of_two_attempts_are_one_run(tmp_path: Path) -> None:
-    spec = WandbSpec(project="p", entity="team", tags=("a", "b"))
     for step, loss in ((10, 1.5), (20, 0.75)):
-        tracker = WandbTracker(spec, tmp_path / "run", name="my-job")
-        tracker.start("job-1", {"learning_rate": 0.5})
-        assert tracker.info == TrackingInfo(provider="wandb", run_id="job-1", mode="offline", url=None)
-        tracker.log({"logits_loss": loss}, step)
-        tracker.finish({"kl": loss / 10})
+        command = [sys.executable, "-c", ATTEMPT, str(tmp_path / "run"), str(step), str(loss)]
+        attempt = subprocess.run(command, check=True, capture_output=True, text=True)
+        info = TrackingInfo(provider="wandb", run_id="job-1", mode="offline", url=None)
+        assert attempt.stdout.strip() == str(info), attempt.stderr
 
     rows, summary, runs = read_back(tmp_path / "run")
     assert [(row["_step"], row["logits_loss"]) for row in rows] == [(10, 1.5), (20, 0.75)]

@@ -43,9 +43,14 @@ class SwiftKVAttentionMixin(nn.Module):
     k_proj: Any
     v_proj: Any
     o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # the family's own projections
+        self.normalises_heads = hasattr(self, "q_norm")  # Qwen3: norms on queries and keys before RoPE
+        if not self.normalises_heads:
+            self.q_norm = self.k_norm = nn.Identity()
         self._add_projections(config, layer_idx)
         if not config.swiftkv_teacher_weights:
             del self.q_proj, self.k_proj, self.v_proj
@@ -66,7 +71,7 @@ class SwiftKVAttentionMixin(nn.Module):
 
     def shape_key_value(self, keys: torch.Tensor, values: torch.Tensor, rotation: Rotation) -> KeyValue:
         """Heads and RoPE for projected keys and values, each [batch, num_tokens, num_key_value_heads * head_dim]."""
-        return rotate(self.split_heads(keys), rotation), self.split_heads(values)
+        return rotate(self.k_norm(self.split_heads(keys)), rotation), self.split_heads(values)
 
     def forward(
         self,
@@ -93,7 +98,7 @@ class SwiftKVAttentionMixin(nn.Module):
                 **kwargs,
             )
             return teacher
-        query = rotate(self.split_heads(self.q_proj_swiftkv(hidden_states)), position_embeddings)
+        query = rotate(self.q_norm(self.split_heads(self.q_proj_swiftkv(hidden_states))), position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self,
@@ -102,6 +107,7 @@ class SwiftKVAttentionMixin(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
+            sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
             **kwargs,
         )  # [batch, num_tokens, num_heads, head_dim]
         return self.o_proj(output.flatten(-2).contiguous()), weights

@@ -6,12 +6,21 @@ from typing import Any
 
 from transformers import DynamicCache
 
+from swiftkv_platform.model.masks import FULL, layer_types
+
 
 def make_cache(config: Any, *, swiftkv: bool = True) -> DynamicCache:
-    """An empty cache for a student (l + ceil((L - l) / g) layers) or, with `swiftkv=False`, its teacher (L layers)."""
+    """An empty cache for a student (l + ceil((L - l) / g) layers) or, with `swiftkv=False`, its teacher (L layers).
+
+    A group's cache layer keeps the longest window of its layers.
+    """
     cache = DynamicCache(config=config)
     if swiftkv:
-        del cache.layers[config.layer_map.num_kv_cache_layers :]
+        layer_map, types = config.layer_map, layer_types(config)
+        widest = [
+            next((i for i in layer_map.group(leader) if types[i] == FULL), leader) for leader in layer_map.leaders
+        ]
+        cache.layers[:] = cache.layers[: layer_map.num_key_value_layers] + [cache.layers[i] for i in widest]
     return cache
 
 

@@ -111,15 +111,13 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
             ones = hidden.new_ones(hidden.shape[0], 1)
             if statistics is None:
                 statistics = _empty(config, layers, recorder, hidden)
-            _accumulate(statistics, torch.cat((hidden, ones), dim=1), recorder, config.head_dim)
+            _accumulate(statistics, torch.cat((hidden, ones), dim=1), recorder)
     if statistics is None:
         raise InvalidInputError("calibration got no tokens; give at least one batch of token ids", field="calibration")
     return statistics
 
 
-def _empty(
-    config: Any, layers: Mapping[int, nn.Module], recorder: _Recorder, hidden: torch.Tensor
-) -> CalibrationStatistics:
+def _empty(config: Any, layers: Mapping[int, Any], recorder: _Recorder, hidden: torch.Tensor) -> CalibrationStatistics:
     rows = hidden.shape[1] + 1
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -129,24 +127,25 @@ def _empty(
         gram=zeros(rows, rows),
         keys={i: zeros(rows, recorder.outputs[i, "k"].shape[1]) for i in layers},
         values={i: zeros(rows, recorder.outputs[i, "v"].shape[1]) for i in layers},
-        queries={i: zeros(config.num_attention_heads, config.head_dim) for i in layers},
+        queries={i: zeros(config.num_attention_heads, layer.self_attn.head_dim) for i, layer in layers.items()},
         num_tokens=0,
     )
 
 
-def _accumulate(statistics: CalibrationStatistics, inputs: torch.Tensor, recorder: _Recorder, head_dim: int) -> None:
+def _accumulate(statistics: CalibrationStatistics, inputs: torch.Tensor, recorder: _Recorder) -> None:
     statistics.gram += inputs.T @ inputs
     statistics.num_tokens += inputs.shape[0]
     for i in statistics.keys:
         statistics.keys[i] += inputs.T @ recorder.outputs[i, "k"]
         statistics.values[i] += inputs.T @ recorder.outputs[i, "v"]
-        statistics.queries[i] += recorder.outputs[i, "q"].square().sum(0).unflatten(0, (-1, head_dim))
+        statistics.queries[i] += recorder.outputs[i, "q"].square().sum(0).view_as(statistics.queries[i])
 
 
 @torch.no_grad()
 def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
     """Set `{q,k,v}_proj_swiftkv` of every group of `model` from `statistics`, in place."""
     layer_map, layers = model.config.layer_map, model.model.layers
+    num_heads = model.config.num_key_value_heads
     with_bias = layers[layer_map.leaders[0]].self_attn.k_proj_swiftkv.bias is not None
     gram = statistics.gram
     if not with_bias:  # no intercept: leave the constant column out
@@ -159,18 +158,20 @@ def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
 
     for leader in layer_map.leaders:
         group = list(layer_map.group(leader))
-        keys, factors = _merge_keys(
-            [regress(statistics.keys[i]) for i in group], [statistics.queries[i] for i in group], gram, model.config
-        )
+        keys = [regress(statistics.keys[i]) for i in group]
+        if layers[leader].self_attn.normalises_heads:  # a factor on the query would be lost in its norm
+            shared = torch.stack(keys).mean(0)
+        else:
+            shared, factors = _merge_keys(keys, [statistics.queries[i] for i in group], gram, num_heads)
+            for i, factor_i in zip(group, factors, strict=True):
+                _turn_query(layers[i].self_attn, factor_i)
         values = _merge_values(
             [regress(statistics.values[i]) for i in group],
             [layers[i].self_attn.o_proj.weight for i in group],
-            model.config,
+            num_heads,
         )
-        _assign(layers[leader].self_attn.k_proj_swiftkv, keys.T)
+        _assign(layers[leader].self_attn.k_proj_swiftkv, shared.T)
         _assign(layers[leader].self_attn.v_proj_swiftkv, values.T)
-        for i, factor_i in zip(group, factors, strict=True):
-            _turn_query(layers[i].self_attn, factor_i)
 
 
 def _complex(x: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -185,7 +186,7 @@ def _real(z: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_keys(
-    keys: list[torch.Tensor], queries: list[torch.Tensor], gram: torch.Tensor, config: Any
+    keys: list[torch.Tensor], queries: list[torch.Tensor], gram: torch.Tensor, num_key_value_heads: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """One key projection for a group and, by layer, the complex factor its queries take up.
 
@@ -196,11 +197,11 @@ def _merge_keys(
     Returns:
         The shared projection, shaped like one of `keys`, and factors [num_key_value_heads, head_dim / 2].
     """
-    head_dim = config.head_dim
+    head_dim = queries[0].shape[1]
     predicted = torch.stack([_complex(w, head_dim) for w in keys])  # [group, inputs, kv_heads, frequencies]
     energy = []
     for q in queries:  # a key meets every query head of its group of heads, and both halves of its pair
-        real, imaginary = q.unflatten(0, (config.num_key_value_heads, -1)).sum(1).chunk(2, dim=-1)
+        real, imaginary = q.unflatten(0, (num_key_value_heads, -1)).sum(1).chunk(2, dim=-1)
         energy.append((real + imaginary).clamp_min(1e-30).sqrt())
     scale = torch.stack(energy)  # [group, kv_heads, frequencies]
     scale = scale / scale.mean(0)
@@ -216,17 +217,18 @@ def _merge_keys(
     return _real(shared * size), list(factors / size)
 
 
-def _merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], config: Any) -> torch.Tensor:
+def _merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_key_value_heads: int) -> torch.Tensor:
     """One value projection for a group, [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
+    head_dim = values[0].shape[1] // num_key_value_heads
     metrics = []
     for weight in outputs:  # [hidden_size, num_attention_heads * head_dim]
-        heads = weight.double().unflatten(1, (config.num_key_value_heads, -1, config.head_dim))
+        heads = weight.double().unflatten(1, (num_key_value_heads, -1, head_dim))
         metrics.append(torch.einsum("okqd,okqe->kde", heads, heads))
     metric = torch.stack(metrics)  # [group, kv_heads, head_dim, head_dim]
     total = metric.sum(0)
-    identity = torch.eye(config.head_dim, dtype=total.dtype, device=total.device)
+    identity = torch.eye(head_dim, dtype=total.dtype, device=total.device)
     total = total + RIDGE * total.diagonal(dim1=-2, dim2=-1).mean() * identity
-    split = torch.stack([w.unflatten(1, (config.num_key_value_heads, -1)) for w in values])
+    split = torch.stack([w.unflatten(1, (num_key_value_heads, -1)) for w in values])
     mean = split.mean(0)
     # Solved for the deviation from the mean, so that where o_proj ignores a direction the ridge leaves the mean there.
     weighted = torch.einsum("gkde,gnke->knd", metric, split - mean)

@@ -137,9 +137,7 @@ def copy_projections(student: Any) -> None:
         group = [decoder.layers[i].self_attn for i in layer_map.group(leader)]
         _set_mean(group[0].k_proj_swiftkv, [attention.k_proj for attention in group])
         _set_mean(group[0].v_proj_swiftkv, [attention.v_proj for attention in group])
-    decoder.norm_swiftkv.weight.copy_(
-        decoder.layers[first].input_layernorm.weight
-    )
+    decoder.norm_swiftkv.weight.copy_(decoder.layers[first].input_layernorm.weight)
     if student.config.early_exit:
         student.exit_norm.weight.copy_(decoder.norm.weight)
         student.exit_head.weight.copy_(student.lm_head.weight)

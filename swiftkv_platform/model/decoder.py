@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import DynamicCache
-from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -24,6 +23,7 @@ from transformers.utils.output_capturing import capture_outputs
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.attention import KeyValue, Rotation
 from swiftkv_platform.model.cache import make_cache
+from swiftkv_platform.model.masks import Masks, make_masks, select_rows
 from swiftkv_platform.planning import LayerMap
 
 
@@ -36,8 +36,8 @@ class DecoderContext:
     position_ids: torch.Tensor
     """[batch or 1, num_tokens]."""
     rotation: Rotation
-    attention_mask: Any
-    """What the attention backend takes: [batch, 1, num_tokens, context_len], or None for plain causal."""
+    masks: Masks
+    """By layer."""
     past_key_values: DynamicCache | None
     layer_arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -49,19 +49,12 @@ class DecoderContext:
         """The context of the last `num_kept` tokens: new metadata for the upper layers, this one unchanged."""
         if num_kept == self.num_tokens:
             return self
-        mask = self.attention_mask
-        if mask is None and num_kept > 1:
-            # No mask means the backend's causal flag, which aligns queries to the first keys: these are the last ones.
-            shape = (num_kept, self.num_tokens)
-            mask = torch.ones(shape, dtype=torch.bool, device=self.hidden.device).tril(self.num_tokens - num_kept)
-        elif mask is not None:
-            mask = mask[..., -num_kept:, :]
         cos, sin = self.rotation
         return DecoderContext(
             hidden=self.hidden[:, -num_kept:],
             position_ids=self.position_ids[:, -num_kept:],
             rotation=(cos[:, -num_kept:], sin[:, -num_kept:]),
-            attention_mask=mask,
+            masks=select_rows(self.masks, self.num_tokens, num_kept, self.hidden.device),
             past_key_values=self.past_key_values,
             layer_arguments=self.layer_arguments,
         )
@@ -132,9 +125,10 @@ class SwiftKVDecoderMixin(nn.Module):
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(seen, seen + hidden.shape[1], device=hidden.device).unsqueeze(0)
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden,
+        masks = make_masks(
+            self.config,
+            [self.layer_map.cache_layer(i) if self.swiftkv_enabled else i for i in range(len(self.layers))],
+            hidden=hidden,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             position_ids=position_ids,
@@ -143,15 +137,15 @@ class SwiftKVDecoderMixin(nn.Module):
             hidden=hidden,
             position_ids=position_ids,
             rotation=self.rotary_emb(hidden, position_ids=position_ids),
-            attention_mask=mask,
+            masks=masks,
             past_key_values=past_key_values,
             layer_arguments=layer_arguments,
         )
 
-    def _run(self, layer: nn.Module, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
-        output: torch.Tensor = layer(
+    def _run(self, i: int, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
+        output: torch.Tensor = self.layers[i](
             hidden,
-            attention_mask=context.attention_mask,
+            attention_mask=context.masks[i],
             position_ids=context.position_ids,
             position_embeddings=context.rotation,
             past_key_values=context.past_key_values,
@@ -164,8 +158,8 @@ class SwiftKVDecoderMixin(nn.Module):
     def lower(self, context: DecoderContext) -> torch.Tensor:
         """x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size]. The same in both modes."""
         hidden = context.hidden
-        for layer in self.layers[: self.layer_map.num_key_value_layers]:
-            hidden = self._run(layer, hidden, context)
+        for i in range(self.layer_map.num_key_value_layers):
+            hidden = self._run(i, hidden, context)
         return hidden
 
     def teacher_upper(
@@ -182,8 +176,8 @@ class SwiftKVDecoderMixin(nn.Module):
                 value=False,
             )
         hidden = x
-        for layer in self.layers[self.layer_map.num_key_value_layers :]:
-            hidden = self._run(layer, hidden, context)
+        for i in range(self.layer_map.num_key_value_layers, len(self.layers)):
+            hidden = self._run(i, hidden, context)
             if record is not None:
                 record.append(hidden)
         return self.normalise(hidden)
@@ -206,9 +200,9 @@ class SwiftKVDecoderMixin(nn.Module):
         num_kept = context.num_tokens if num_kept is None else num_kept
         hidden, context = x[:, -num_kept:], context.select(num_kept)
         first = self.layer_map.num_key_value_layers
-        for i, layer in enumerate(self.layers[first:], start=first):
+        for i in range(first, len(self.layers)):
             key_value = shared[self.layer_map.cache_layer(i) - first]
-            hidden = self._run(layer, hidden, context, shared_key_value=key_value)
+            hidden = self._run(i, hidden, context, shared_key_value=key_value)
             if record is not None:
                 record.append(hidden)
         return self.normalise(hidden)

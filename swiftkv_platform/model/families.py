@@ -38,7 +38,15 @@ class Family:
         return teacher
 
 
-FAMILIES = {family.model_type: family for family in (Family("llama", "Llama"),)}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "Llama"),
+        Family("mistral", "Mistral"),
+        Family("qwen2", "Qwen2"),
+        Family("qwen3", "Qwen3"),
+    )
+}
 
 
 @dataclass(frozen=True)

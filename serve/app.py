@@ -6,7 +6,7 @@ from typing import Any
 
 from ray import serve as ray_serve
 
-from serve.args import ServeArgs
+from serve.args import ReplicaArgs, ServeArgs
 from serve.deployment import Replica
 from swiftkv_platform.engine import EngineConfig
 
@@ -35,7 +35,8 @@ def build_app(args: dict[str, Any]) -> Any:
         health_check_period_s=5.0,
         max_constructor_retry_count=2,
     )
-    return deployment.bind(args)
+    # Only what a replica needs: Serve replaces replicas whose arguments change, and scaling is no reason to.
+    return deployment.bind(parsed.model_dump(mode="json", include=set(ReplicaArgs.model_fields)))
 
 
 def _resources(engine: EngineConfig) -> dict[str, float]:

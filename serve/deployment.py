@@ -1,4 +1,7 @@
-"""A replica: one engine on one verified model, behind HTTP. Knows Ray Serve's lifecycle, no routes."""
+"""A replica: one engine on one verified model, behind HTTP. Knows Ray Serve's lifecycle, no routes.
+
+Building the application imports this module too, so the engine, and torch with it, is imported where it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,36 @@ import asyncio
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve as ray_serve
 
-from serve.args import HUB_PREFIX, ServeArgs
+from serve.args import HUB_PREFIX, ReplicaArgs
 from serve.http import ModelCard, create_http_app
-from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 from swiftkv_platform.storage.object_store import open_store
 
+if TYPE_CHECKING:
+    from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
+
 
 @ray_serve.ingress()
 class Replica:
-    """What Ray Serve starts, asks for its health and drains. `args`: see `ServeArgs`."""
+    """What Ray Serve starts, asks for its health and drains. `args`: see `ReplicaArgs`."""
 
     def __init__(self, args: dict[str, Any]) -> None:
-        self._args = ServeArgs.model_validate(args)
+        self._args = ReplicaArgs.model_validate(args)
         self._engine: AsyncLLMEngine | None = None
         configure_logging(deployment=self._args.id)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called once by Serve, after the constructor; a replica is ready when it returns."""
         served = await asyncio.to_thread(load, self._args)
+        from swiftkv_platform.engine import AsyncLLMEngine
+
         self._engine = AsyncLLMEngine(served.engine)
         get_logger().info("model_loaded", model=self._args.model, manifest_digest=served.manifest_digest)
         return create_http_app(self._engine, model_card(self._args, served))
@@ -51,7 +58,7 @@ class Served:
     """None: not verified."""
 
 
-def load(args: ServeArgs) -> Served:
+def load(args: ReplicaArgs) -> Served:
     """Fetch the artifact, check every byte against its manifest, load it. Blocks.
 
     Raises:
@@ -60,7 +67,7 @@ def load(args: ServeArgs) -> Served:
         StorageError: the object store does not answer.
     """
     if not args.verify:
-        return Served(LLMEngine.from_pretrained(args.artifact_uri.removeprefix(HUB_PREFIX), args.engine), None)
+        return Served(_load_engine(args.artifact_uri.removeprefix(HUB_PREFIX), args), None)
     with tempfile.TemporaryDirectory(prefix="swiftkv-model-") as workspace:
         directory = Path(workspace) / "model"
         try:
@@ -72,10 +79,16 @@ def load(args: ServeArgs) -> Served:
                 field="artifact_uri",
                 value=args.artifact_uri,
             ) from error
-        return Served(LLMEngine.from_pretrained(directory, args.engine), manifest_digest(manifest))
+        return Served(_load_engine(directory, args), manifest_digest(manifest))
 
 
-def model_card(args: ServeArgs, served: Served) -> ModelCard:
+def _load_engine(path: str | Path, args: ReplicaArgs) -> LLMEngine:
+    from swiftkv_platform.engine import LLMEngine
+
+    return LLMEngine.from_pretrained(path, args.engine)
+
+
+def model_card(args: ReplicaArgs, served: Served) -> ModelCard:
     """What `/health` says of a replica."""
     config = served.engine.model_config
     swiftkv = None

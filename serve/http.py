@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -13,8 +14,10 @@ from sse_starlette import EventSourceResponse
 
 from serve.problems import add_problem_handlers, problem
 from serve.schemas import GenerateRequest, GenerateResponse, to_response
-from swiftkv_platform.engine import AsyncLLMEngine, RequestOutput
 from swiftkv_platform.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine import AsyncLLMEngine, RequestOutput
 
 DONE = "[DONE]"
 """Data of the event that ends a stream."""

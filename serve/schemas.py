@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from swiftkv_platform.engine import RequestOutput, SamplingParams
+from swiftkv_platform.engine import SamplingParams
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine import RequestOutput
 
 
 def _text_or_token_ids(value: Any) -> Any:

@@ -17,9 +17,19 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 
 
+class CountingEngine(LLMEngine):
+    """Knows how many steps it has made."""
+
+    num_steps = 0
+
+    def step(self) -> list[RequestOutput]:
+        self.num_steps += 1
+        return super().step()
+
+
 @pytest_asyncio.fixture
 async def engine(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
-    engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_waiting=2)))
+    engine = AsyncLLMEngine(CountingEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_waiting=2)))
     yield engine
     await engine.aclose()
 
@@ -29,9 +39,14 @@ async def answer(engine: AsyncLLMEngine, prompt: Prompt, params: SamplingParams 
     return outputs[-1]
 
 
-async def until_idle(engine: AsyncLLMEngine) -> None:
+async def check_aborted(engine: AsyncLLMEngine) -> None:
+    """The only request, a long one, ends before its last token, and leaves nothing behind."""
+    assert isinstance(engine.engine, CountingEngine)
     while engine.engine.has_unfinished_requests:
         await asyncio.sleep(0.001)
+    assert engine.engine.num_steps < LONG.max_tokens
+    assert engine.num_requests == 0
+    assert engine.engine._runner.num_caches == 0
 
 
 async def test_callers_get_the_answers_of_the_plain_engine(engine: AsyncLLMEngine, swiftkv_dir: Path) -> None:
@@ -78,9 +93,7 @@ async def test_a_caller_that_stops_listening_aborts_its_request(engine: AsyncLLM
     outputs = engine.generate([1], LONG)
     await anext(outputs)
     await outputs.aclose()
-    await until_idle(engine)
-    assert engine.num_requests == 0
-    assert engine.engine._runner.num_caches == 0
+    await check_aborted(engine)
 
 
 @pytest.mark.parametrize("steps_seen", [0, 1, 5])
@@ -98,8 +111,7 @@ async def test_a_cancelled_caller_aborts_its_request(engine: AsyncLLMEngine, ste
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await until_idle(engine)
-    assert engine.num_requests == 0
+    await check_aborted(engine)
     assert (await answer(engine, [2])).finished
 
 

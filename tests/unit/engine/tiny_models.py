@@ -24,7 +24,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model(context: int = CONTEXT) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=258,
@@ -33,7 +33,7 @@ def make_model() -> LlamaForCausalLM:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         initializer_range=0.5,
         bos_token_id=BOS,
         eos_token_id=EOS,
@@ -48,8 +48,8 @@ def save_dense(directory: Path) -> Path:
     return directory
 
 
-def save_swiftkv(directory: Path) -> Path:
+def save_swiftkv(directory: Path, context: int = CONTEXT) -> Path:
     """Its student, layers 2 and 3 sharing one KV, and the tokenizer."""
-    convert(make_model(), num_key_value_layers=2, key_value_group_size=2).save_pretrained(directory)
+    convert(make_model(context), num_key_value_layers=2, key_value_group_size=2).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

@@ -181,9 +181,17 @@ async def test_a_dead_engine_is_unhealthy_and_says_so(
         assert (response.status_code, response.json()["code"]) == (503, "engine_dead")
 
 
-async def test_a_client_that_leaves_a_stream_frees_the_engine(app: FastAPI, engine: AsyncLLMEngine) -> None:
+async def test_a_client_that_leaves_a_stream_frees_the_engine(
+    app: FastAPI, engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over bare ASGI: httpx's transport only answers whole."""
-    gone = asyncio.Event()
+    gone, steps, step = asyncio.Event(), [], engine.engine.step
+
+    def counted_step() -> Any:
+        steps.append(1)
+        return step()
+
+    monkeypatch.setattr(engine.engine, "step", counted_step)
     body = json.dumps({"prompt": [1], "stream": True, **GREEDY, "max_tokens": 60}).encode()
     request = iter([{"type": "http.request", "body": body, "more_body": False}])
 
@@ -215,4 +223,5 @@ async def test_a_client_that_leaves_a_stream_frees_the_engine(app: FastAPI, engi
     await app(scope, receive, send)
     while engine.engine.has_unfinished_requests:
         await asyncio.sleep(0.001)
+    assert len(steps) < 60
     assert engine.num_requests == 0

@@ -1,0 +1,235 @@
+"""Ray Serve for real: deployments by `RayServe`, `/generate` over HTTP, a corrupt artifact refused, lost clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from swiftkv_platform.cluster.ray_serve import RayServe
+from swiftkv_platform.engine import LLMEngine, SamplingParams
+from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
+from swiftkv_platform.storage.object_store import open_store
+from tests.unit.engine.tiny_models import save_swiftkv
+
+pytestmark = pytest.mark.integration
+
+CONTEXT = 1 << 17
+"""So long that an answer of this length outlasts every wait of these tests."""
+
+DEADLINE_S = 240.0
+
+GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+ENDLESS = {"prompt": [1], "max_tokens": CONTEXT, "ignore_eos": True}
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    """The first true value of `what`; a cluster that is not there yet is waited for."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            value = what()
+        except ClusterUnavailableError:
+            value = None
+        if value:
+            return value
+        assert time.monotonic() < deadline, "gave up waiting"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def dashboard_url() -> Iterator[str]:
+    """A Ray of its own: ports, token, home and temporary directory shared with nobody; ended by its process group."""
+    home = Path(tempfile.mkdtemp(prefix="r-", dir="/tmp"))  # short: Ray's socket paths have a limit
+    token = home / "token"
+    token.write_text(secrets.token_hex(32))
+    port = free_port()
+    ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    ports = [f"--dashboard-port={port}", f"--ray-client-server-port={free_port()}", "--port=0"]
+    ports += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+    limits = ["--num-cpus=4", f"--object-store-memory={200 << 20}", f"--temp-dir={home}"]
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    with (home / "ray.log").open("wb") as log, pytest.MonkeyPatch.context() as patch:
+        for name, value in auth.items():
+            patch.setenv(name, value)
+        ray = subprocess.Popen(
+            [*ray_start, *ports, *limits],
+            env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            os.killpg(ray.pid, signal.SIGKILL)
+            ray.wait()
+            shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the same artifact twice, one of them with a flipped byte."""
+    directory = tmp_path_factory.mktemp("artifacts")
+    model = save_swiftkv(directory / "model", CONTEXT)
+    store = open_store(str(directory / "store"))
+    for name in ("good", "corrupt"):
+        publish_directory(store, model, name, kind="artifact", lineage={}, metrics={})
+    weights = directory / "store" / "corrupt" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    return directory / "store"
+
+
+@pytest.fixture(scope="module")
+def specs(artifacts: Path) -> list[DeploymentSpec]:
+    def spec(name: str, **options: Any) -> DeploymentSpec:
+        return DeploymentSpec(f"dep_{name}", f"mdl_{name}", str(artifacts / name), f"/{name}", **options)
+
+    return [spec("good", engine={"max_num_waiting": 0}), spec("corrupt")]
+
+
+@pytest.fixture(scope="module")
+def serve_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def cluster(dashboard_url: str, serve_port: int, specs: list[DeploymentSpec]) -> Iterator[RayServe]:
+    """Both deployments applied, and at their ends."""
+    with closing(RayServe(dashboard_url, http_port=serve_port)) as cluster:
+        assert wait_for(lambda: cluster.status() == {})
+        cluster.apply(specs)
+        wait_for(lambda: all(state.status is not DeploymentStatus.DEPLOYING for state in cluster.status().values()))
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def states(cluster: RayServe) -> Mapping[str, DeploymentState]:
+    return cluster.status()
+
+
+@pytest.fixture
+def client(cluster: RayServe, serve_port: int) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{serve_port}/good", timeout=60.0, trust_env=False) as client:
+        yield client
+
+
+def generate(client: httpx.Client, **body: Any) -> httpx.Response:
+    return client.post("/generate", json=body)
+
+
+def wait_until_free(client: httpx.Client) -> None:
+    """The deployment lets nobody wait, so a request is refused while another one runs."""
+    wait_for(lambda: generate(client, prompt=[1], **GREEDY).status_code == httpx.codes.OK)
+
+
+def test_a_deployment_is_running_when_it_answers(
+    states: Mapping[str, DeploymentState], client: httpx.Client, artifacts: Path
+) -> None:
+    assert states["dep_good"] == DeploymentState(DeploymentStatus.RUNNING, "", replicas=1)
+
+    health = client.get("/health").json()
+    assert health["deployment"] == "dep_good"
+    assert health["manifest_digest"] == manifest_digest(read_manifest(open_store(str(artifacts)), "good"))
+    assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
+
+
+def test_a_corrupt_artifact_is_refused_and_the_status_says_why(
+    states: Mapping[str, DeploymentState], serve_port: int
+) -> None:
+    state = states["dep_corrupt"]
+    assert (state.status, state.replicas) == (DeploymentStatus.FAILED, 0)
+    assert state.message.startswith("swiftkv_platform.errors.ArtifactCorruptError: 'model.safetensors'")
+    assert "differs from its manifest" in state.message
+    response = httpx.post(f"http://127.0.0.1:{serve_port}/corrupt/generate", json={"prompt": [1]}, trust_env=False)
+    assert not response.is_success
+
+
+def test_generate_answers_as_the_engine_does(client: httpx.Client, artifacts: Path) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    expected = LLMEngine.from_pretrained(artifacts / "good").generate(["hello"], params)[0]
+    answer = generate(client, prompt="hello", **GREEDY).json()
+    assert answer["model"] == "mdl_good"
+    assert answer["choices"][0]["token_ids"] == list(expected.token_ids)
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["usage"]["prefill_layers_skipped_tokens"] == 4
+
+
+def test_a_stream_joins_to_the_answer(client: httpx.Client) -> None:
+    whole = generate(client, prompt="hello", **GREEDY).json()["choices"][0]
+    with client.stream("POST", "/generate", json={"prompt": "hello", "stream": True, **GREEDY}) as response:
+        data = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert data.pop() == "[DONE]"
+    choices = [json.loads(event)["choices"][0] for event in data]
+    assert len(choices) == 12
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_bad_requests_are_problems(client: httpx.Client) -> None:
+    response = generate(client, prompt="hello", max_tokens=0)
+    assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+    assert response.json()["errors"][0]["field"] == "max_tokens"
+    assert response.json()["instance"] == "/good/generate"
+    response = generate(client, prompt=[1] * CONTEXT)
+    assert response.status_code == 422
+    assert f"prompt has {CONTEXT} tokens; the context of {CONTEXT} tokens" in response.json()["detail"]
+
+
+def test_a_full_queue_is_refused_and_a_client_that_leaves_a_stream_frees_it(client: httpx.Client) -> None:
+    with client.stream("POST", "/generate", json={**ENDLESS, "stream": True}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        refused = generate(client, prompt=[1], **GREEDY)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["code"] == "queue_full"
+    wait_until_free(client)
+
+
+def test_a_client_that_gives_up_waiting_frees_the_engine(client: httpx.Client) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/generate", json=ENDLESS, timeout=1.0)
+    wait_until_free(client)
+
+
+def test_a_wrong_token_is_a_cluster_that_cannot_be_used(cluster: RayServe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
+    with pytest.raises(ClusterUnavailableError, match=r"40[13]"):
+        cluster.status()
+
+
+def test_what_is_no_longer_applied_is_gone_and_the_rest_serves_on(
+    cluster: RayServe, client: httpx.Client, specs: list[DeploymentSpec]
+) -> None:
+    """Last: it takes the deployments down."""
+    cluster.apply(specs[:1])
+    wait_for(lambda: set(cluster.status()) == {"dep_good"})
+    assert generate(client, prompt=[1], **GREEDY).is_success
+    cluster.apply([])
+    wait_for(lambda: not cluster.status())
+    assert not generate(client, prompt=[1], **GREEDY).is_success

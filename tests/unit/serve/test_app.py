@@ -1,0 +1,57 @@
+"""The application as Serve sees it, without starting Serve; and its address."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from serve.app import REFUSAL_HEADROOM, build_app
+from swiftkv_platform.cluster.ray_serve import RayServe, http_address
+from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
+
+ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}
+
+
+def deployment(**changes: Any) -> Any:
+    return build_app(ARGS | changes)._bound_deployment
+
+
+def test_scaling_and_resources_come_from_the_arguments() -> None:
+    built = deployment(
+        min_replicas=2, max_replicas=4, target_ongoing_requests=3, engine={"num_threads": 2, "max_num_waiting": 5}
+    )
+    scaling = built._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 4, 3.0)
+    assert built.ray_actor_options["num_cpus"] == 2
+    assert built.max_ongoing_requests == 5 + REFUSAL_HEADROOM
+
+
+def test_scaling_is_no_argument_of_a_replica() -> None:
+    assert deployment(max_replicas=4).init_args == deployment().init_args
+    assert deployment(model="mdl_2").init_args != deployment().init_args
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(ValidationError, match="colour"):
+        build_app(ARGS | {"colour": "red"})
+
+
+def test_building_the_application_imports_no_torch() -> None:
+    check = f"import sys; from serve.app import build_app; build_app({ARGS}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_the_address_to_listen_on_is_the_one_clients_use() -> None:
+    assert http_address("http://127.0.0.1:8001") == ("127.0.0.1", 8001)
+    for url in ("127.0.0.1:8001", "http://127.0.0.1", "https://127.0.0.1:8001"):
+        with pytest.raises(InvalidInputError, match=r"give http://host:port"):
+            http_address(url)
+
+
+def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
+    with pytest.raises(ClusterUnavailableError, match=r"127\.0\.0\.1:9 does not answer"):
+        RayServe("http://127.0.0.1:9").status()

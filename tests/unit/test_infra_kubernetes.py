@@ -1,0 +1,158 @@
+"""What infra/kubernetes says agrees with the schemas of what reads it, and with the code. Nothing is started."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.object_store import open_store
+from tests.infra_files import INFRA, KUBERNETES, PINNED, documents, environments, objects, pod_templates, ray_cluster
+
+
+def test_addresses_name_services_that_exist() -> None:
+    settings = environments()["ConfigMap-swiftkv-control-plane"]
+    [cluster] = [parameter.values[0] for parameter in objects("RayCluster")]
+    head = f"{cluster['metadata']['name']}-head-svc"  # KubeRay's rule
+    ports = {
+        port["containerPort"] for port in cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["ports"]
+    }
+    for name in ("SWIFTKV_RAY_DASHBOARD_URL", "SWIFTKV_SERVE_URL"):
+        host, port = settings[name].removeprefix("http://").split(":")
+        assert host == head
+        assert int(port) in ports
+
+
+def test_kustomization_lists_every_file() -> None:
+    [kustomization] = documents(INFRA / "kubernetes" / "kustomization.yaml")
+    assert sorted([*kustomization["resources"], "kustomization.yaml"]) == [path.name for path in KUBERNETES]
+    [namespace] = [parameter.values[0] for parameter in objects("Namespace")]
+    assert kustomization["namespace"] == namespace["metadata"]["name"]
+
+
+CORE = ("ConfigMap", "Deployment", "Namespace", "NetworkPolicy", "PersistentVolumeClaim", "ServiceAccount")
+
+
+@pytest.mark.parametrize("document", objects(*CORE))
+def test_core_objects_follow_their_schema(document: dict[str, Any]) -> None:
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_there_is_no_other_kind() -> None:
+    assert {parameter.values[0]["kind"] for parameter in objects()} == {*CORE, "RayCluster", "RayService"}
+
+
+@pytest.mark.parametrize("name", pod_templates())
+def test_pods_follow_their_schema_and_the_restricted_standard(name: str) -> None:
+    template = pod_templates()[name]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, **template["metadata"]},
+        "spec": template["spec"],
+    }
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    assert template["spec"]["securityContext"]["runAsNonRoot"]
+    assert template["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in (*template["spec"].get("initContainers", []), *template["spec"]["containers"]):
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["requests"]
+        assert "memory" in container["resources"]["limits"]
+
+
+def test_references_lead_somewhere() -> None:
+    """ConfigMaps and service accounts exist; secrets are KubeRay's or those that infra/README.md tells to create."""
+    readme = (INFRA / "README.md").read_text()
+    config_maps = {parameter.values[0]["metadata"]["name"] for parameter in objects("ConfigMap")}
+    accounts = {parameter.values[0]["metadata"]["name"] for parameter in objects("ServiceAccount")}
+    clusters = {parameter.values[0]["metadata"]["name"] for parameter in objects("RayCluster")}
+    for template in pod_templates().values():
+        assert template["spec"].get("serviceAccountName", next(iter(accounts))) in accounts
+        for container in (*template["spec"].get("initContainers", []), *template["spec"]["containers"]):
+            for source in container.get("envFrom", []):
+                if "configMapRef" in source:
+                    assert source["configMapRef"]["name"] in config_maps
+                else:
+                    assert f"secret generic {source['secretRef']['name']} " in readme
+            for entry in container.get("env", []):
+                if "valueFrom" in entry:
+                    reference = entry["valueFrom"]["secretKeyRef"]
+                    assert reference["name"] in clusters
+                    assert reference["key"] == "auth_token"
+
+
+@pytest.mark.parametrize(("probe", "path"), [("startup", "healthz"), ("liveness", "healthz"), ("readiness", "readyz")])
+@pytest.mark.parametrize("status", [200, 503])
+def test_probes_tell_a_control_plane_that_is_well_from_one_that_is_not(probe: str, path: str, status: int) -> None:
+    asked: list[str] = []
+
+    class ControlPlane(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the name it has in the base class)
+            """Stay silent."""
+
+    [container] = pod_templates()["swiftkv-control-plane"]["spec"]["containers"]
+    command = container[f"{probe}Probe"]["exec"]["command"]
+    assert command[0] == "python"
+    with ThreadingHTTPServer(("127.0.0.1", 0), ControlPlane) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        script = command[2].replace(f"127.0.0.1:{Settings().port}", f"127.0.0.1:{server.server_port}")
+        outcome = subprocess.run([sys.executable, "-c", script], capture_output=True)
+        server.shutdown()
+    assert asked == [f"/{path}"]
+    assert (outcome.returncode == 0) == (status == 200)
+
+
+@pytest.mark.parametrize("document", objects("RayCluster", "RayService"))
+def test_ray_clusters_run_the_pinned_ray_behind_a_token(document: dict[str, Any]) -> None:
+    assert document["apiVersion"] == "ray.io/v1"
+    cluster = ray_cluster(document)
+    assert cluster["rayVersion"] == PINNED["ray"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    for group in cluster["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert group["minReplicas"] < group["maxReplicas"], "the group can scale"
+        [container] = group["template"]["spec"]["containers"]
+        assert (
+            container["resources"]["limits"]["nvidia.com/gpu"] == container["resources"]["requests"]["nvidia.com/gpu"]
+        )
+        assert any(toleration["key"] == "nvidia.com/gpu" for toleration in group["template"]["spec"]["tolerations"])
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "KubeRay takes strings only"
+
+
+def test_the_serve_config_is_one_that_ray_and_our_application_accept() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    from serve.args import ServeArgs
+
+    [service] = [parameter.values[0] for parameter in objects("RayService")]
+    config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+    worker = ray_cluster(service)["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    assert config.http_options.port in {port["containerPort"] for port in worker["ports"]}
+    [application] = config.applications
+    module, _, function = application.import_path.partition(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    assert f"def {function}(" in Path(spec.origin).read_text()
+    arguments = ServeArgs.model_validate(application.args)
+    group = ray_cluster(service)["workerGroupSpecs"][0]
+    assert arguments.max_replicas <= group["maxReplicas"], "one GPU a replica, one GPU a worker"
+    open_store(arguments.artifact_uri)

@@ -168,7 +168,7 @@ def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[
     ]
 
 
-def schedule(progress: float, warmup: float = 0.01, decay_from: float = 0.55) -> float:
+def schedule(progress: float, *, decay_from: float, warmup: float = 0.01) -> float:
     """Trapezoid: warm-up, plateau, linear decay to zero; `progress` is the share of the time budget used."""
     return min(1.0, progress / warmup, (1.0 - progress) / (1.0 - decay_from))
 
@@ -197,7 +197,7 @@ def train(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     begin, step, tokens, evaluated = time.monotonic(), 0, 0, 0.0
     while (progress := (time.monotonic() - begin) / (args.hours * 3600)) < 1.0:
-        scale = max(schedule(progress), 0.0)
+        scale = max(schedule(progress, decay_from=args.decay_from), 0.0)
         for group, base in zip((g for o in optimizers for g in o.param_groups), base_rates, strict=True):
             group["lr"] = base * scale
         if progress > args.long_from:
@@ -262,6 +262,7 @@ def main() -> None:
     parser.add_argument(
         "--long-from", type=float, default=0.88, help="share of the budget after which windows are long"
     )
+    parser.add_argument("--decay-from", type=float, default=0.55, help="share of the budget after which rates fall")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=4e-3)

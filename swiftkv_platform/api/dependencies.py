@@ -50,7 +50,7 @@ def build_components(settings: Settings) -> Components:
         database.upgrade()
     else:
         database.check_schema()
-    objects = open_store(settings.resolved_storage_uri)
+    objects = open_store(settings.resolved_storage_uri, patient=False)  # requests fail fast, the reconciler repeats
     http_host, http_port = http_address(settings.serve_url)
     return Components(
         database=database,
@@ -67,7 +67,7 @@ def build_components(settings: Settings) -> Components:
 
 def read_object(store: str, key: str) -> bytes:
     """An object of any store, for checking a spec's sources."""
-    return open_store(store).get_bytes(key)
+    return open_store(store, patient=False).get_bytes(key)
 
 
 def get_components(request: Request) -> Components:

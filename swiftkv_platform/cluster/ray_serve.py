@@ -19,6 +19,7 @@ from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState
 APPLICATION = "serve.app:build_app"
 """What the cluster imports for every deployment."""
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATH = "/api/serve/applications/"
 
 # The first `apply` starts Serve's controller and proxies, and waits for them.
@@ -38,13 +39,18 @@ _RAISED = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
 
 
 def http_address(serve_url: str) -> tuple[str, int]:
-    """Host and port for Serve's proxy to listen on, from the address clients use. Raises `InvalidInputError`."""
+    """Host and port for Serve's proxies to listen on, from the address clients use. Raises `InvalidInputError`.
+
+    A name that clients reach from elsewhere is rarely one that every node could bind: there they listen on all.
+    """
     parts = urlsplit(serve_url)
     if parts.scheme != "http" or not parts.hostname or not parts.port:
         raise InvalidInputError(
             f"serve_url is {serve_url!r}; give http://host:port", field="serve_url", value=serve_url
         )
-    return parts.hostname, parts.port
+    if parts.hostname in _LOOPBACK:
+        return parts.hostname, parts.port
+    return "0.0.0.0", parts.port  # noqa: S104  # the operator has named an address that others reach
 
 
 class RayServe:

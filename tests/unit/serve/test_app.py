@@ -47,6 +47,7 @@ def test_building_the_application_imports_no_torch() -> None:
 
 def test_the_address_to_listen_on_is_the_one_clients_use() -> None:
     assert http_address("http://127.0.0.1:8001") == ("127.0.0.1", 8001)
+    assert http_address("http://serve.example:80") == ("0.0.0.0", 80)
     for url in ("127.0.0.1:8001", "http://127.0.0.1", "https://127.0.0.1:8001"):
         with pytest.raises(InvalidInputError, match=r"give http://host:port"):
             http_address(url)

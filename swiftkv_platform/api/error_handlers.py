@@ -171,6 +171,7 @@ def _dotted(location: Sequence[str | int]) -> str | None:
 def _accepted_keys(request: Request, location: Sequence[str | int]) -> Sequence[str]:
     """Keys of the model at `location` of the body that the request's endpoint takes."""
     hints = typing.get_type_hints(request.scope["endpoint"])
+    del hints["return"]
     found: Any = next(hint for hint in hints.values() if isinstance(hint, type) and issubclass(hint, BaseModel))
     for part in location:
         if isinstance(part, str):

@@ -1,15 +1,14 @@
-"""The JSON that callers see, made from domain values. Knows no route and no database."""
+"""The JSON that callers see of jobs, made from domain values. Knows no route and no database."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict
 
-from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, Level, MetricPoint, Model, Reason
-from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus, Page, Slice
+from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, Level, MetricPoint, Reason
+from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 
@@ -17,11 +16,11 @@ T = TypeVar("T")
 Item = TypeVar("Item", bound=BaseModel)
 
 
-class _Answer(BaseModel):
+class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
 
-class ListAnswer(_Answer, Generic[Item]):
+class ListAnswer(Answer, Generic[Item]):
     """Part of a list; `after={last_id}` gives the next."""
 
     object: Literal["list"] = "list"
@@ -41,20 +40,20 @@ def list_answer(found: Slice[T], make: Callable[[T], Item], cursor: Callable[[It
     )
 
 
-class StatusReason(_Answer):
+class StatusReason(Answer):
     code: str
     message: str
     field: str | None = None
 
 
-class JobError(_Answer):
+class JobError(Answer):
     code: str
     message: str
     param: str | None = None
     """Dotted path of the field to blame, where one is."""
 
 
-class JobProgress(_Answer):
+class JobProgress(Answer):
     step: int
     total_steps: int | None
     tokens: int
@@ -62,7 +61,7 @@ class JobProgress(_Answer):
     seconds_remaining: int | None
 
 
-class JobAnswer(_Answer):
+class JobAnswer(Answer):
     """A distillation job. Times are Unix seconds."""
 
     id: str
@@ -131,7 +130,7 @@ def _job_error(reason: Reason | None) -> JobError | None:
     return None if reason is None else JobError(code=reason.code, message=reason.message, param=reason.field)
 
 
-class EstimateAnswer(_Answer):
+class EstimateAnswer(Answer):
     """What the job would make of its teacher; null where the teacher's configuration is on the hub."""
 
     object: Literal["distillation.estimate"] = "distillation.estimate"
@@ -144,7 +143,7 @@ class EstimateAnswer(_Answer):
     """KV bytes per token relative to the teacher's."""
 
 
-class EventAnswer(_Answer):
+class EventAnswer(Answer):
     """Something that happened to a job."""
 
     id: str
@@ -167,7 +166,7 @@ class EventAnswer(_Answer):
         )
 
 
-class MetricPointAnswer(_Answer):
+class MetricPointAnswer(Answer):
     """The measurements of one step: `logits_loss`, `lr`, `tokens_per_second`, ... as the attempt reported them."""
 
     model_config = ConfigDict(extra="allow")
@@ -182,7 +181,7 @@ class MetricPointAnswer(_Answer):
         return cls.model_validate({**point.values, "step": point.step, "attempt": point.attempt, "time": point.time})
 
 
-class CheckpointAnswer(_Answer):
+class CheckpointAnswer(Answer):
     """A complete checkpoint."""
 
     id: str
@@ -208,7 +207,7 @@ class CheckpointAnswer(_Answer):
         )
 
 
-class ArtifactFileAnswer(_Answer):
+class ArtifactFileAnswer(Answer):
     """One file of a distilled model."""
 
     object: Literal["artifact.file"] = "artifact.file"
@@ -219,105 +218,6 @@ class ArtifactFileAnswer(_Answer):
     sha256: str
     url: str
     """Where it can be downloaded: for a limited time from S3, else from this server."""
-
-
-class ModelAnswer(_Answer):
-    """A distilled model and where it came from."""
-
-    id: str
-    object: Literal["model"] = "model"
-    name: str
-    created_at: int
-    job_id: str
-    attempt: int
-    artifact_uri: str
-    manifest_digest: str
-    size: int
-    """Bytes."""
-    lineage: dict[str, Any]
-    metrics: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: Model) -> Self:
-        return cls(
-            id=model.id,
-            name=model.name,
-            created_at=model.created_at,
-            job_id=model.job_id,
-            attempt=model.attempt,
-            artifact_uri=model.artifact_uri,
-            manifest_digest=model.manifest_digest,
-            size=model.size,
-            lineage=dict(model.lineage),
-            metrics=dict(model.metrics),
-        )
-
-
-class DeploymentRequest(BaseModel):
-    """What to serve, and how much of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    model: Annotated[str, Field(min_length=1)]
-    """`mdl_` id."""
-    route_prefix: Annotated[str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200)] = "/"
-    """HTTP path below which it answers; one deployment can hold it."""
-    min_replicas: Annotated[int, Field(ge=1)] = 1
-    max_replicas: Annotated[int, Field(ge=1)] = 1
-    target_ongoing_requests: Annotated[float, Field(gt=0.0)] = 8.0
-    """Requests a replica should work on at once; more replicas are started above it."""
-    engine: dict[str, Any] = {}
-    """Engine options."""
-
-    @model_validator(mode="after")
-    def _replicas_in_order(self) -> Self:
-        if self.max_replicas < self.min_replicas:
-            raise PydanticCustomError(
-                "max_replicas",
-                "max_replicas {value} is below min_replicas {least}",
-                {"field": "max_replicas", "value": self.max_replicas, "least": self.min_replicas},
-            )
-        return self
-
-
-class DeploymentAnswer(_Answer):
-    """A served model."""
-
-    id: str
-    object: Literal["deployment"] = "deployment"
-    created_at: int
-    model: str
-    artifact_uri: str
-    route_prefix: str
-    min_replicas: int
-    max_replicas: int
-    target_ongoing_requests: float
-    engine: dict[str, Any]
-    status: DeploymentStatus
-    message: str
-    replicas: int
-    """Running now."""
-    url: str
-    """Where `/generate` answers."""
-
-    @classmethod
-    def of(cls, deployment: Deployment, serve_url: str) -> Self:
-        spec, state = deployment.spec, deployment.state
-        return cls(
-            id=spec.id,
-            created_at=deployment.created_at,
-            model=spec.model,
-            artifact_uri=spec.artifact_uri,
-            route_prefix=spec.route_prefix,
-            min_replicas=spec.min_replicas,
-            max_replicas=spec.max_replicas,
-            target_ongoing_requests=spec.target_ongoing_requests,
-            engine=dict(spec.engine),
-            status=state.status,
-            message=state.message,
-            replicas=state.replicas,
-            url=serve_url.rstrip("/") + spec.route_prefix.rstrip("/"),
-        )
 
 
 def page_of(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice[T]:

@@ -142,6 +142,7 @@ class Reconciler:
         command = self._entrypoint.shell(job.id, attempt.number)
         self._cluster.submit(_submission_id(job), command, self._entrypoint.env)
         self._jobs.update(self._seen_by_ray(job))
+        self._log.info("submitted", job_id=job.id, submission_id=attempt.submission_id)
 
     def _follow(self, job: Job) -> None:
         submission = self._cluster.status(_submission_id(job))
@@ -161,7 +162,8 @@ class Reconciler:
         if submission is not None:
             self._store.save_logs(ended.id, ended.attempt.number, self._cluster.logs(_submission_id(ended)))
         model = self._settlement.settle(reading, submission)
-        self._jobs.update(reading.job, events=reading.events, points=reading.points, model=model)
+        settled = self._jobs.update(reading.job, events=reading.events, points=reading.points, model=model)
+        self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
 
     def _keep(self, before: Job, reading: Reading) -> None:
         """Store what a running attempt has said, and stop it if it must not go on."""

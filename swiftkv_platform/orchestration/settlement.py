@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swiftkv_platform.attempts import Manifest
+from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.orchestration.job import (
     Failure,
     Job,
@@ -40,19 +41,24 @@ class Settlement:
         cancelling = job.status is JobStatus.CANCELLING
         ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
         unexplained = job.attempt.stopping is None and job.attempt.failure is None
+        damage: Failure | None = None
         if ended_well or (unexplained and not cancelling):
             # The manifest is written last: with it the work is done, whatever became of the process afterwards.
-            manifest = self.store.artifact_manifest(job.id, job.attempt.number)
-            if manifest is not None:
-                return self._promote(reading, manifest)
+            try:
+                manifest = self.store.artifact_manifest(job.id, job.attempt.number)
+            except ArtifactCorruptError as error:
+                damage = Failure(Reason(error.code, error.message), retryable=True)
+            else:
+                if manifest is not None:
+                    return self._promote(reading, manifest)
         if cancelling:
             reading.move(JobStatus.CANCELLED, job.status_reason)
-        elif submission is None and unexplained:
+        elif submission is None and unexplained and damage is None:
             # Nobody follows the attempt any more. That is no fault of the job's and uses up no retry.
             message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
             self._requeue(reading, Reason("worker_lost", message), counts=False)
         else:
-            self._settle_failure(reading, _cause(job, submission))
+            self._settle_failure(reading, damage or _cause(job, submission))
         return None
 
     def _settle_failure(self, reading: Reading, failure: Failure) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response, status
 
+from swiftkv_platform.api.catalog_schemas import DeploymentAnswer, DeploymentRequest
 from swiftkv_platform.api.dependencies import NewestFirst, Parts, TheCaller, TheSettings
-from swiftkv_platform.api.schemas import DeploymentAnswer, DeploymentRequest, ListAnswer, list_answer
+from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.orchestration.service import DeploymentService
 
 router = APIRouter(prefix="/deployments", tags=["deployments"])

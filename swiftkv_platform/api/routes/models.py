@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from swiftkv_platform.api.catalog_schemas import ModelAnswer
 from swiftkv_platform.api.dependencies import NewestFirst, Parts, TheCaller
-from swiftkv_platform.api.schemas import ListAnswer, ModelAnswer, list_answer
+from swiftkv_platform.api.schemas import ListAnswer, list_answer
 
 router = APIRouter(prefix="/models", tags=["models"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from swiftkv_platform.attempts import MANIFEST, artifact_prefix
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
@@ -151,6 +152,19 @@ def test_a_run_that_ends_well_without_a_complete_artifact_has_failed(plane: Plan
     error = plane.get(job).error
     assert error is not None
     assert error.code == "storage_error"
+
+
+def test_an_artifact_whose_manifest_is_damaged_is_made_again(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.objects.put_bytes(f"{artifact_prefix(job.id, 1)}/{MANIFEST}", b"nonsense")
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    reconciler.tick()
+    waiting = plane.get(job)
+    assert (waiting.status, waiting.attempt.number, waiting.retries) == (JobStatus.QUEUED, 2, 1)
+    assert waiting.status_reason is not None
+    assert waiting.status_reason.code == "artifact_corrupt"
 
 
 def test_a_process_that_dies_after_its_artifact_is_complete_has_succeeded(plane: Plane) -> None:

@@ -57,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _set_ray_train_environment()
     ray.init()
     signal.signal(signal.SIGTERM, _stop)  # after ray.init, which sets a handler of its own
-    return 0 if run_attempt(store, request) is None else 1
+    try:
+        return 0 if run_attempt(store, request) is None else 1
+    except SystemExit:  # from `_stop`; where it interrupts Ray, Ray changes its status
+        return _TERMINATED
 
 
 def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:

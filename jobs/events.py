@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -68,7 +69,7 @@ class MetricsBuffer:
         self._total_steps = total_steps
         self._interval_s = interval_s
         self._points: list[dict[str, float]] = []
-        self._flushed_at = 0.0
+        self._flushed_at = -math.inf
 
     def add(self, point: dict[str, float]) -> None:
         self._points.append(point)

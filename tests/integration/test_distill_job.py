@@ -33,6 +33,7 @@ from tests.s3_servers import S3Server, run_moto
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 JOB = "job_1"
+TOTAL_STEPS = 30
 ONE_WORKER = {"num_workers": 1}
 
 
@@ -109,10 +110,22 @@ def train_workers() -> list[psutil.Process]:
     ]
 
 
-def test_a_job_survives_the_loss_of_a_worker(cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"))
-    total_steps = 30
-    process = start(store, job_spec(tiny_teacher, corpus, max_steps=total_steps), cluster)
+def test_a_job_on_s3_survives_the_loss_of_a_worker(
+    cluster: str, s3_server: S3Server, tiny_teacher: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """Teacher, data, checkpoints, events and artifact are objects."""
+    inputs = open_store(s3_server.uri("inputs"))
+    for file in tiny_teacher.iterdir():
+        inputs.upload_file(file, f"teacher/{file.name}")
+    inputs.upload_file(corpus, "corpus.jsonl")
+    store = open_store(s3_server.uri("store"))
+    spec = job_spec(
+        s3_server.uri("inputs/teacher"),
+        s3_server.uri("inputs/corpus.jsonl"),
+        max_steps=TOTAL_STEPS,
+        tracking={"wandb": {"mode": "offline"}},
+    )
+    process = start(store, spec, cluster)
 
     wait_for_checkpoint(store, process)
     workers = train_workers()
@@ -123,17 +136,16 @@ def test_a_job_survives_the_loss_of_a_worker(cluster: str, tiny_teacher: Path, c
     said = events(store)
     assert [event.data["status"] for event in said if event.type == "status"] == ["running", "evaluating"]
     assert not [event for event in said if event.type == "error"]
+    assert {event.data["run_id"] for event in said if event.type == "tracking"} == {"run"}
     runs = _steps_by_run(store)
     assert len(runs) == 2, "the workers were started once more"
     assert runs[0][0] == 1
     saved = [event.data["step"] for event in said if event.type == "checkpoint"]
     assert runs[1][0] - 1 in saved, "the second run goes on from a checkpoint"
-    assert runs[1][-1] == saved[-1] == total_steps
+    assert runs[1][-1] == saved[-1] == TOTAL_STEPS
+    assert len(store.list_directories(checkpoints_prefix(JOB, 1))) == spec.checkpoint.keep
     _assert_artifact_is_complete(store, said, tmp_path / "artifact")
-    kept = store.list_directories(checkpoints_prefix(JOB, 1))
-    assert len(kept) == 2
-
-    _retry_after_the_last_step(store, f"{checkpoints_prefix(JOB, 1)}/{kept[-1]}", tiny_teacher, corpus, total_steps)
+    _another_attempt_trains_no_more_and_meets_its_gate(store, spec)
 
 
 def _steps_by_run(store: ObjectStore) -> list[list[int]]:
@@ -141,7 +153,7 @@ def _steps_by_run(store: ObjectStore) -> list[list[int]]:
     by_writer: dict[str, list[int]] = {}
     for stored in AttemptStore(store).read_events(JOB, 1, {}):
         if stored.event.type == "metrics":
-            assert stored.event.data["total_steps"] == 30
+            assert stored.event.data["total_steps"] == TOTAL_STEPS
             by_writer.setdefault(stored.writer, []).extend(point["step"] for point in stored.event.data["points"])
     assert all(writer.startswith("rank0-") for writer in by_writer)
     return list(by_writer.values())
@@ -177,24 +189,19 @@ def _assert_artifact_is_complete(store: ObjectStore, said: list[AttemptEvent], d
         student.swiftkv(False)(prompt)
 
 
-def _retry_after_the_last_step(
-    store: ObjectStore, checkpoint: str, teacher: Path, corpus: Path, total_steps: int
-) -> None:
-    """Another attempt that is told to go on from the last step evaluates and publishes, and trains nothing."""
+def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec: JobSpec) -> None:
     from jobs.distill import run_attempt
 
-    spec = job_spec(teacher, corpus, max_steps=total_steps)
-    request = AttemptRequest(job_id=JOB, attempt=2, spec=spec, resume_from=checkpoint, run_id="run")
+    checkpoint = AttemptStore(store).newest_checkpoint(JOB)
+    gated = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"max_kl": 1e-9})})
+    request = AttemptRequest(job_id=JOB, attempt=2, spec=gated, resume_from=checkpoint, run_id="run")
 
-    assert run_attempt(store, request) is None
+    failure = run_attempt(store, request)
 
-    said = events(store, attempt=2)
-    assert {event.type for event in said} == {"status", "message", "artifact"}
-    first, second = (AttemptStore(store).artifact_manifest(JOB, attempt) for attempt in (1, 2))
-    assert first is not None
-    assert second is not None
-    assert second.metrics["distilled"] == pytest.approx(first.metrics["distilled"])
-    assert second.metrics["tokens_trained"] == first.metrics["tokens_trained"]
+    assert failure is not None
+    assert (failure.code, failure.field, failure.retryable) == ("quality_gate", "evaluation.max_kl", False)
+    assert [event.type for event in events(store, attempt=2)] == ["status", "message", "status", "error"]
+    assert AttemptStore(store).artifact_manifest(JOB, 2) is None
 
 
 def test_sigterm_ends_the_job_and_frees_its_workers(
@@ -211,41 +218,6 @@ def test_sigterm_ends_the_job_and_frees_its_workers(
         time.sleep(0.1)
     assert AttemptStore(store).newest_checkpoint(JOB) is not None
     assert AttemptStore(store).artifact_manifest(JOB, 1) is None
-
-
-def test_a_whole_job_on_s3(cluster: str, s3_server: S3Server, tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
-    """Teacher, data, checkpoints, events and artifact are objects; a gate that nothing passes comes last."""
-    from jobs.distill import run_attempt
-
-    inputs = open_store(s3_server.uri("inputs"))
-    for file in tiny_teacher.iterdir():
-        inputs.upload_file(file, f"teacher/{file.name}")
-    inputs.upload_file(corpus, "corpus.jsonl")
-    store = open_store(s3_server.uri("store"))
-    spec = job_spec(
-        s3_server.uri("inputs/teacher"),
-        s3_server.uri("inputs/corpus.jsonl"),
-        max_steps=4,
-        resources=ONE_WORKER,
-        sharding={"strategy": "ddp"},
-        tracking={"wandb": {"mode": "offline"}},
-    )
-    request = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
-
-    assert run_attempt(store, request) is None
-    said = events(store)
-    (tracking,) = (event.data for event in said if event.type == "tracking")
-    assert (tracking["mode"], tracking["run_id"]) == ("offline", "run")
-    assert fetch_directory(store, artifact_prefix(JOB, 1), tmp_path / "artifact").lineage["teacher"].startswith("s3://")
-
-    checkpoint = AttemptStore(store).newest_checkpoint(JOB)
-    gated = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"max_kl": 1e-9})})
-    failure = run_attempt(
-        store, AttemptRequest(job_id=JOB, attempt=2, spec=gated, resume_from=checkpoint, run_id="run")
-    )
-    assert failure is not None
-    assert (failure.code, failure.field, failure.retryable) == ("quality_gate", "evaluation.max_kl", False)
-    assert AttemptStore(store).artifact_manifest(JOB, 2) is None
 
 
 @pytest.mark.parametrize(

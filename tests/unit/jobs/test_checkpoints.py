@@ -1,0 +1,101 @@
+"""Which checkpoint is the newest, and which ones stay, on a real directory store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.checkpoints import AttemptCheckpoints
+from swiftkv_platform.attempts import AttemptRequest, Manifest, checkpoints_prefix
+from swiftkv_platform.distillation.checkpoint import Progress
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
+
+PREFIX = checkpoints_prefix("job", 2)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    directory = tmp_path / "shard"
+    directory.mkdir()
+    (directory / "__0_0.distcp").write_bytes(b"weights")
+    return directory
+
+
+def _checkpoints(store: ObjectStore, *, resume_from: str | None = None, keep: int = 2) -> AttemptCheckpoints:
+    request = AttemptRequest(job_id="job", attempt=2, spec=JobSpec(name="n"), resume_from=resume_from, run_id="run")
+    return AttemptCheckpoints(store, request, keep=keep)
+
+
+def _save(checkpoints: AttemptCheckpoints, shard: Path, name: str, step: int) -> None:
+    checkpoints.commit(name, checkpoints.upload(shard, name), Progress(step, 10 * step), world_size=2)
+
+
+def test_an_attempt_begins_with_what_it_is_told(store: ObjectStore, shard: Path) -> None:
+    assert _checkpoints(store).newest() is None
+    checkpoints = _checkpoints(store, resume_from="jobs/job/attempts/1/checkpoints/step-00000007-w1-a")
+    assert checkpoints.newest() == "jobs/job/attempts/1/checkpoints/step-00000007-w1-a"
+
+    _save(checkpoints, shard, "step-00000009-w2-b", 9)
+
+    assert checkpoints.newest() == f"{PREFIX}/step-00000009-w2-b"
+
+
+def test_an_unfinished_checkpoint_is_not_seen(store: ObjectStore, shard: Path) -> None:
+    checkpoints = _checkpoints(store)
+    _save(checkpoints, shard, "step-00000003-w2-a", 3)
+    checkpoints.upload(shard, "step-00000006-w2-b")
+
+    assert checkpoints.newest() == f"{PREFIX}/step-00000003-w2-a"
+
+
+def test_old_checkpoints_and_unfinished_ones_before_them_go(store: ObjectStore, shard: Path) -> None:
+    checkpoints = _checkpoints(store)
+    _save(checkpoints, shard, "step-00000003-w2-a", 3)
+    checkpoints.upload(shard, "step-00000006-w2-lost")
+    for step in (6, 9, 12):
+        _save(checkpoints, shard, f"step-{step:08d}-w2-z", step)
+
+    assert store.list_directories(PREFIX) == ["step-00000009-w2-z", "step-00000012-w2-z"]
+
+
+def test_a_step_that_is_saved_again_takes_no_others_place(store: ObjectStore, shard: Path) -> None:
+    """A run that died after completing step 6 replays it under another name, with another number of workers."""
+    checkpoints = _checkpoints(store, keep=1)
+    _save(checkpoints, shard, "step-00000006-w2-b", 6)
+    _save(checkpoints, shard, "step-00000006-w1-a", 6)
+
+    assert checkpoints.newest() is not None
+    assert store.list_directories(PREFIX)
+
+
+def test_the_manifest_says_how_far_the_run_is(store: ObjectStore, shard: Path) -> None:
+    heard: list[tuple[str, Manifest, Progress]] = []
+    request = AttemptRequest(job_id="job", attempt=2, spec=JobSpec(name="n"), run_id="run")
+    checkpoints = AttemptCheckpoints(
+        store, request, keep=1, on_commit=lambda key, manifest, progress: heard.append((key, manifest, progress))
+    )
+
+    _save(checkpoints, shard, "step-00000004-w2-a", 4)
+
+    ((key, manifest, progress),) = heard
+    stored = read_manifest(store, key)
+    assert (stored.kind, stored.lineage) == ("checkpoint", {"step": 4, "tokens": 40, "world_size": 2})
+    assert manifest_digest(stored) == manifest_digest(manifest)
+    assert progress == Progress(4, 40)
+
+
+def test_what_was_uploaded_comes_back(store: ObjectStore, shard: Path, tmp_path: Path) -> None:
+    checkpoints = _checkpoints(store)
+    _save(checkpoints, shard, "step-00000004-w2-a", 4)
+
+    checkpoints.fetch(f"{PREFIX}/step-00000004-w2-a", tmp_path / "back")
+
+    assert (tmp_path / "back" / "__0_0.distcp").read_bytes() == b"weights"

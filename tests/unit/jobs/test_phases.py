@@ -1,0 +1,205 @@
+"""The phases before and after training, in this process: no Ray, a checkpoint written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jobs.evaluate import evaluate_and_publish
+from jobs.prepare import Prepared, load_student, prepare
+from swiftkv_platform.attempts import AttemptRequest, artifact_prefix
+from swiftkv_platform.distillation.evaluation import evaluate
+from swiftkv_platform.distillation.fork import trained_parameters
+from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, QualityGateError
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.jsonl"
+    rows = ({"text": f"def add_{i}(x):\n    return x + {i}\n"} for i in range(120))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(str(tmp_path / "store"))
+
+
+def _spec(teacher: Path, corpus: Path, **sections: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "tiny",
+            "model": {"name_or_path": str(teacher), "dtype": "float32"},
+            "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2},
+            "training": {"max_steps": 4, "batch_size": 4},
+            "tracking": {"wandb": {"mode": "disabled"}},
+            "swiftkv": {"key_value_group_size": 2, "calibration_tokens": 1024},
+            **sections,
+        }
+    )
+
+
+def _checkpoint(store: ObjectStore, spec: JobSpec, teacher: Path, tmp_path: Path, noise: float = 0.0) -> str:
+    """A checkpoint of a student that has moved by `noise` from its copied start, in the trainer's own names."""
+    trained = trained_parameters(load_student(spec, str(teacher)), spec.distillation)
+    generator = torch.Generator().manual_seed(0)
+    model = {
+        f"student.{name}": p.detach() + noise * torch.randn(p.shape, generator=generator) for name, p in trained.items()
+    }
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        save({"model": model, "progress": {"step": 4}}, storage_writer=FileSystemWriter(tmp_path / "checkpoint"))
+    finally:
+        dist.destroy_process_group()
+    lineage = {"step": 4, "tokens": 77, "world_size": 1}
+    publish_directory(store, tmp_path / "checkpoint", "ck", kind="checkpoint", lineage=lineage, metrics={})
+    return "ck"
+
+
+def _evaluate(spec: JobSpec, store: ObjectStore, checkpoint: str, prepared: Prepared, destination: Path) -> Any:
+    request = AttemptRequest(job_id="job", attempt=1, spec=spec, run_id="run")
+    manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
+    fetch_directory(store, artifact_prefix("job", 1), destination)
+    return manifest
+
+
+def test_the_plan_counts_steps_and_trained_parameters(tiny_teacher: Path, corpus: Path) -> None:
+    spec = _spec(tiny_teacher, corpus, training={"num_epochs": 3, "batch_size": 4})
+    plan, prepared = prepare(spec)
+
+    assert plan.total_steps == -(-3 * len(prepared.data.train) // 4)
+    assert prepared.calibrated is not None
+    assert plan.num_trained_parameters == sum(tensor.numel() for tensor in prepared.calibrated.values())
+    assert plan.statistics["train"]["rows"] == len(prepared.data.train)
+    json.dumps(plan.statistics)
+
+
+def test_calibration_moves_the_start_away_from_the_copies(tiny_teacher: Path, corpus: Path) -> None:
+    spec = _spec(tiny_teacher, corpus)
+    _, prepared = prepare(spec)
+    copied = dict(load_student(spec, str(tiny_teacher)).swiftkv_parameters())
+
+    assert prepared.calibrated is not None
+    assert prepared.calibrated.keys() == copied.keys()
+    changed = {name for name, tensor in prepared.calibrated.items() if not tensor.equal(copied[name])}
+    assert all("proj" in name for name in changed)
+    assert any("k_proj" in name for name in changed)
+
+
+def test_padding_does_not_change_the_calibration(tiny_teacher: Path, corpus: Path) -> None:
+    """Rows of one sample each, mostly padding, calibrate like the same rows without it: not at all by the padding."""
+    unpacked = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "packing": False}
+    shorter = unpacked | {"max_length": 48}
+    starts = []
+    for data in (unpacked, shorter):
+        _, prepared = prepare(_spec(tiny_teacher, corpus, data=data))
+        assert prepared.data.train.packing_efficiency < 0.9
+        starts.append(prepared.calibrated)
+    assert starts[0] is not None
+    assert starts[1] is not None
+    for name, tensor in starts[0].items():
+        torch.testing.assert_close(starts[1][name], tensor, msg=name)
+
+
+def test_a_job_may_start_from_the_copies(tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path) -> None:
+    spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"})
+    _, prepared = prepare(spec)
+    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path)
+
+    manifest = _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
+
+    assert prepared.calibrated is None
+    assert manifest.metrics["calibrated"] is None
+    assert manifest.metrics["distilled"] == manifest.metrics["rewired"]
+    assert manifest.metrics["tokens_trained"] == 77
+
+
+def test_the_artifact_is_the_trained_student_with_its_teacher(
+    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
+) -> None:
+    spec = _spec(tiny_teacher, corpus)
+    _, prepared = prepare(spec)
+    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, noise=0.1)
+    manifest = _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
+
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "artifact")
+    teacher = AutoModelForCausalLM.from_pretrained(tiny_teacher)
+    prompt = AutoTokenizer.from_pretrained(tmp_path / "artifact")("def add_7(", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        rewired = load_student(spec, str(tiny_teacher))(prompt).logits
+        assert not torch.allclose(student(prompt).logits, rewired, atol=1e-3)
+        torch.testing.assert_close(student.swiftkv(False)(prompt).logits, teacher(prompt).logits)
+    assert manifest.lineage["teacher"] == str(tiny_teacher)
+    assert manifest.lineage["data_fingerprint"] == prepared.data.fingerprint
+    assert JobSpec.model_validate(manifest.lineage["spec"]) == spec
+    assert json.loads((tmp_path / "artifact" / "evaluation.json").read_text()) == manifest.metrics
+
+
+def test_a_trained_tail_is_measured_against_the_teacher_it_came_from_and_published_without_it(
+    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
+) -> None:
+    spec = _spec(tiny_teacher, corpus, distillation={"trainable": "tail"})
+    _, prepared = prepare(spec)
+    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, noise=0.05)
+    manifest = _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
+
+    untrained = load_student(spec, str(tiny_teacher))
+    expected = evaluate(untrained, prepared.data.held_out, max_tokens=spec.evaluation.max_tokens, batch_size=8).teacher
+    assert manifest.metrics["teacher"]["perplexity"] == pytest.approx(expected.perplexity)
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "artifact")
+    with pytest.raises(ModelError, match="without"):
+        student.swiftkv(False)
+
+
+def test_the_gate_keeps_a_bad_student_from_being_published(
+    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
+) -> None:
+    spec = _spec(tiny_teacher, corpus, evaluation={"max_kl": 1e-9})
+    _, prepared = prepare(spec)
+    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path)
+
+    with pytest.raises(QualityGateError, match="max_kl"):
+        _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
+    assert not is_complete(store, artifact_prefix("job", 1))
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "field"),
+    [
+        ({"swiftkv": {"num_key_value_layers": 7}}, InvalidInputError, "swiftkv.num_key_value_layers"),
+        (
+            {"distillation": {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}},
+            InvalidInputError,
+            "distillation.hidden_loss_layer",
+        ),
+        ({"model": {"name_or_path": "/nowhere"}}, ModelError, "model.name_or_path"),
+        ({"data": {"sources": [{"name_or_path": "/nowhere.jsonl"}]}}, DataError, "data.sources[0].name_or_path"),
+    ],
+)
+def test_bad_input_shows_before_any_worker_starts(
+    tiny_teacher: Path, corpus: Path, sections: dict[str, Any], error: type[Exception], field: str
+) -> None:
+    with pytest.raises(error) as raised:
+        prepare(_spec(tiny_teacher, corpus, **sections))
+    assert getattr(raised.value, "field", None) == field
+
+
+def test_a_teacher_without_a_tokenizer_is_named(tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((tiny_teacher / name).read_bytes())
+    with pytest.raises(ModelError, match="tokenizer"):
+        prepare(_spec(bare, corpus))

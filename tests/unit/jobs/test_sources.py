@@ -1,0 +1,32 @@
+"""Where a teacher or a data set comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.sources import BUILTIN_TEACHERS, teacher_path
+from swiftkv_platform.errors import ModelError
+
+
+def test_a_built_in_teacher_lies_in_the_package(tmp_path: Path) -> None:
+    for name, directory in BUILTIN_TEACHERS.items():
+        path = Path(teacher_path(name, tmp_path))
+        assert path.parts[-3:] == ("swiftkv_platform", "demo", directory)
+
+
+def test_an_unknown_built_in_teacher_names_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="builtin:python-5m") as raised:
+        teacher_path("builtin:gpt", tmp_path)
+    assert (raised.value.field, raised.value.value) == ("model.name_or_path", "builtin:gpt")
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "models/mine", "/models/mine"])
+def test_hub_ids_and_directories_stay_what_they_are(name: str, tmp_path: Path) -> None:
+    assert teacher_path(name, tmp_path) == name
+
+
+def test_a_machine_that_is_not_to_fetch_knows_where_the_teacher_will_be(tmp_path: Path) -> None:
+    assert Path(teacher_path("s3://bucket/teacher", tmp_path, fetch=False)).parent == tmp_path
+    assert not list(tmp_path.iterdir())

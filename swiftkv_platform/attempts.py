@@ -79,7 +79,8 @@ class Manifest(_Record):
     created_at: float
     """Unix seconds."""
     lineage: dict[str, Any] = {}
-    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec. Checkpoint: step, world_size, ..."""
+    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec. Checkpoint: step, tokens,
+    world_size."""
     metrics: dict[str, Any] = {}
     """Artifact: the evaluation report (`evaluation.json`)."""
 

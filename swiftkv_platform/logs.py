@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, carrying job, attempt and rank where they are bound. Knows no sink but stderr."""
+"""Structured logs: one JSON object a line, carrying job, attempt and rank where bound. Knows no sink but stderr."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class Settings(BaseSettings):
     database_url: str | None = None
     """SQLAlchemy URL; None is SQLite at `{home}/swiftkv.db`."""
     storage_uri: str | None = None
-    """Object store: directory or `s3://bucket/prefix`; None is `{home}/store`. Endpoint, region and keys of S3 come from
-    `AWS_ENDPOINT_URL`, `AWS_REGION` and boto3's own credential chain."""
+    """Object store: directory or `s3://bucket/prefix`; None is `{home}/store`. Endpoint, region and keys of S3 come
+    from `AWS_ENDPOINT_URL`, `AWS_REGION` and boto3's own credential chain."""
     ray_dashboard_url: str = "http://127.0.0.1:8265"
     """Where Ray's job and serve APIs answer."""
     serve_url: str = "http://127.0.0.1:8001"

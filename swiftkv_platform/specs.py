@@ -56,8 +56,8 @@ class DataSourceSpec(_Spec):
     """One data set."""
 
     name_or_path: Annotated[str, Field(min_length=1)]
-    """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix, or
-    `builtin:python-stdlib` (the sources of the interpreter's standard library)."""
+    """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix,
+    or `builtin:python-stdlib` (the sources of the interpreter's standard library)."""
     split: str = "train"
     """Split of a hub or built-in data set."""
     sample_count: Annotated[int, Field(ge=1)] | None = None
@@ -79,10 +79,10 @@ class DataSpec(_Spec):
     packing: bool = True
     """Pack samples into one sequence, attention kept apart and positions restarted."""
     train_on: Literal["assistant", "all"] = "all"
-    """Positions the loss counts: those that predict an assistant's token, or all. Plain text has no assistant: all count."""
+    """Positions the loss counts: those that predict an assistant's token, or all. In plain text all count."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
-    """Share of the samples held out for evaluation, chosen by a hash of their content. `builtin:python-stdlib` brings its
-    own held-out modules instead."""
+    """Share of the samples held out for evaluation, chosen by a hash of their content. `builtin:python-stdlib` brings
+    its own held-out modules instead."""
 
 
 class DistillationSpec(_Spec):
@@ -122,10 +122,6 @@ class TrainingSpec(_Spec):
     gradient_checkpointing: bool = False
     """Recompute activations of the student's upper layers in the backward pass."""
     seed: int = 0
-
-    @property
-    def has_step_limit(self) -> bool:
-        return self.max_steps is not None
 
 
 class ShardingSpec(_Spec):

@@ -130,9 +130,9 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,
-        attn_implementation="eager",  # faster than the fused kernel on CPU at 256 tokens
     )
     model = LlamaForCausalLM(config)
+    model.set_attn_implementation("eager")  # faster than the fused kernel on CPU at 256 tokens
     for layer in model.model.layers:  # a residual stream that starts as the embedding lets depth train faster
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
@@ -233,7 +233,7 @@ def save(
     tokens: int,
     args: argparse.Namespace,
 ) -> None:
-    model.to(torch.bfloat16).save_pretrained(args.output)
+    model.bfloat16().save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     report = {
         "arguments": {k: v for k, v in vars(args).items() if k not in ("output", "start_from")},

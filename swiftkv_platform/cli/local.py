@@ -49,14 +49,14 @@ def down(json: Json = False) -> None:
 
 
 def status(json: Json = False) -> None:
-    """Show what runs. The exit code is not 0 unless Ray and the control plane answer."""
+    """Show what runs. The exit code is not 0 unless Ray and the control plane are ready."""
     parts = Stack(settings()).status()
     if json:
         print_json({"parts": [vars(part) for part in parts]})
     else:
         rows = [(part.name, part.state, part.pid, part.address, part.detail) for part in parts]
         print_table(("part", "state", "pid", "address", "detail"), rows, empty="")
-    if any(part.state in ("stopped", "not answering") for part in parts):
+    if any(part.state in ("stopped", "not ready") for part in parts):
         raise typer.Exit(1)
 
 

@@ -77,7 +77,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     spec = job_spec(options.model)
     stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
     _empty(stack)
-    with _sigterm_as_exit():
+    with _signals_as_exit():
         try:
             report = _run(options, spec, stack, console)
         except BaseException:
@@ -184,17 +184,18 @@ def _empty(stack: Stack) -> None:
 
 
 @contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """While inside, SIGTERM unwinds the stack as Ctrl-C does, so that everything started is stopped."""
+def _signals_as_exit() -> Iterator[None]:
+    """While inside, SIGTERM and a closed terminal unwind the calls as Ctrl-C does: what was started is stopped."""
 
     def leave(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _step(console: Console, title: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 
+from swiftkv_platform.client import Client
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.local import processes
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
@@ -23,6 +24,8 @@ from swiftkv_platform.settings import Settings
 
 _START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.0}
 _POLL_S = 0.25
+_ANSWER_TIMEOUT_S = 15.0
+"""The control plane gives each thing it depends on 10."""
 _GRACE_S = 3.0
 """Between SIGTERM and SIGKILL: Ray takes half a minute to part in peace, and has nothing to save."""
 _LOG_TAIL_LINES = 20
@@ -132,6 +135,7 @@ class Stack:
 
     def _start_ray(self, state: StackState, report: Report) -> StackState:
         if state.alive("ray"):
+            self._wait(state, "ray")
             report(f"Ray runs already, dashboard at {state.ray_dashboard_url}")
             return state
         report("Starting Ray")
@@ -177,11 +181,11 @@ class Stack:
 
     def _wait(self, state: StackState, name: PartName) -> None:
         deadline = time.monotonic() + _START_TIMEOUT_S[name]
-        while not self._answers(state, name):
+        while (complaint := self._complaint(state, name)) is not None:
             if not state.alive(name):
-                raise self._start_error(name, "ended while starting")
+                raise self._start_error(name, "has ended")
             if time.monotonic() > deadline:
-                raise self._start_error(name, f"did not answer within {_START_TIMEOUT_S[name]:g} s")
+                raise self._start_error(name, f"is not ready after {_START_TIMEOUT_S[name]:g} s: {complaint}")
             time.sleep(_POLL_S)
 
     def _start_error(self, name: PartName, what: str) -> StartError:
@@ -193,7 +197,7 @@ class Stack:
     def _undo(self, before: StackState) -> None:
         """Stop what was started since `before`."""
         if not before.alive("ray"):
-            self._clear(self._run.load())
+            self._clear(self._run.load() or before)
             self._run.clear()
             return
         now = self._run.load()
@@ -232,34 +236,35 @@ class Stack:
             object_store_memory=state.object_store_memory,
         )
 
-    def _answers(self, state: StackState, name: PartName) -> bool:
-        return self._head(state).answers() if name == "ray" else _http_status(f"{state.url}/readyz") == httpx.codes.OK
+    def _complaint(self, state: StackState, name: PartName) -> str | None:
+        """Why a part is not ready; None where it is."""
+        if name == "ray":
+            return None if self._head(state).answers() else "its job API does not answer"
+        try:
+            with Client(state.url, max_retries=0, timeout=_ANSWER_TIMEOUT_S) as client:
+                client.ready()
+        except SwiftKVError as error:
+            return error.message.splitlines()[0]
+        return None
 
     def _part_status(self, state: StackState, name: PartName, address: str) -> PartStatus:
         if not state.alive(name):
             return PartStatus(name, "stopped", address, detail=f"`swiftkv up` restarts it; log: {self._log(name)}")
         pid = state.parts[name].pid
-        if self._answers(state, name):
+        complaint = self._complaint(state, name)
+        if complaint is None:
             return PartStatus(name, "running", address, pid)
-        return PartStatus(name, "not answering", address, pid, f"log: {self._log(name)}")
+        return PartStatus(name, "not ready", address, pid, f"{complaint}; log: {self._log(name)}")
 
     def _log(self, name: PartName) -> Path:
         return self.logs / f"{name}.log"
 
 
 def _serve_status(state: StackState) -> PartStatus:
-    answer = _http_status(f"{state.serve_url}/-/healthz")
-    if answer is None:
+    try:
+        answer = httpx.get(f"{state.serve_url}/-/healthz", timeout=_ANSWER_TIMEOUT_S, trust_env=False)
+    except httpx.TransportError:
         return PartStatus("serve", "idle", state.serve_url, detail="the first deployment starts it")
     # Without any application Ray Serve's proxy answers 503: there is nothing it could route to.
-    return PartStatus(
-        "serve", "running", state.serve_url, detail="" if answer == httpx.codes.OK else "nothing deployed"
-    )
-
-
-def _http_status(url: str) -> int | None:
-    """Status code of a GET; None where nobody answers."""
-    try:
-        return httpx.get(url, timeout=5.0, trust_env=False).status_code
-    except httpx.TransportError:
-        return None
+    detail = "" if answer.is_success else "nothing deployed"
+    return PartStatus("serve", "running", state.serve_url, detail=detail)

@@ -44,7 +44,7 @@ class PartStatus:
     """One row of `swiftkv status`."""
 
     name: str
-    state: Literal["running", "not answering", "idle", "stopped"]
+    state: Literal["running", "not ready", "idle", "stopped"]
     address: str = ""
     pid: int | None = None
     detail: str = ""

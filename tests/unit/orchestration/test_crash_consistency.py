@@ -182,3 +182,16 @@ def test_a_kill_at_any_moment_changes_neither_the_outcome_nor_the_history(
         assert found == ([job.distilled_model] if job.distilled_model else []), where
         told = [event for event in plane.events(job) if event.type == "metrics"]
         assert len(told) == len(plane.jobs.points(job.id, Page()).items) + (attempts - 1), where
+
+
+def test_a_run_found_again_after_a_kill_is_not_submitted_a_second_time_when_ray_forgets_it(plane: Plane) -> None:
+    job = plane.submit()
+    killer = Killer(at=2, moment="after")
+    with pytest.raises(KilledError, match="submit"):
+        mortal(plane, killer).tick()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.cluster.forget()
+    reconciler.tick()
+    # Its process may live on and write below the first attempt's prefix, which nobody else may then use.
+    assert (plane.get(job).status, plane.get(job).attempt.number) == (JobStatus.QUEUED, 2)

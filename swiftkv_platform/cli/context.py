@@ -27,7 +27,9 @@ Url = Annotated[
 ]
 ServeUrl = Annotated[
     str | None,
-    typer.Option(envvar="SWIFTKV_SERVE_URL", help="Ray Serve. Default: the one of `swiftkv up`.", show_envvar=True),
+    typer.Option(
+        envvar="SWIFTKV_SERVE_URL", help="Where it answers. Default: the newest running deployment.", show_envvar=True
+    ),
 ]
 SpecFile = Annotated[
     Path, typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False)
@@ -43,17 +45,12 @@ def settings() -> Settings:
 
 
 def connect(url: str | None = None, serve_url: str | None = None) -> Client:
-    """A client of the addresses given, else of the local stack, else of the default addresses."""
-    chosen = settings()
-    state = Stack(chosen).state()
-    if state is not None:
-        url, serve_url = url or state.url, serve_url or state.serve_url
-    return Client(
-        url or f"http://{chosen.host}:{chosen.port}",
-        os.environ.get("SWIFTKV_API_KEY"),
-        serve_url=serve_url or chosen.serve_url,
-        max_retries=_MAX_RETRIES,
-    )
+    """A client of the control plane given, else of the local stack's, else of the one at the default address."""
+    if url is None:
+        chosen = settings()
+        state = Stack(chosen).state()
+        url = f"http://{chosen.host}:{chosen.port}" if state is None else state.url
+    return Client(url, os.environ.get("SWIFTKV_API_KEY"), serve_url=serve_url, max_retries=_MAX_RETRIES)
 
 
 def read_spec(path: Path) -> JobSpec:

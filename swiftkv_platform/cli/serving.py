@@ -73,12 +73,13 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     serve_url: ServeUrl = None,
+    url: Url = None,
     json: Json = False,
 ) -> None:
     """Continue a text with the deployed model; the answer is streamed."""
     parameters: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     parameters |= {name: value for name, value in {"seed": seed, "stop": stop}.items() if value is not None}
-    with connect(serve_url=serve_url) as client:
+    with connect(url, serve_url) as client:
         if json:
             print_json(client.generate(prompt, **parameters))
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from swiftkv_platform.client.transport import Transport
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
-DEFAULT_SERVE_URL = "http://127.0.0.1:8001"
 _CONTROL_PLANE_AWAY = "Is the control plane running? `swiftkv status` tells, `swiftkv up` starts one on this machine."
 _SERVE_AWAY = "Is a model deployed? `swiftkv deploy MODEL` serves one."
 
@@ -28,7 +28,7 @@ class Client:
     Args:
         base_url: address of the control plane.
         api_key: key of both; None where the server runs without keys.
-        serve_url: address of Ray Serve's HTTP proxy.
+        serve_url: where `/generate` answers; None asks the control plane for the newest running deployment.
         timeout: seconds without a byte before a connection counts as broken.
         max_retries: further tries of a call after a connection error or a 503 that asks to wait.
         outage_s: how long `jobs.wait` and `jobs.events` put up with a control plane that is away.
@@ -40,24 +40,17 @@ class Client:
         base_url: str = DEFAULT_BASE_URL,
         api_key: str | None = None,
         *,
-        serve_url: str = DEFAULT_SERVE_URL,
+        serve_url: str | None = None,
         timeout: float = 60.0,
         max_retries: int = 4,
         outage_s: float = 60.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        def connect(url: str, when_away: str) -> Transport:
-            return Transport(
-                url,
-                api_key=api_key,
-                timeout=timeout,
-                max_retries=max_retries,
-                when_away=when_away,
-                transport=transport,
-            )
-
-        self._control = connect(base_url, _CONTROL_PLANE_AWAY)
-        self._serve = connect(serve_url, _SERVE_AWAY)
+        self._connect = functools.partial(
+            Transport, api_key=api_key, timeout=timeout, max_retries=max_retries, transport=transport
+        )
+        self._control = self._connect(base_url, when_away=_CONTROL_PLANE_AWAY)
+        self._serve = self._connect(serve_url, when_away=_SERVE_AWAY) if serve_url else None
         self.jobs = Jobs(self._control, outage_s=outage_s)
         self.models = Models(self._control)
         self.deployments = Deployments(self._control)
@@ -71,7 +64,8 @@ class Client:
     def close(self) -> None:
         """Close the connections."""
         self._control.close()
-        self._serve.close()
+        if self._serve is not None:
+            self._serve.close()
 
     def health(self) -> dict[str, Any]:
         """The answer of `/healthz`: the process lives."""
@@ -103,26 +97,33 @@ class Client:
             parameters: what `POST /generate` takes: `max_tokens`, `temperature`, `top_p`, `seed`, `stop`, ...
         """
         body = {"prompt": prompt, "stream": stream, **parameters}
+        serve = self._found_serve()
         if stream:
-            return self._generate_stream(body)
+            return _generate_stream(serve, body)
         # Sampling without a seed gives another text, but nothing is done twice that anyone could notice.
-        return Generation.model_validate(self._serve.request("POST", "/generate", json=body, repeatable=True).json())
+        return Generation.model_validate(serve.request("POST", "/generate", json=body, repeatable=True).json())
 
-    def _generate_stream(self, body: dict[str, Any]) -> Iterator[Generation]:
-        with self._serve.stream("POST", "/generate", json=body) as response:
-            for message in iter_events(response.iter_bytes()):
-                if message.data == "[DONE]":
-                    return
-                yield self._piece(message.data)
-        raise SwiftKVError(f"{self._serve.base_url} closed the stream before its end; ask again.")
+    def _found_serve(self) -> Transport:
+        if self._serve is None:
+            url = next((item.url for item in self.deployments.list() if item.status == "running" and item.url), None)
+            if url is None:
+                raise SwiftKVError(f"{self._control.base_url} knows of no running deployment. {_SERVE_AWAY}")
+            self._serve = self._connect(url, when_away=_SERVE_AWAY)
+        return self._serve
 
-    def _piece(self, data: str) -> Generation:
-        document = json.loads(data)
-        if "choices" not in document:
-            # The status line has long been sent when generation fails midway: the stream carries the problem.
-            problem = Problem.model_validate({"status": 500, **document})
-            raise ServerError(problem, request=f"POST {self._serve.base_url}/generate")
-        return Generation.model_validate(document)
+
+def _generate_stream(serve: Transport, body: dict[str, Any]) -> Iterator[Generation]:
+    with serve.stream("POST", "/generate", json=body) as response:
+        for message in iter_events(response.iter_bytes()):
+            if message.data == "[DONE]":
+                return
+            document = json.loads(message.data)
+            if "choices" not in document:
+                # The status line has long been sent when generation fails midway: the stream carries the problem.
+                problem = Problem.model_validate({"status": 500, **document})
+                raise ServerError(problem, request=f"POST {serve.base_url}/generate")
+            yield Generation.model_validate(document)
+    raise SwiftKVError(f"{serve.base_url} closed the stream before its end; ask again.")
 
 
 class Models:

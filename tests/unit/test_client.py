@@ -320,6 +320,21 @@ def test_a_stream_that_just_ends_is_no_answer(script: Script, client: Client) ->
         list(client.generate("x", stream=True))
 
 
+def test_generation_goes_to_the_newest_running_deployment(script: Script) -> None:
+    with serve(script) as url, Client(url) as client:
+        script.on("GET", "/deployments", list_answer([]))
+        with pytest.raises(SwiftKVError, match="swiftkv deploy"):
+            client.generate("x")
+        rows = [
+            {"id": "dep_3", "model": "mdl_3", "status": "deploying", "url": f"{url}/three"},
+            {"id": "dep_2", "model": "mdl_2", "status": "running", "url": f"{url}/two"},
+            {"id": "dep_1", "model": "mdl_1", "status": "running", "url": f"{url}/one"},
+        ]
+        script.on("GET", "/deployments", list_answer(rows))
+        script.on("POST", "/two/generate", json_answer(piece("a")))
+        assert client.generate("x").text == "a"
+
+
 def test_a_failed_deployment_says_why(script: Script, client: Client) -> None:
     row = {"id": "dep_1", "model": "mdl_1", "status": "deploying"}
     failed = {**row, "status": "failed", "message": "manifest differs"}

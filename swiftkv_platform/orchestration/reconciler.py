@@ -125,6 +125,7 @@ class Reconciler:
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _start(self, job: Job) -> None:
+        self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         started, event = start(job, now=int(self._clock()))
         self._submit(self._jobs.update(started, events=[event]))
 

@@ -96,7 +96,7 @@ async def _follow_logs(parts: Components, caller: Caller, job_id: str) -> AsyncI
         try:
             text = await run_in_threadpool(_read_log, parts, job, number)
         except ClusterUnavailableError as error:
-            get_logger().info("log not readable now", job_id=job_id, reason=error.message)
+            get_logger().debug("log not readable now", job_id=job_id, reason=error.message)
             text = ""
         if len(text) > sent:
             yield text[sent:]

@@ -305,7 +305,7 @@ def test_while_ray_is_away_jobs_keep_their_status(plane: Plane) -> None:
         reconciler.tick()
         plane.clock.now += 1
     assert plane.get(running) == before
-    assert plane.get(waiting).status in (JobStatus.QUEUED, JobStatus.STARTING)
+    assert plane.get(waiting).status is JobStatus.QUEUED
     plane.cluster.away = False
     plane.clock.now += 30
     reconciler.tick()

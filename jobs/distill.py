@@ -82,7 +82,7 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
     reporter, resources = Reporter(store, request, "driver"), request.spec.resources
     reporter.status("running")
     _warn_if_too_large(reporter, resources)
-    plan_ref, prepared = _as_task(prepare, resources, num_returns=2).remote(request.spec)
+    plan_ref, prepared = _as_task(prepare, resources, num_returns=2).remote(request)
     from jobs.fit import fit  # takes seconds, in which the task has begun
 
     plan: Plan = ray.get(plan_ref)
@@ -178,6 +178,7 @@ def _local_ray(resources: ResourcesSpec) -> Iterator[None]:
     parent = root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="skv-", dir=parent, ignore_cleanup_errors=True) as directory:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine away
         num_cpus = max(1, math.ceil(resources.cpus_per_worker * resources.num_workers))
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
         try:

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jobs.prepare import Prepared, limit_threads, load_student, load_tokenizer, task_device
+from jobs.prepare import Prepared, load_student, load_tokenizer, set_up_process, task_device
 from jobs.sources import teacher_path
 from jobs.train_loop import tracking_directory
 from swiftkv_platform.attempts import AttemptRequest, Manifest, artifact_prefix
@@ -38,7 +38,7 @@ def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: st
         QualityGateError: the student is too far from its teacher; nothing is published.
     """
     spec = request.spec
-    limit_threads(spec)
+    set_up_process(spec)
     store = open_store(store_uri)
     with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
         workspace = Path(directory)

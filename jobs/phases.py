@@ -11,7 +11,7 @@ import ray
 
 from swiftkv_platform.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import TrainingError
-from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.logs import configure_logging
 
 if TYPE_CHECKING:
     from jobs.prepare import Prepared
@@ -48,15 +48,17 @@ class Outcome:
     """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
 
 
-def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
+def prepare(request: AttemptRequest) -> tuple[Plan, Prepared]:
     """The task before training, see `jobs.prepare`."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
     from jobs.prepare import prepare as run
 
-    return run(spec)
+    return run(request.spec)
 
 
 def evaluate(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest:
     """The task after training, see `jobs.evaluate`."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate")
     from jobs.evaluate import evaluate_and_publish
 
     return evaluate_and_publish(request, store_uri, checkpoint, prepared)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -20,9 +21,10 @@ from jobs.sources import fetch_data, teacher_path
 from swiftkv_platform.distillation.data import PreparedData, prepare_data
 from swiftkv_platform.distillation.fork import hidden_loss_index
 from swiftkv_platform.distillation.packing import PackedRows, batch_rows, total_steps
-from swiftkv_platform.errors import ModelError
+from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate, collect
+from swiftkv_platform.planning import LayerMap
 from swiftkv_platform.specs import JobSpec
 
 
@@ -43,11 +45,15 @@ def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
         ModelError: an unreadable teacher or tokenizer.
         DataError: nothing to train on.
     """
-    limit_threads(spec)
+    import datasets  # takes a second, which training workers need not spend
+
+    set_up_process(spec)
+    datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory(prefix="prepare-") as directory:
         workspace = Path(directory)
         path = teacher_path(spec.model.name_or_path, workspace)
         student = load_student(spec, path)
+        _check_something_is_skipped(student.config.layer_map)
         if spec.distillation.hidden_loss_weight:
             hidden_loss_index(student.config, spec.distillation)
         data = prepare_data(
@@ -73,6 +79,17 @@ def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
         statistics=data.statistics.model_dump(mode="json"),
     )
     return plan, Prepared(data, calibrated)
+
+
+def _check_something_is_skipped(layer_map: LayerMap) -> None:
+    num_layers = layer_map.num_hidden_layers
+    if layer_map.num_key_value_layers == num_layers:
+        raise InvalidInputError(
+            f"swiftkv.num_key_value_layers is {num_layers}, all layers of the model: there is nothing to distil; "
+            f"1..{num_layers - 1} are accepted",
+            field="swiftkv.num_key_value_layers",
+            value=num_layers,
+        )
 
 
 def load_student(spec: JobSpec, path: str) -> Any:
@@ -111,9 +128,11 @@ def task_device(spec: JobSpec) -> torch.device:
     return torch.device("cuda" if spec.resources.gpus_per_worker else "cpu")
 
 
-def limit_threads(spec: JobSpec) -> None:
-    """Use the cores this process was given: threads of processes that share a core slow each other down fiftyfold."""
+def set_up_process(spec: JobSpec) -> None:
+    """Use the cores this process was given (threads of processes that share a core slow each other down fiftyfold), and
+    draw no progress bars into its log."""
     torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
+    transformers.utils.logging.disable_progress_bar()
 
 
 def _calibration_rows(rows: PackedRows, num_tokens: int, *, seed: int) -> Iterator[dict[str, Tensor]]:

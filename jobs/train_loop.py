@@ -20,14 +20,14 @@ import torch.distributed as dist
 from jobs.checkpoints import AttemptCheckpoints
 from jobs.events import MetricsBuffer, Reporter
 from jobs.phases import Outcome, WorkerConfig
-from jobs.prepare import Prepared, compute_dtype, limit_threads, load_student
+from jobs.prepare import Prepared, compute_dtype, load_student, set_up_process
 from jobs.sources import teacher_path
 from swiftkv_platform.attempts import AttemptRequest, Manifest
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
 from swiftkv_platform.distillation.fork import Fork, load_trained
 from swiftkv_platform.distillation.optimizer import build_optimizer
 from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, TrainerListener
 from swiftkv_platform.errors import TrainingError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.settings import Settings
@@ -42,13 +42,12 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     request, spec = worker.request, worker.request.spec
     rank = ray.train.get_context().get_world_rank()
     configure_logging(job_id=request.job_id, attempt=request.attempt, rank=rank)
-    limit_threads(spec)
+    set_up_process(spec)
     store = open_store(worker.store_uri)
     listener: _Listener = _RankZero(store, worker) if rank == 0 else _Silent()
     checkpoints = AttemptCheckpoints(store, request, keep=spec.checkpoint.keep, on_commit=listener.on_commit)
-    trainer = _build_trainer(worker, checkpoints, listener)
     try:
-        trainer.run()
+        _build_trainer(worker, checkpoints, listener).run()
     except TrainingError as error:  # raised on every worker alike
         return Outcome(checkpoints.newest(), error)
     finally:
@@ -74,7 +73,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
         Checkpointer(parallel.module, optimizer, checkpoints, local_rank=local_rank),
         spec,
         total_steps=worker.total_steps,
-        on_step=listener.on_step,
+        listener=listener,
     )
 
 
@@ -92,10 +91,8 @@ def _teacher_on_this_machine(spec: JobSpec, local_rank: int) -> Iterator[str]:
             shutil.rmtree(workspace, ignore_errors=True)
 
 
-class _Listener(Protocol):
+class _Listener(TrainerListener, Protocol):
     """Hears what the trainer and its checkpoints do."""
-
-    def on_step(self, metrics: StepMetrics) -> None: ...
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None: ...
 
@@ -104,6 +101,9 @@ class _Listener(Protocol):
 
 class _Silent:
     """Of the workers other than rank 0."""
+
+    def on_start(self, progress: Progress) -> None:
+        """Rank 0 reports for all."""
 
     def on_step(self, metrics: StepMetrics) -> None:
         """Rank 0 reports for all."""
@@ -126,6 +126,10 @@ class _RankZero:
         self._tracker.start(request.run_id, spec.model_dump(mode="json"))
         if self._tracker.info is not None:
             self._reporter.tracking(self._tracker.info)
+
+    def on_start(self, progress: Progress) -> None:
+        self._reporter.message(f"training begins at step {progress.step}", step=progress.step)
+        get_logger().info("training_begins", step=progress.step)
 
     def on_step(self, metrics: StepMetrics) -> None:
         point = metrics.point()

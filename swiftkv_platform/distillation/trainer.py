@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -46,12 +46,21 @@ class StepMetrics:
         }
 
 
+class TrainerListener(Protocol):
+    """Hears, on every worker, how a run gets on."""
+
+    def on_start(self, progress: Progress) -> None:
+        """The run begins, at step 0 or where its newest checkpoint is."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """A step is done."""
+
+
 class Trainer:
     """Trains the student of `parallel` on `rows`; every worker runs one, over the same rows.
 
     Args:
         total_steps: where the run, and its learning rate, end.
-        on_step: told about every step, on every worker.
     """
 
     def __init__(
@@ -63,7 +72,7 @@ class Trainer:
         spec: JobSpec,
         *,
         total_steps: int,
-        on_step: Callable[[StepMetrics], None],
+        listener: TrainerListener,
     ) -> None:
         self._parallel = parallel
         self._optimizer = optimizer
@@ -71,7 +80,7 @@ class Trainer:
         self._checkpointer = checkpointer
         self._spec = spec
         self._total_steps = total_steps
-        self._on_step = on_step
+        self._listener = listener
 
     def run(self) -> Progress:
         """Go on from the newest checkpoint to the last step; returns how far the run is.
@@ -80,10 +89,11 @@ class Trainer:
             LossNotFiniteError: on every worker alike, before the step changed a weight; checkpoints stay.
         """
         progress = self._checkpointer.restore()
+        self._listener.on_start(progress)
         while progress.step < self._total_steps:
             metrics = self.train_step(progress)
             progress = Progress(metrics.step, metrics.tokens)
-            self._on_step(metrics)
+            self._listener.on_step(metrics)
             if progress.step % self._spec.checkpoint.every_steps == 0 or progress.step == self._total_steps:
                 self._checkpointer.save(progress)
         return progress

@@ -52,6 +52,7 @@ def cluster(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> It
         environment.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         environment.setenv("SWIFTKV_HOME", str(tmp_path_factory.mktemp("swiftkv")))
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         for name, value in s3_server.environment.items():
             environment.setenv(name, value)
         context = ray.init(
@@ -142,6 +143,8 @@ def test_a_job_on_s3_survives_the_loss_of_a_worker(
     assert runs[0][0] == 1
     saved = [event.data["step"] for event in said if event.type == "checkpoint"]
     assert runs[1][0] - 1 in saved, "the second run goes on from a checkpoint"
+    begins = [event.data["step"] for event in said if event.message.startswith("training begins")]
+    assert begins == [0, runs[1][0] - 1]
     assert runs[1][-1] == saved[-1] == TOTAL_STEPS
     assert len(store.list_directories(checkpoints_prefix(JOB, 1))) == spec.checkpoint.keep
     _assert_artifact_is_complete(store, said, tmp_path / "artifact")

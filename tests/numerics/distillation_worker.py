@@ -17,7 +17,7 @@ from torch import Tensor
 
 from jobs.checkpoints import AttemptCheckpoints
 from swiftkv_platform.attempts import AttemptRequest
-from swiftkv_platform.distillation.checkpoint import Checkpointer
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizer
 from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
@@ -106,6 +106,22 @@ class _KilledError(Exception):
     """Ends a run in the middle."""
 
 
+class _Recorder:
+    """Keeps the metrics of every step, and ends the run after one of them."""
+
+    def __init__(self, stop_after: int | None) -> None:
+        self.steps: list[StepMetrics] = []
+        self._stop_after = stop_after
+
+    def on_start(self, progress: Progress) -> None:
+        """The first step tells as much."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+        if metrics.step == self._stop_after:
+            raise _KilledError
+
+
 def run(scenario: Run) -> Outcome:
     """Train over the default process group."""
     spec = job_spec(scenario.spec)
@@ -121,20 +137,14 @@ def run(scenario: Run) -> Outcome:
     )
     store = AttemptCheckpoints(open_store(scenario.store), request, keep=spec.checkpoint.keep)
     checkpointer = Checkpointer(parallel.module, optimizer, store, local_rank=dist.get_rank())
-    steps: list[StepMetrics] = []
-
-    def on_step(metrics: StepMetrics) -> None:
-        steps.append(metrics)
-        if metrics.step == scenario.stop_after:
-            raise _KilledError
-
+    recorder = _Recorder(scenario.stop_after)
     total_steps = spec.training.max_steps or 0
-    trainer = Trainer(parallel, optimizer, tiny_rows(), checkpointer, spec, total_steps=total_steps, on_step=on_step)
+    trainer = Trainer(parallel, optimizer, tiny_rows(), checkpointer, spec, total_steps=total_steps, listener=recorder)
     with suppress(_KilledError):
         trainer.run()
     after = {name: _whole(p) for name, p in student.named_parameters()}
     return Outcome(
-        steps=steps,
+        steps=recorder.steps,
         trained={name: after[name] for name in trained_names},
         frozen_changed=[name for name in before if name not in trained_names and not before[name].equal(after[name])],
     )

@@ -179,6 +179,7 @@ def test_the_gate_keeps_a_bad_student_from_being_published(
     ("sections", "error", "field"),
     [
         ({"swiftkv": {"num_key_value_layers": 7}}, InvalidInputError, "swiftkv.num_key_value_layers"),
+        ({"swiftkv": {"num_key_value_layers": 6}}, InvalidInputError, "swiftkv.num_key_value_layers"),
         (
             {"distillation": {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}},
             InvalidInputError,

@@ -87,7 +87,8 @@ def _shard(fork: Fork, sharding: ShardingSpec, dtype: torch.dtype, device: torch
     """FSDP2: every layer is gathered when it runs; what is left (embeddings, norms, heads) belongs to the root."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
+    # On a CPU everything is in host memory already.
+    offload = CPUOffloadPolicy() if sharding.cpu_offload and device.type != "cpu" else OffloadPolicy()
     for unit in [*fork.units(), fork]:
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
     return fork

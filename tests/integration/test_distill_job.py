@@ -33,7 +33,7 @@ from tests.s3_servers import S3Server, run_moto
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 JOB = "job_1"
-TOTAL_STEPS = 30
+TOTAL_STEPS = 36
 ONE_WORKER = {"num_workers": 1}
 
 

@@ -203,6 +203,23 @@ def test_micro_batches_make_no_difference(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_of_weight_zero_still_reaches_every_trained_parameter(
+    process_group: None, tmp_path: Path, strategy: str
+) -> None:
+    """Without the logits, nothing pulls at the last layer: its gradient is zero, not missing."""
+    changes = {
+        "sharding": {"strategy": strategy, "cpu_offload": True},
+        "distillation": {"logits_loss_weight": 0.0, "hidden_loss_weight": 1.0},
+    }
+    outcome = run(_run(tmp_path, "s", spec=changes))
+
+    first, *_, last = (metrics.losses for metrics in outcome.steps)
+    assert first["loss"] == pytest.approx(first["hidden_loss"])
+    assert first["logits_loss"] > 0
+    assert last["loss"] < first["loss"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     process_group: None, tmp_path: Path, strategy: str
 ) -> None:

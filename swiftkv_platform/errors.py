@@ -1,24 +1,24 @@
 """The whole exception tree. It knows codes and fields; how an error becomes HTTP is the API's business.
 
-    SwiftKVError
-    ├── InvalidInputError          something the caller can put right: names field, value and what would do
-    │   ├── DataError              a data set that cannot be read, is empty or lacks columns
-    │   └── ModelError             a checkpoint or configuration that cannot be used
-    ├── NotFoundError              no such job, model, deployment or object
-    ├── ConflictError              legal request, wrong moment
-    │   ├── IllegalTransitionError     a status that cannot follow the present one
-    │   ├── StaleVersionError          somebody else changed the row first
-    │   └── IdempotencyConflictError   the same key with another body
-    ├── StorageError               the object store failed
-    │   ├── ObjectNotFoundError
-    │   └── ArtifactCorruptError       a file differs from its manifest
-    ├── ClusterUnavailableError    Ray does not answer
-    ├── DatabaseUnavailableError   the database does not answer
-    ├── QueueFullError             the engine's waiting line is full; the same request may succeed later
-    ├── EngineDeadError            the engine's loop has failed and answers nobody any more
-    └── TrainingError              a run that cannot go on
-        ├── LossNotFiniteError
-        └── QualityGateError
+SwiftKVError
+├── InvalidInputError          something the caller can put right: names field, value and what would do
+│   ├── DataError              a data set that cannot be read, is empty or lacks columns
+│   └── ModelError             a checkpoint or configuration that cannot be used
+├── NotFoundError              no such job, model, deployment or object
+├── ConflictError              legal request, wrong moment
+│   ├── IllegalTransitionError     a status that cannot follow the present one
+│   ├── StaleVersionError          somebody else changed the row first
+│   └── IdempotencyConflictError   the same key with another body
+├── StorageError               the object store failed
+│   ├── ObjectNotFoundError
+│   └── ArtifactCorruptError       a file differs from its manifest
+├── ClusterUnavailableError    Ray does not answer
+├── DatabaseUnavailableError   the database does not answer
+├── QueueFullError             the engine's waiting line is full; the same request may succeed later
+├── EngineDeadError            the engine's loop has failed and answers nobody any more
+└── TrainingError              a run that cannot go on
+    ├── LossNotFiniteError
+    └── QualityGateError
 """
 
 from __future__ import annotations

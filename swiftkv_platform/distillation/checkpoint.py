@@ -117,10 +117,17 @@ class Checkpointer:
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         return {
-            "model": get_model_state_dict(self._module, options=_TRAINED),
+            "model": self._trained_tensors(),
             "optimizer": get_optimizer_state_dict(self._module, self._optimizer, options=_TRAINED),
             "progress": {"step": progress.step, "tokens": progress.tokens},
         }
+
+    def _trained_tensors(self) -> dict[str, Any]:
+        """By name. Torch leaves out frozen parameters, but not the second name of one that is tied to another."""
+        named = self._module.named_parameters(remove_duplicate=False)
+        frozen = {name.removeprefix("module.") for name, parameter in named if not parameter.requires_grad}
+        state = get_model_state_dict(self._module, options=_TRAINED)
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
 
 
 def read_trained(directory: Path) -> dict[str, Tensor]:

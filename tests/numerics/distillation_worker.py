@@ -39,6 +39,7 @@ def tiny_student(*, group_size: int = 2, early_exit: bool = False) -> Any:
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         initializer_range=0.2,
+        tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
     )

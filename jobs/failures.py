@@ -11,6 +11,9 @@ from ray.train import ControllerError, WorkerGroupError
 
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 
+_DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+"""What a mistake in a program raises: another attempt would make it again."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -38,9 +41,12 @@ def explain(error: BaseException) -> Failure:
             message = f"a worker ran out of device memory; a smaller training.micro_batch_size may do: {cause}"
             return Failure("out_of_memory", message, "training.micro_batch_size", retryable=False)
     for cause in causes:
+        if isinstance(cause, _DEFECTS):
+            return Failure(SwiftKVError.code, f"{type(cause).__name__}: {_first_line(cause)}", retryable=False)
+    for cause in causes:
         if isinstance(cause, WorkerGroupError | RayActorError | WorkerCrashedError | NodeDiedError):
             return Failure("worker_lost", f"workers were lost again and again: {_first_line(cause)}")
-    return Failure(SwiftKVError.code, f"{type(error).__name__}: {_first_line(error)}")
+    return Failure(SwiftKVError.code, f"{type(causes[0]).__name__}: {_first_line(causes[0])}")
 
 
 def root_cause(error: BaseException) -> SwiftKVError | None:

@@ -47,6 +47,7 @@ def test_the_error_of_one_worker_counts_more_than_its_peers_lost_connections() -
     [
         ({0: RuntimeError("connection closed by peer"), 1: RayActorError()}, "worker_lost", True),
         ({0: RayActorError(), 1: OutOfMemoryError("node ran low on memory")}, "out_of_memory", True),
+        ({0: KeyError("lm_head"), 1: RuntimeError("connection closed by peer")}, "internal_error", False),
     ],
 )
 def test_a_lost_worker_is_worth_another_try(failures: dict[int, Exception], code: str, retryable: bool) -> None:
@@ -67,7 +68,9 @@ def test_a_controller_that_cannot_start_workers_is_seen_through() -> None:
 
 def test_anything_else_is_named_by_its_type() -> None:
     failure = explain(ZeroDivisionError("division by zero"))
-    assert failure == Failure("internal_error", "ZeroDivisionError: division by zero")
+    assert failure == Failure("internal_error", "ZeroDivisionError: division by zero", retryable=False)
+    assert explain(_from_task(KeyError("lm_head"))) == Failure("internal_error", "KeyError: 'lm_head'", retryable=False)
+    assert explain(_from_task(OSError("disk full"))) == Failure("internal_error", "OSError: disk full")
     assert root_cause(ZeroDivisionError()) is None
 
 

@@ -32,7 +32,7 @@ class Fork(nn.Module):
 
     def __init__(
         self, student: Any, spec: DistillationSpec, *, dtype: torch.dtype, gradient_checkpointing: bool = False
-    ):
+    ) -> None:
         super().__init__()
         self.student = student.eval()
         self._spec = spec
@@ -45,9 +45,7 @@ class Fork(nn.Module):
             student.activation_checkpointing_enable({"use_reentrant": False})
             student.disable_input_require_grads()
             for layer in student.model.layers[self._first :]:
-                layer.training = (
-                    True  # what transformers checks; its submodules stay in evaluation mode, without dropout
-                )
+                layer.training = True  # transformers asks this flag; the submodules stay without dropout
 
     def _freeze(self, dtype: torch.dtype) -> None:
         trained = trained_parameters(self.student, self._spec)
@@ -85,15 +83,17 @@ class Fork(nn.Module):
         input_ids, position_ids: int64 [batch, num_tokens], positions restart with every packed sample; loss_mask: bool.
         """
         decoder = self.student.model
-        teacher_states: list[Tensor] = []
+        teacher_states: list[Tensor] = []  # the output of each upper layer, where a loss asks for it
         student_states: list[Tensor] = []
+        recorded = self._hidden_index is not None
         with torch.no_grad():
             context = decoder.begin(input_ids, position_ids=position_ids)
             x = decoder.lower(context)
             teacher = None
             if self._needs_teacher:
-                teacher = (self.tail_teacher or decoder).teacher_upper(x, context, record=teacher_states)
-        student = decoder.student_upper(x, context, record=student_states)  # [batch, num_tokens, hidden_size]
+                upper = self.tail_teacher or decoder
+                teacher = upper.teacher_upper(x, context, record=teacher_states if recorded else None)
+        student = decoder.student_upper(x, context, record=student_states if recorded else None)
 
         sums = {}
         if self._spec.objective == "lm":

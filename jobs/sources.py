@@ -7,10 +7,8 @@ from pathlib import Path
 
 import swiftkv_platform.demo
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
+from swiftkv_platform.specs import BUILTIN_TEACHER
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
-
-BUILTIN_TEACHERS = {"builtin:python-5m": "teacher"}
-"""Directories beside `swiftkv_platform.demo`, by name."""
 
 
 def teacher_path(name_or_path: str, workspace: Path, *, fetch: bool = True) -> str:
@@ -24,13 +22,13 @@ def teacher_path(name_or_path: str, workspace: Path, *, fetch: bool = True) -> s
         ModelError: an unknown built-in teacher, or an address with nothing below it.
     """
     if name_or_path.startswith("builtin:"):
-        if name_or_path not in BUILTIN_TEACHERS:
+        if name_or_path != BUILTIN_TEACHER:
             raise ModelError(
-                f"model.name_or_path is {name_or_path!r}; built in are {', '.join(BUILTIN_TEACHERS)}",
+                f"model.name_or_path is {name_or_path!r}; the only built-in teacher is {BUILTIN_TEACHER!r}",
                 field="model.name_or_path",
                 value=name_or_path,
             )
-        return str(Path(swiftkv_platform.demo.__path__[0]) / BUILTIN_TEACHERS[name_or_path])
+        return str(Path(swiftkv_platform.demo.__path__[0]) / "teacher")
     if not name_or_path.startswith("s3://"):
         return name_or_path
     target = workspace / "teacher"

@@ -13,6 +13,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+BUILTIN_TEACHER = "builtin:python-5m"
+"""The teacher that ships with the package, in `swiftkv_platform/demo/teacher`."""
+BUILTIN_DATA = "builtin:python-stdlib"
+"""The sources of the interpreter's standard library."""
+
 
 class _Spec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -21,7 +26,7 @@ class _Spec(BaseModel):
 class ModelSpec(_Spec):
     """The teacher."""
 
-    name_or_path: Annotated[str, Field(min_length=1)] = "builtin:python-5m"
+    name_or_path: Annotated[str, Field(min_length=1)] = BUILTIN_TEACHER
     """Hub id, local directory, `s3://` prefix, or `builtin:python-5m` (the teacher that ships with the package)."""
     revision: str | None = None
     """Hub revision."""
@@ -71,9 +76,7 @@ class DataSourceSpec(_Spec):
 class DataSpec(_Spec):
     """Training text."""
 
-    sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1)] = (
-        DataSourceSpec(name_or_path="builtin:python-stdlib"),
-    )
+    sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1)] = (DataSourceSpec(name_or_path=BUILTIN_DATA),)
     max_length: Annotated[int, Field(ge=16)] = 8192
     """Tokens per sequence; a longer sample is cut."""
     packing: bool = True

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from swiftkv_platform.demo.corpus import standard_library_modules
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
-from swiftkv_platform.specs import DataSourceSpec
+from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,7 +25,6 @@ Fetch = Callable[[str], Path]
 
 Row = dict[str, Any]
 
-BUILTIN_SOURCE = "builtin:python-stdlib"
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".py": "text"}
 _SUFFIXES = ", ".join(_BUILDERS)
 _ROWS_PER_CHUNK = 512
@@ -116,22 +115,22 @@ def _looks_like_a_path(name: str) -> bool:
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
     from datasets import Dataset
 
-    if source.name_or_path != BUILTIN_SOURCE:
+    if source.name_or_path != BUILTIN_DATA:
         raise DataError(
-            f"{path}.name_or_path is {source.name_or_path!r}; the only built-in data set is {BUILTIN_SOURCE!r}",
+            f"{path}.name_or_path is {source.name_or_path!r}; the only built-in data set is {BUILTIN_DATA!r}",
             field=f"{path}.name_or_path",
             value=source.name_or_path,
         )
     if source.split != "train":
         raise DataError(
-            f"{path}.split is {source.split!r}; {BUILTIN_SOURCE} offers 'train' and evaluates on its held-out modules",
+            f"{path}.split is {source.split!r}; {BUILTIN_DATA} offers 'train' and evaluates on its held-out modules",
             field=f"{path}.split",
             value=source.split,
         )
     modules = list(standard_library_modules())
     return [
         Table(
-            BUILTIN_SOURCE,
+            BUILTIN_DATA,
             (),
             Dataset.from_dict({"text": [module.text for module in modules if module.held_out is held_out]}),
             held_out,

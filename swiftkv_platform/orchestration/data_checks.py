@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.specs import DataSourceSpec
+from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 
-_BUILTIN_DATA = "builtin:python-stdlib"
 _TEXT_FILES = frozenset({".txt", ".py"})
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".py")
 _FORMATS: dict[str, tuple[frozenset[str], ...]] = {
@@ -42,8 +41,8 @@ def check_sources(sources: Sequence[DataSourceSpec]) -> None:
 def _check_source(source: DataSourceSpec, where: str) -> None:
     name = source.name_or_path
     if name.startswith("builtin:"):
-        if name != _BUILTIN_DATA:
-            raise _unusable(where, name, f"the only built-in data set is {_BUILTIN_DATA}")
+        if name != BUILTIN_DATA:
+            raise _unusable(where, name, f"the only built-in data set is {BUILTIN_DATA}")
         return
     path = Path(name).expanduser()
     if name.startswith("s3://") or not (path.exists() or _looks_like_a_path(name)):

@@ -12,16 +12,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError, ModelError, ObjectNotFoundError
+from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.orchestration.data_checks import check_sources
-from swiftkv_platform.planning import LayerMap, resolve_num_key_value_layers
-from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.planning import student_layer_map
+from swiftkv_platform.specs import BUILTIN_TEACHER, JobSpec
 
 ReadObject = Callable[[str, str], bytes]
 """(store address, key) -> content. Raises `ObjectNotFoundError` and `StorageError`."""
 
 _BUILTIN = "builtin:"
-_BUILTIN_TEACHER = "builtin:python-5m"
 _MODEL_FIELD = "model.name_or_path"
 
 
@@ -51,7 +50,12 @@ def validate(spec: JobSpec, read_object: ReadObject) -> Estimate:
     config = _read_config(spec.model.name_or_path, read_object)
     if config is None:
         return Estimate()
-    layers = _layer_map(spec, _num_hidden_layers(config, spec.model.name_or_path))
+    layers = student_layer_map(
+        _num_hidden_layers(config, spec.model.name_or_path),
+        num_key_value_layers=spec.swiftkv.num_key_value_layers,
+        prefill_reduction=spec.swiftkv.prefill_reduction,
+        key_value_group_size=spec.swiftkv.key_value_group_size,
+    )
     total = layers.num_hidden_layers
     return Estimate(
         num_hidden_layers=total,
@@ -62,27 +66,13 @@ def validate(spec: JobSpec, read_object: ReadObject) -> Estimate:
     )
 
 
-def _layer_map(spec: JobSpec, num_hidden_layers: int) -> LayerMap:
-    wanted = resolve_num_key_value_layers(
-        num_hidden_layers, spec.swiftkv.num_key_value_layers, spec.swiftkv.prefill_reduction
-    )
-    if not 1 <= wanted < num_hidden_layers:
-        raise InvalidInputError(
-            f"swiftkv.num_key_value_layers is {wanted}; {spec.model.name_or_path!r} has {num_hidden_layers} layers, "
-            f"so 1..{num_hidden_layers - 1} are accepted",
-            field="swiftkv.num_key_value_layers",
-            value=wanted,
-        )
-    return LayerMap(num_hidden_layers, wanted, spec.swiftkv.key_value_group_size)
-
-
 def _read_config(name: str, read_object: ReadObject) -> dict[str, Any] | None:
     """The teacher's `config.json`; None for a hub id."""
     try:
-        if name == _BUILTIN_TEACHER:
+        if name == BUILTIN_TEACHER:
             text = (files("swiftkv_platform.demo") / "teacher" / "config.json").read_bytes()
         elif name.startswith(_BUILTIN):
-            raise _unusable(name, f"the only built-in teacher is {_BUILTIN_TEACHER}")
+            raise _unusable(name, f"the only built-in teacher is {BUILTIN_TEACHER}")
         elif name.startswith("s3://"):
             text = read_object(name, "config.json")
         elif Path(name).expanduser().exists() or _looks_like_a_path(name):

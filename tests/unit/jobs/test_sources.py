@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from jobs.sources import BUILTIN_TEACHERS, teacher_path
+from jobs.sources import teacher_path
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.specs import BUILTIN_TEACHER
 
 
 def test_a_built_in_teacher_lies_in_the_package(tmp_path: Path) -> None:
-    for name, directory in BUILTIN_TEACHERS.items():
-        path = Path(teacher_path(name, tmp_path))
-        assert path.parts[-3:] == ("swiftkv_platform", "demo", directory)
+    path = Path(teacher_path(BUILTIN_TEACHER, tmp_path))
+    assert (path / "config.json").is_file()
+    assert (path / "model.safetensors").is_file()
 
 
 def test_an_unknown_built_in_teacher_names_those_there_are(tmp_path: Path) -> None:

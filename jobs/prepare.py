@@ -21,10 +21,9 @@ from jobs.sources import fetch_data, teacher_path
 from swiftkv_platform.distillation.data import PreparedData, prepare_data
 from swiftkv_platform.distillation.fork import hidden_loss_index
 from swiftkv_platform.distillation.packing import PackedRows, batch_rows, total_steps
-from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate, collect
-from swiftkv_platform.planning import LayerMap
 from swiftkv_platform.specs import JobSpec
 
 
@@ -53,7 +52,6 @@ def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
         workspace = Path(directory)
         path = teacher_path(spec.model.name_or_path, workspace)
         student = load_student(spec, path)
-        _check_something_is_skipped(student.config.layer_map)
         if spec.distillation.hidden_loss_weight:
             hidden_loss_index(student.config, spec.distillation)
         data = prepare_data(
@@ -79,17 +77,6 @@ def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
         statistics=data.statistics.model_dump(mode="json"),
     )
     return plan, Prepared(data, calibrated)
-
-
-def _check_something_is_skipped(layer_map: LayerMap) -> None:
-    num_layers = layer_map.num_hidden_layers
-    if layer_map.num_key_value_layers == num_layers:
-        raise InvalidInputError(
-            f"swiftkv.num_key_value_layers is {num_layers}, all layers of the model: there is nothing to distil; "
-            f"1..{num_layers - 1} are accepted",
-            field="swiftkv.num_key_value_layers",
-            value=num_layers,
-        )
 
 
 def load_student(spec: JobSpec, path: str) -> Any:

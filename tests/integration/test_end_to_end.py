@@ -1,0 +1,135 @@
+"""The whole path over HTTP, every part real: a job through POST /jobs, its model deployed, /generate, cancellation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from swiftkv_platform.client import Client, Job
+from swiftkv_platform.local.processes import marked
+from swiftkv_platform.local.stack import Stack, StackOptions
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.artifacts import read_manifest
+from swiftkv_platform.storage.object_store import open_store
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+SPEC: dict[str, Any] = {
+    "name": "end-to-end",
+    "model": {"name_or_path": "builtin:python-5m", "dtype": "float32"},
+    "swiftkv": {"num_key_value_layers": 6, "key_value_group_size": 2, "calibration_tokens": 1024},
+    "data": {"max_length": 128, "sources": [{"name_or_path": "builtin:python-stdlib", "sample_count": 40}]},
+    "training": {"max_steps": 4, "batch_size": 4, "micro_batch_size": 2},
+    "optimizer": {"learning_rate": 1e-3},
+    "checkpoint": {"every_steps": 2},
+    "evaluation": {"max_tokens": 1024},
+}
+PROMPT = "def read_lines(path):\n    with open(path) as"
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What `swiftkv up` starts."""
+
+    home: Path
+    url: str
+    client: Client
+
+    def workers(self) -> list[psutil.Process]:
+        """Ray Train's workers."""
+        return [p for p in marked(str(self.home)) if p.is_running() and "RayTrainWorker" in " ".join(p.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    home = tmp_path_factory.mktemp("user") / "home"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HOME", str(home.parent))
+        stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
+        try:
+            state = stack.up(StackOptions(port=0))
+            with Client(state.url, serve_url=state.serve_url) as client:
+                yield Platform(home, state.url, client)
+        finally:
+            stack.down()
+        assert marked(str(home)) == []
+
+
+@pytest.fixture
+def client(platform: Platform) -> Client:
+    return platform.client
+
+
+@pytest.fixture(scope="module")
+def job(platform: Platform) -> Job:
+    client = platform.client
+    job = client.jobs.wait(client.jobs.create(SPEC).id)
+    assert job.status == "succeeded", list(client.jobs.logs(job.id))[-40:]
+    return job
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def test_the_job_leaves_a_complete_model_behind(client: Client, job: Job) -> None:
+    assert (job.progress.step, job.progress.total_steps) == (4, 4)
+    assert job.artifact_uri is not None
+    manifest = read_manifest(open_store(job.artifact_uri), "")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "evaluation.json"} <= manifest.files.keys()
+    model = client.models.get(str(job.distilled_model))
+    assert model.lineage["job_id"] == job.id
+    assert model.metrics["kv_bytes_ratio"] == 0.75
+    assert model.metrics["prefill_flops_ratio"] < 0.6
+    assert model.metrics["distilled"]["kl"] < model.metrics["rewired"]["kl"]
+    assert [point.step for point in client.jobs.metrics(job.id)] == [1, 2, 3, 4]
+
+
+def test_its_model_is_deployed_and_generates(client: Client, job: Job) -> None:
+    deployment = client.deployments.create(model=str(job.distilled_model))
+    client.deployments.wait_ready(deployment.id)
+    whole = client.generate(PROMPT, max_tokens=12, temperature=0.0)
+    pieces = list(client.generate(PROMPT, max_tokens=12, temperature=0.0, stream=True))
+    assert whole.choices[0].text
+    assert "".join(piece.text for piece in pieces) == whole.choices[0].text
+    assert whole.usage.prefill_layers_skipped_tokens == whole.usage.prompt_tokens - 1
+    client.deployments.delete(deployment.id)
+
+
+def test_cancelling_a_running_job_frees_its_workers(platform: Platform, client: Client) -> None:
+    endless = client.jobs.create(SPEC | {"name": "endless", "training": SPEC["training"] | {"max_steps": 100_000}})
+    wait_until(lambda: bool(client.jobs.metrics(endless.id)), "the job never made a step")
+    assert len(platform.workers()) == 2
+    client.jobs.cancel(endless.id)
+    assert client.jobs.wait(endless.id).status == "cancelled"
+    wait_until(lambda: not platform.workers(), "the workers live on")
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "accepted"),
+    [
+        ({"swiftkv": {"num_key_value_layers": 12}}, "swiftkv.num_key_value_layers", "1..11"),
+        ({"swiftkv": {"layers": 3}}, "swiftkv.layers", ""),
+        ({"model": {"name_or_path": "/no/such/model"}}, "model.name_or_path", "directory"),
+        ({"data": {"sources": [{"name_or_path": "/no/such/data.jsonl"}]}}, "data.sources[0].name_or_path", ""),
+    ],
+)
+def test_bad_input_is_refused_by_field_and_value(
+    platform: Platform, change: dict[str, Any], field: str, accepted: str
+) -> None:
+    answer = httpx.post(f"{platform.url}/jobs", json=SPEC | change, timeout=30)
+    assert answer.status_code == 422
+    assert answer.headers["content-type"] == "application/problem+json"
+    (error,) = answer.json()["errors"]
+    assert error["field"] == field
+    assert accepted in error["message"]

@@ -54,7 +54,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         environment.setenv("HOME", str(home.parent))
         stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
         try:
-            state = stack.up(StackOptions(port=0))
+            state = stack.up(StackOptions(port=0), print)
             with Client(state.url, serve_url=state.serve_url) as client:
                 yield Platform(home, state.url, client)
         finally:

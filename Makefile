@@ -16,7 +16,7 @@ demo: install
 	$(BIN)/swiftkv demo
 
 test: install
-	$(BIN)/python -m pytest -m 'not soak'
+	$(BIN)/python -m pytest
 
 lint: install
 	$(BIN)/ruff check .
@@ -27,8 +27,9 @@ lint: install
 bench: install
 	$(BIN)/python -m benchmarks.prefill
 
-soak: install
-	$(BIN)/python -m pytest -m soak
+SOAK_ROUNDS ?= 5
+soak: install  # the kill and restart tests, over and over
+	for round in $$(seq $(SOAK_ROUNDS)); do $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ class AttemptStore:
     def read_events(self, job_id: str, attempt: int, cursor: Mapping[str, int]) -> list[StoredEvent]:
         """Events after `cursor` (writer -> last sequence seen), merged by time, each writer's own order kept.
 
-        A writer's events are returned up to the first missing number.
+        A writer's events are returned up to the first missing number; one that cannot be understood is a warning.
         """
         writers = self._store.list_directories(events_prefix(job_id, attempt))
         streams = [self._writer_events(job_id, attempt, writer, cursor.get(writer, 0)) for writer in writers]
@@ -101,7 +102,9 @@ class AttemptStore:
             try:
                 event = AttemptEvent.model_validate_json(data)
             except ValidationError as error:
-                raise StorageError(f"event {key!r} cannot be understood: {error}", field="key", value=key) from error
+                # A worker of another version must not keep its job from being followed or cancelled.
+                message = f"event {key!r} cannot be understood: {error.errors(include_url=False)[0]['msg']}"
+                event = AttemptEvent(time=time.time(), level="warn", type="message", message=message)
             yield StoredEvent(writer, sequence, event)
 
     def list_checkpoints(self, job_id: str) -> list[StoredCheckpoint]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.errors import InvalidInputError, ModelError
@@ -183,6 +183,24 @@ def test_round_trip(variant: str, early_exit: bool, prompt: torch.Tensor, tmp_pa
         if early_exit:
             x = torch.randn(2, student.config.hidden_size)
             assert torch.equal(loaded.exit_logits(x), student.exit_logits(x))
+
+
+def test_a_checkpoint_without_the_teachers_projections_is_a_student_alone(prompt: torch.Tensor, tmp_path: Path) -> None:
+    student = make_student(g=2)
+    student.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    dropped = {f"model.layers.{i}.self_attn.{kind}_proj.weight" for i in range(3, 6) for kind in "qkv"}
+    save_file({name: t for name, t in tensors.items() if name not in dropped}, tmp_path / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert dropped.isdisjoint(loaded.state_dict())
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt[None]).logits, student(prompt[None]).logits)
+    with pytest.raises(ModelError, match="exported without"):
+        loaded.swiftkv(False)
+    loaded.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(prompt[None]).logits, student(prompt[None]).logits)
 
 
 def test_hidden_states_are_those_of_every_token(prompt: torch.Tensor) -> None:

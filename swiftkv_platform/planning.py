@@ -1,6 +1,6 @@
-"""What a SwiftKV model costs, from its configuration alone: layer map, prefill FLOPs, KV bytes. Imports no torch.
+"""Which layers of a student compute KV and which KV-cache layer each one reads. Plain arithmetic: imports no torch.
 
-Sources: paper, section 3 (transformation) and table 1 (prefill compute).
+Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared fixtures: small random teachers on disk, made here so that no test needs a network or a download."""
+"""Shared fixtures, made here so that no test needs a network or a download."""
 
 from __future__ import annotations
 
@@ -19,3 +19,15 @@ def tiny_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_models import save_teacher
 
     return save_teacher(tmp_path_factory.mktemp("tiny-teacher"))
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with the newest schema, to be copied."""
+    from swiftkv_platform.database.session import Database
+
+    path = tmp_path_factory.mktemp("database") / "empty.db"
+    database = Database(f"sqlite:///{path}")
+    database.upgrade()
+    database.close()
+    return path

@@ -111,16 +111,6 @@ def teacher(tmp_path: Path) -> dict[str, str]:
     return {"name_or_path": str(directory)}
 
 
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file with the newest schema, to be copied."""
-    path = tmp_path_factory.mktemp("database") / "empty.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
-    database.close()
-    return path
-
-
 @pytest.fixture
 def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
     database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")

@@ -80,16 +80,6 @@ class Plane:
         return [event.data["status"] for event in self.events(job) if event.type == "status"]
 
 
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file with the newest schema, to be copied."""
-    path = tmp_path_factory.mktemp("database") / "empty.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
-    database.close()
-    return path
-
-
 @pytest.fixture
 def plane(tmp_path: Path, empty_database: Path) -> Iterator[Plane]:
     database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")

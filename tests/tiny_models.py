@@ -1,4 +1,4 @@
-"""Random models small enough for a test, and a tokenizer that needs no training."""
+"""Random teachers small enough for a test."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, then `<s>` (256) and `</s>` (257)."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+from tests.fakes.tokenizers import byte_tokenizer
 
 
 def teacher_config(**overrides: Any) -> LlamaConfig:

@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from swiftkv_platform.engine import LLMEngine
-from tests.unit.engine.tiny_models import make_model, make_tokenizer, save_dense, save_swiftkv
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer()
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -1,27 +1,16 @@
-"""Tiny random models on disk: a dense Llama, its SwiftKV student, and a byte-level tokenizer."""
+"""Tiny random models on disk: a dense Llama and its SwiftKV student."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.model import convert
+from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
 
-BOS, EOS = 256, 257
 CONTEXT = 64
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and two special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: i for i, character in enumerate(alphabet)} | {"<s>": BOS, "</s>": EOS}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 def make_model(context: int = CONTEXT) -> LlamaForCausalLM:
@@ -44,12 +33,12 @@ def make_model(context: int = CONTEXT) -> LlamaForCausalLM:
 def save_dense(directory: Path) -> Path:
     """The Llama and its tokenizer."""
     make_model().save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     return directory
 
 
 def save_swiftkv(directory: Path, context: int = CONTEXT) -> Path:
     """Its student, layers 2 and 3 sharing one KV, and the tokenizer."""
     convert(make_model(context), num_key_value_layers=2, key_value_group_size=2).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     return directory

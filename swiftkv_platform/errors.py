@@ -4,6 +4,8 @@ SwiftKVError
 ├── InvalidInputError          something the caller can put right: names field, value and what would do
 │   ├── DataError              a data set that cannot be read, is empty or lacks columns
 │   └── ModelError             a checkpoint or configuration that cannot be used
+├── UnauthenticatedError       no key, or one that nobody holds
+├── ForbiddenError             a key that does not open this
 ├── NotFoundError              no such job, model, deployment or object
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
@@ -15,7 +17,9 @@ SwiftKVError
 ├── ClusterUnavailableError    Ray does not answer
 ├── DatabaseUnavailableError   the database does not answer
 ├── QueueFullError             the engine's waiting line is full; the same request may succeed later
+├── DeadlineExceededError      the answer did not come within the time the caller gave it
 ├── EngineDeadError            the engine's loop has failed and answers nobody any more
+├── GenerationError            the model put out no numbers for one request
 └── TrainingError              a run that cannot go on
     ├── LossNotFiniteError
     └── QualityGateError
@@ -52,6 +56,14 @@ class DataError(InvalidInputError):
 
 class ModelError(InvalidInputError):
     code = "model_error"
+
+
+class UnauthenticatedError(SwiftKVError):
+    code = "unauthenticated"
+
+
+class ForbiddenError(SwiftKVError):
+    code = "forbidden"
 
 
 class NotFoundError(SwiftKVError):
@@ -98,8 +110,16 @@ class QueueFullError(SwiftKVError):
     code = "queue_full"
 
 
+class DeadlineExceededError(SwiftKVError):
+    code = "deadline_exceeded"
+
+
 class EngineDeadError(SwiftKVError):
     code = "engine_dead"
+
+
+class GenerationError(SwiftKVError):
+    code = "generation_failed"
 
 
 class TrainingError(SwiftKVError):

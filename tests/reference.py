@@ -1,16 +1,20 @@
 """SwiftKV's forward pass written out once more in plain torch, one token matrix at a time, without cache or batching.
 
-It shares no code with the project: tests compare the project's model against it.
+It shares no code with the project: tests compare the project's model against it. It covers every family: attention by
+head (biases, head norms, sliding windows) and latent attention, dense and mixture-of-experts MLPs.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 State = dict[str, torch.Tensor]
+Heads = torch.Tensor
+"""[T, heads, d]."""
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -21,55 +25,141 @@ def _linear(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
     return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
 
 
-def _rope(x: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
-    """x: [T, heads, d]."""
-    half = x.shape[-1] // 2
+def _rope(x: Heads, inv_freq: torch.Tensor, *, interleaved: bool, size: float = 1.0) -> Heads:
+    """Dimension j turns with j + d / 2, or where interleaved 2j with 2j + 1."""
     angle = torch.arange(x.shape[0]).float()[:, None] * inv_freq  # [T, d / 2]
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    cos, sin = size * angle.cos()[:, None], size * angle.sin()[:, None]
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    turned = a * cos - b * sin, b * cos + a * sin
+    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [T, H, d], k and v [T, K, d] -> [T, H * d]; query head h reads key head h // (H / K)."""
-    length, heads, dim = q.shape
-    out = torch.empty_like(q)
+def _attend(q: Heads, k: Heads, v: Heads, scale: float, window: int | None) -> torch.Tensor:
+    """[T, H * d]; query head h reads key head h // (H / K)."""
+    length, heads = q.shape[:2]
+    age = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (age < 0) | (age >= (window or length))
+    outputs = []
     for h in range(heads):
         kv = h * k.shape[1] // heads
-        scores = q[:, h] @ k[:, kv].T / dim**0.5
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-        out[:, h] = scores.softmax(-1) @ v[:, kv]
-    return out.flatten(1)
+        scores = (q[:, h] @ k[:, kv].T * scale).masked_fill(hidden, float("-inf"))
+        outputs.append(scores.softmax(-1) @ v[:, kv])
+    return torch.cat(outputs, dim=-1)
+
+
+class _ByHead:
+    def __init__(self, state: State, config: Any, inv_freq: torch.Tensor) -> None:
+        self.state, self.config, self.inv_freq = state, config, inv_freq
+        self.dim = 2 * len(inv_freq)
+        self.scale = self.dim**-0.5
+
+    def _heads(self, x: torch.Tensor, name: str, norm: str | None) -> Heads:
+        heads = _linear(x, self.state, name).unflatten(-1, (-1, self.dim))
+        if norm is None:
+            return heads
+        if norm in self.state:
+            heads = _norm(heads, self.state[norm], self.config.rms_norm_eps)
+        return _rope(heads, self.inv_freq, interleaved=False)
+
+    def query(self, x: torch.Tensor, name: str, suffix: str) -> Heads:
+        return self._heads(x, f"{name}.q_proj{suffix}", f"{name}.q_norm.weight")
+
+    def key_value(self, x: torch.Tensor, name: str, suffix: str) -> tuple[Heads, Heads]:
+        keys = self._heads(x, f"{name}.k_proj{suffix}", f"{name}.k_norm.weight")
+        return keys, self._heads(x, f"{name}.v_proj{suffix}", None)
+
+
+class _Latent:
+    """DeepSeek-V2, section 2.1: keys and values from a latent, one RoPE key part for all heads; YaRN's two factors."""
+
+    def __init__(self, state: State, config: Any, inv_freq: torch.Tensor) -> None:
+        self.state, self.config, self.inv_freq = state, config, inv_freq
+        rope = config.rope_parameters
+        self.scale, self.size = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5, 1.0
+        if rope["rope_type"] == "yarn":
+            log = 0.1 * math.log(rope["factor"])
+            all_dim = log * rope["mscale_all_dim"] + 1
+            self.scale *= all_dim**2
+            self.size = (log * rope["mscale"] + 1) / all_dim
+
+    def _split(self, x: Heads) -> tuple[Heads, Heads]:
+        plain, rotary = x.split([x.shape[-1] - self.config.qk_rope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        return plain, _rope(rotary, self.inv_freq, interleaved=True, size=self.size)
+
+    def query(self, x: torch.Tensor, name: str, suffix: str) -> Heads:
+        if self.config.q_lora_rank is None:
+            q = _linear(x, self.state, f"{name}.q_proj{suffix}")
+        else:
+            low = _linear(x, self.state, f"{name}.q_a_proj{suffix}")
+            low = _norm(low, self.state[f"{name}.q_a_layernorm{suffix}.weight"], 1e-6)
+            q = _linear(low, self.state, f"{name}.q_b_proj{suffix}")
+        return torch.cat(self._split(q.unflatten(-1, (self.config.num_attention_heads, -1))), dim=-1)
+
+    def key_value(self, x: torch.Tensor, name: str, suffix: str) -> tuple[Heads, Heads]:
+        latent, rotary = self._split(_linear(x, self.state, f"{name}.kv_a_proj_with_mqa{suffix}")[:, None])
+        latent = _norm(latent, self.state[f"{name}.kv_a_layernorm{suffix}.weight"], 1e-6)
+        heads = _linear(latent[:, 0], self.state, f"{name}.kv_b_proj{suffix}")
+        heads = heads.unflatten(-1, (self.config.num_attention_heads, -1))
+        keys, values = heads.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=-1)
+        return torch.cat((keys, rotary.expand(-1, keys.shape[1], -1)), dim=-1), values
+
+
+def _mlp(x: torch.Tensor, state: State, name: str) -> torch.Tensor:
+    gate = F.silu(_linear(x, state, f"{name}.gate_proj"))
+    return _linear(gate * _linear(x, state, f"{name}.up_proj"), state, f"{name}.down_proj")
+
+
+def _route(weights: torch.Tensor, config: Any) -> torch.Tensor:
+    """[T, experts] probabilities -> the weight of each expert, zero where it is not chosen."""
+    chosen = weights
+    if getattr(config, "topk_method", "greedy") == "group_limited_greedy":
+        groups = weights.unflatten(-1, (config.n_group, -1)).amax(-1)
+        best = torch.zeros_like(groups).scatter(1, groups.topk(config.topk_group).indices, 1.0)
+        chosen = weights * best.repeat_interleave(weights.shape[1] // config.n_group, dim=1)
+    top = chosen.topk(config.num_experts_per_tok)
+    kept = torch.zeros_like(weights).scatter(1, top.indices, top.values)
+    if config.model_type.startswith("deepseek"):
+        return kept * config.routed_scaling_factor
+    return kept / kept.sum(-1, keepdim=True) if getattr(config, "norm_topk_prob", True) else kept
+
+
+def _feed_forward(x: torch.Tensor, state: State, name: str, config: Any) -> torch.Tensor:
+    if f"{name}.gate.weight" not in state:
+        return _mlp(x, state, name)
+    routes = _route((x @ state[f"{name}.gate.weight"].T).softmax(-1), config)
+    out = _mlp(x, state, f"{name}.shared_experts") if f"{name}.shared_experts.up_proj.weight" in state else 0.0 * x
+    for expert in range(routes.shape[1]):
+        gate, up = (x @ state[f"{name}.experts.gate_up_proj"][expert].T).chunk(2, dim=-1)
+        out = out + routes[:, expert, None] * ((F.silu(gate) * up) @ state[f"{name}.experts.down_proj"][expert].T)
+    return out
+
+
+def _window(config: Any, layer: int) -> int | None:
+    types = getattr(config, "layer_types", None)
+    sliding = types is None or types[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if sliding else None
 
 
 def logits(state: State, config: Any, ids: torch.Tensor, inv_freq: torch.Tensor, *, swiftkv: bool) -> torch.Tensor:
     """[T] token ids -> [T, vocab_size] float32 logits."""
-    dim, eps = config.head_dim, config.rms_norm_eps
-    first, group = config.num_key_value_layers, config.key_value_group_size
+    eps, first, group = config.rms_norm_eps, config.num_key_value_layers, config.key_value_group_size
+    attention = (_Latent if hasattr(config, "kv_lora_rank") else _ByHead)(state, config, inv_freq)
     x = state["model.embed_tokens.weight"][ids]
-    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    shared: dict[int, tuple[Heads, Heads]] = {}
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         if i == first and swiftkv:
             h = _norm(x, state["model.norm_swiftkv.weight"], eps)
             for leader in range(first, config.num_hidden_layers, group):
-                attention = f"model.layers.{leader}.self_attn"
-                k = _linear(h, state, f"{attention}.k_proj_swiftkv").unflatten(-1, (-1, dim))
-                v = _linear(h, state, f"{attention}.v_proj_swiftkv").unflatten(-1, (-1, dim))
-                for member in range(leader, leader + group):
-                    shared[member] = (_rope(k, inv_freq), v)
+                key_value = attention.key_value(h, f"model.layers.{leader}.self_attn", "_swiftkv")
+                shared |= dict.fromkeys(range(leader, leader + group), key_value)
         normed = _norm(x, state[f"{layer}.input_layernorm.weight"], eps)
-        if i in shared:
-            q = _linear(normed, state, f"{layer}.self_attn.q_proj_swiftkv").unflatten(-1, (-1, dim))
-            k, v = shared[i]
-        else:
-            q = _linear(normed, state, f"{layer}.self_attn.q_proj").unflatten(-1, (-1, dim))
-            k = _rope(_linear(normed, state, f"{layer}.self_attn.k_proj").unflatten(-1, (-1, dim)), inv_freq)
-            v = _linear(normed, state, f"{layer}.self_attn.v_proj").unflatten(-1, (-1, dim))
-        x = x + _linear(_attend(_rope(q, inv_freq), k, v), state, f"{layer}.self_attn.o_proj")
+        q = attention.query(normed, f"{layer}.self_attn", "_swiftkv" if i in shared else "")
+        k, v = shared[i] if i in shared else attention.key_value(normed, f"{layer}.self_attn", "")
+        attended = _attend(q, k, v, attention.scale, _window(config, i))
+        x = x + _linear(attended, state, f"{layer}.self_attn.o_proj")
         normed = _norm(x, state[f"{layer}.post_attention_layernorm.weight"], eps)
-        gate = F.silu(_linear(normed, state, f"{layer}.mlp.gate_proj"))
-        x = x + _linear(gate * _linear(normed, state, f"{layer}.mlp.up_proj"), state, f"{layer}.mlp.down_proj")
+        x = x + _feed_forward(normed, state, f"{layer}.mlp", config)
     return _norm(x, state["model.norm.weight"], eps) @ state["lm_head.weight"].T
 
 

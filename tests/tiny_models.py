@@ -2,13 +2,89 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.fakes.tokenizers import byte_tokenizer
+
+SHAPE = {
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+WINDOW = 16
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"num_key_value_heads": 8, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+YARN |= {"mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+GROUP_LIMITED = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0}
+
+FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SHAPE, sliding_window=WINDOW),
+    "mistral-full": MistralConfig(**SHAPE, sliding_window=None),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2-mixed": Qwen2Config(
+        **SHAPE,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=[f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "sliding")],
+    ),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, num_experts=4, mlp_only_layers=[1]),
+    "deepseek_v2": DeepseekV2Config(**SHAPE | LATENT | EXPERTS, q_lora_rank=None),
+    "deepseek_v2-lora": DeepseekV2Config(
+        **SHAPE | LATENT | EXPERTS | GROUP_LIMITED, q_lora_rank=20, attention_bias=True, rope_parameters=YARN
+    ),
+}
+"""Every row of the family table, by `model_type`, with what differs inside a family after a dash."""
+
+
+def family_teacher(name: str, seed: int = 3) -> PreTrainedModel:
+    """A random float32 teacher of `FAMILY_CONFIGS` whose norms and biases are not the usual ones and zeros."""
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILY_CONFIGS[name])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.generation_config.eos_token_id = None  # random weights may emit it at any step
+    return model
+
+
+def disturb(student: Any) -> Any:
+    """Move the SwiftKV weights away from the teacher's, so that mixing them up shows."""
+    with torch.no_grad():
+        for parameter in student.swiftkv_parameters().values():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return student
 
 
 def teacher_config(**overrides: Any) -> LlamaConfig:

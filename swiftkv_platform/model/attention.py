@@ -1,77 +1,100 @@
 """Attention of layers >= l: their own query, keys and values that come from the hidden state after layer l - 1.
 
-It knows projections, RoPE and transformers' attention interface; which tokens are computed is the decoder's business.
-Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
+One class a kind of attention: `HeadAttentionMixin` (keys and values by head: MHA, GQA, MQA) here, and
+`LatentAttentionMixin` (MLA) in `latent_attention.py`. They know projections, RoPE and transformers' attention
+interface; which tokens are computed is the decoder's business. Source: paper, section 3.1 (SingleInputKV) and 3.2
+(AcrossKV).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from swiftkv_platform.model.config import SwiftKVConfigMixin
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin, each [batch, num_tokens, head_dim]."""
+Rotation = torch.Tensor | tuple[torch.Tensor, ...]
+"""What a family's rotary embedding returns for a forward pass: tensors [batch, num_tokens, ...]."""
 KeyValue = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, each [batch, num_key_value_heads, num_tokens, head_dim]; the keys carry RoPE."""
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2."""
-    cos, sin = (part.unsqueeze(1) for part in rotation)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+"""Two tensors [batch, num_heads, num_tokens, dim] of one cache layer or one attention: keys with RoPE and values, or
+what stands for them in the cache."""
 
 
 class SwiftKVAttentionMixin(nn.Module):
-    """Mixed into a family's attention module for layers >= l.
+    """Mixed into a family's attention module for layers >= l; a kind of attention is a subclass.
 
     Without `shared_key_value` it is the family's own attention (the teacher); with it, the student's.
+
+    What a cache layer stores is two tensors [batch, num_heads, num_tokens, dim], handed over by
+    `past_key_values.update(first, second, cache_layer)`, which returns both over the whole context: keys with RoPE and
+    values, or for MLA the latent and the key part that carries RoPE, one head each. That holds below layer l and in
+    teacher mode too. A leader turns what the cache returns into the keys and values of its group.
     """
 
+    key_value_modules: ClassVar[tuple[str, ...]]
+    """The teacher's modules that group leaders have a twin of, `{name}_swiftkv`."""
+    shared_heads: nn.Module | None
+    """Stands for this module in attention functions where the student's key-value heads are not the teacher's."""
     # What the family's own attention brings.
     config: Any
-    head_dim: int
     scaling: float
     attention_dropout: float
-    q_proj: Any
-    k_proj: Any
-    v_proj: Any
     o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # the family's own projections
-        self.normalises_heads = hasattr(self, "q_norm")  # Qwen3: norms on queries and keys before RoPE
-        if not self.normalises_heads:
-            self.q_norm = self.k_norm = nn.Identity()
-        self._add_projections(config, layer_idx)
-        if not config.swiftkv_teacher_weights:
-            del self.q_proj, self.k_proj, self.v_proj
-
-    def _add_projections(self, config: SwiftKVConfigMixin, layer_idx: int) -> None:
-        def like(projection: nn.Linear) -> nn.Linear:
-            return nn.Linear(projection.in_features, projection.out_features, bias=projection.bias is not None)
-
-        self.q_proj_swiftkv = like(self.q_proj)
+        self.shared_heads = None
+        twins = self.query_modules(config)
         if layer_idx in config.layer_map.leaders:
-            self.k_proj_swiftkv = like(self.k_proj)
-            self.v_proj_swiftkv = like(self.v_proj)
+            twins += self.key_value_modules
+        for name in twins:
+            setattr(self, f"{name}_swiftkv", copy.deepcopy(getattr(self, name)))
+        if not config.swiftkv_teacher_weights:
+            self.drop_teacher()
 
-    def split_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim]."""
-        heads: torch.Tensor = projected.unflatten(-1, (-1, self.head_dim))
-        return heads.transpose(1, 2)
+    @classmethod
+    def query_modules(cls, config: Any, /) -> tuple[str, ...]:
+        """The teacher's modules that every layer >= l has a twin of, in the order the hidden state runs through."""
+        raise NotImplementedError
 
-    def shape_key_value(self, keys: torch.Tensor, values: torch.Tensor, rotation: Rotation) -> KeyValue:
-        """Heads and RoPE for projected keys and values, each [batch, num_tokens, num_key_value_heads * head_dim]."""
-        return rotate(self.k_norm(self.split_heads(keys)), rotation), self.split_heads(values)
+    @property
+    def input_projections(self) -> Sequence[nn.Linear]:
+        """Of a leader: the projections that norm_swiftkv(x) enters. Inference makes one matrix product of all."""
+        raise NotImplementedError
+
+    def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
+        """What the cache stores of a leader's group.
+
+        Args:
+            projected: outputs of `input_projections`, each [batch, num_tokens, out_features].
+            rotation: of these tokens.
+        """
+        raise NotImplementedError
+
+    def expand_key_value(self, stored: KeyValue) -> KeyValue:
+        """Keys and values by head of a leader's group, from what its cache layer holds."""
+        return stored
+
+    def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Queries with RoPE [batch, num_heads, num_tokens, dim] from this layer's normalised input."""
+        raise NotImplementedError
+
+    def shared_modules(self) -> list[nn.Module]:
+        """A leader's modules that make the keys and values of its whole group."""
+        return [getattr(self, f"{name}_swiftkv") for name in self.key_value_modules]
+
+    def teacher_modules(self) -> tuple[str, ...]:
+        """Names of the modules that only the teacher runs."""
+        return self.query_modules(self.config) + self.key_value_modules
+
+    def drop_teacher(self) -> None:
+        """Delete what only the teacher runs."""
+        for name in self.teacher_modules():
+            delattr(self, name)
 
     def forward(
         self,
@@ -87,7 +110,8 @@ class SwiftKVAttentionMixin(nn.Module):
         Args:
             hidden_states: normalised input of this layer, [batch, num_tokens, hidden_size].
             position_embeddings: rotation of these tokens.
-            shared_key_value: the group's keys and values over the whole context; None runs the teacher's attention.
+            shared_key_value: the group's keys and values by head over the whole context; None runs the teacher's
+                attention.
         """
         if shared_key_value is None:
             teacher: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
@@ -98,16 +122,82 @@ class SwiftKVAttentionMixin(nn.Module):
                 **kwargs,
             )
             return teacher
-        query = rotate(self.q_norm(self.split_heads(self.q_proj_swiftkv(hidden_states))), position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
-            self,
-            query,
+            self if self.shared_heads is None else self.shared_heads,
+            self.project_query(hidden_states, position_embeddings),
             *shared_key_value,
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
             **kwargs,
-        )  # [batch, num_tokens, num_heads, head_dim]
+        )  # [batch, num_tokens, num_heads, dim]
         return self.o_proj(output.flatten(-2).contiguous()), weights
+
+
+class _SharedHeads(nn.Module):
+    """What transformers' attention functions read of a module, for students whose key-value heads are not the
+    teacher's (paper, appendix C)."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads_swiftkv
+        self.is_causal = True
+
+
+class HeadAttentionMixin(SwiftKVAttentionMixin):
+    """Keys and values by head (MHA, GQA, MQA), RoPE over the whole head, norms on heads where the family has them."""
+
+    key_value_modules = ("k_proj", "v_proj")
+    head_dim: int
+    q_proj_swiftkv: nn.Linear
+    k_proj_swiftkv: nn.Linear
+    v_proj_swiftkv: nn.Linear
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.normalises_heads = hasattr(self, "q_norm")  # Qwen3: norms on queries and keys before RoPE
+        if not self.normalises_heads:
+            self.q_norm = self.k_norm = nn.Identity()
+        if config.num_key_value_heads_swiftkv is not None:
+            self._share_heads(config, layer_idx)
+
+    def _share_heads(self, config: Any, layer_idx: int) -> None:
+        self.shared_heads = _SharedHeads(config, layer_idx)
+        if layer_idx in config.layer_map.leaders:
+            size = config.num_key_value_heads_swiftkv * self.head_dim
+            for name in ("k_proj_swiftkv", "v_proj_swiftkv"):
+                twin = getattr(self, name)
+                setattr(self, name, nn.Linear(twin.in_features, size, bias=twin.bias is not None))
+
+    @classmethod
+    def query_modules(cls, _config: Any, /) -> tuple[str, ...]:
+        return ("q_proj",)
+
+    @property
+    def input_projections(self) -> Sequence[nn.Linear]:
+        return self.k_proj_swiftkv, self.v_proj_swiftkv
+
+    def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
+        keys, values = (self._split_heads(part) for part in projected)
+        return rotate(self.k_norm(keys), rotation), values
+
+    def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return rotate(self.q_norm(self._split_heads(self.q_proj_swiftkv(hidden_states))), rotation)
+
+    def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim]."""
+        heads: torch.Tensor = projected.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2."""
+    cos, sin = (part.unsqueeze(1) for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin

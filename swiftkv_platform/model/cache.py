@@ -1,30 +1,185 @@
-"""The KV cache that `generate()` uses: `num_kv_cache_layers` layers, not one a model layer. It knows no attention."""
+"""The KV cache that `generate()` uses: `num_kv_cache_layers` layers, not one a model layer, optionally in 8 bits.
+
+It is a transformers `Cache` of transformers' own layers, so what they can (grow, slide, crop, reorder) it can. It knows
+no attention.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache
+import torch
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
 
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.attention import KeyValue
 from swiftkv_platform.model.masks import FULL, layer_types
+from swiftkv_platform.model.quantization import pack, payload_dtype, unpack
+from swiftkv_platform.model.selection import TokenSelection
 
 
-def make_cache(config: Any, *, swiftkv: bool = True) -> DynamicCache:
+def make_cache(
+    config: Any, *, swiftkv: bool = True, kv_cache_dtype: str = "auto", max_cache_len: int | None = None
+) -> Cache:
     """An empty cache for a student (l + ceil((L - l) / g) layers) or, with `swiftkv=False`, its teacher (L layers).
 
     A group's cache layer keeps the longest window of its layers.
+
+    Args:
+        kv_cache_dtype: `auto` stores what the model computes; `fp8` and `int8` quantise it (`model/quantization.py`).
+        max_cache_len: tokens to allocate once (static cache); None grows as needed.
+
+    Raises:
+        InvalidInputError: an unknown `kv_cache_dtype`.
     """
-    cache = DynamicCache(config=config)
+    cache = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
+    owners = list(range(len(cache.layers)))
     if swiftkv:
         layer_map, types = config.layer_map, layer_types(config)
         widest = [
             next((i for i in layer_map.group(leader) if types[i] == FULL), leader) for leader in layer_map.leaders
         ]
-        cache.layers[:] = cache.layers[: layer_map.num_key_value_layers] + [cache.layers[i] for i in widest]
+        owners[layer_map.num_key_value_layers :] = widest
+    payload = payload_dtype(kv_cache_dtype)
+    layers = [cache.layers[i] for i in owners]
+    if payload is not None:
+        arguments = get_layer_types_and_kwargs(config)[1]
+        if max_cache_len is not None:
+            arguments = [{**one, "max_cache_len": max_cache_len} for one in arguments]
+        layers = [
+            QUANTIZED_LAYERS[type(layer)](payload, **arguments[i]) for i, layer in zip(owners, layers, strict=True)
+        ]
+    cache.layers[:] = layers
     return cache
 
 
-def cache_bytes(cache: DynamicCache) -> int:
-    """Bytes of the keys and values that a cache holds."""
-    tensors = [tensor for keys, values, *_ in cache for tensor in (keys, values) if tensor is not None]
+def check_cache(cache: Any, config: Any, *, swiftkv: bool) -> None:
+    """Refuse a transformers cache with another number of layers than the mode's; one without layers grows them.
+
+    Raises:
+        ModelError: naming the number of layers and what to do.
+    """
+    if not isinstance(cache, Cache) or not cache.layers:
+        return
+    wanted = config.layer_map.num_kv_cache_layers if swiftkv else config.num_hidden_layers
+    if len(cache.layers) != wanted:
+        mode = "student" if swiftkv else "teacher"
+        raise ModelError(
+            f"past_key_values has {len(cache.layers)} layers; this model in {mode} mode keeps {wanted}. Leave it out, "
+            f"pass the one a previous call returned, or make_cache(model.config, swiftkv={swiftkv})",
+            field="past_key_values",
+            value=len(cache.layers),
+        )
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of the keys and values that a cache holds, the scales of a quantised one included."""
+    layers: list[Any] = cache.layers
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum(int(tensor.nbytes) for tensor in tensors)
+
+
+def stored_dtype(cache: Any) -> torch.dtype | None:
+    """What a quantised cache of `make_cache` stores; None for any other."""
+    layers: Any = cache.layers if isinstance(cache, Cache) else ()
+    return layers[0].payload if layers and isinstance(layers[0], _Quantized) else None
+
+
+@dataclass(frozen=True)
+class StoredKeyValue:
+    """Keys and values as a quantised layer stores them, to be read where they are needed: one group at a time."""
+
+    keys: torch.Tensor
+    """uint8 [batch, num_heads, num_tokens, dim + 2]."""
+    values: torch.Tensor
+    payload: torch.dtype
+    dtype: torch.dtype
+
+    def take_rows(self, selection: TokenSelection) -> StoredKeyValue:
+        """Those of the selected rows of the batch."""
+        keys, values = selection.take_rows(self.keys), selection.take_rows(self.values)
+        return StoredKeyValue(keys, values, self.payload, self.dtype)
+
+    def read(self) -> KeyValue:
+        """Dequantised, each [batch, num_heads, num_tokens, dim]."""
+        return unpack(self.keys, self.payload, self.dtype), unpack(self.values, self.payload, self.dtype)
+
+
+class _Quantized:
+    """Mixed into a cache layer, whose tensors become bytes: each row's payload and its scale (`quantization.pack`).
+
+    Attention reads what is stored, of the tokens being written too: an answer then depends on neither how the prompt
+    was cut into chunks nor which part of it was there already.
+    """
+
+    def __init__(self, payload: torch.dtype, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.payload = payload
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> KeyValue:
+        return self.store(key_states, value_states).read()
+
+    def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredKeyValue:
+        """As `update`, without dequantising the context."""
+        layer: Any = super()
+        keys, values = layer.update(pack(key_states, self.payload), pack(value_states, self.payload))
+        return StoredKeyValue(keys, values, self.payload, key_states.dtype)
+
+
+class QuantizedLayer(_Quantized, DynamicLayer):
+    """A growing layer in 8 bits."""
+
+
+class QuantizedSlidingWindowLayer(_Quantized, DynamicSlidingWindowLayer):
+    """A growing layer in 8 bits that keeps a window."""
+
+
+class QuantizedStaticLayer(_Quantized, StaticLayer):
+    """An allocated layer in 8 bits."""
+
+
+class QuantizedStaticSlidingWindowLayer(_Quantized, StaticSlidingWindowLayer):
+    """An allocated layer in 8 bits that keeps a window."""
+
+
+QUANTIZED_LAYERS: dict[type, Any] = {
+    DynamicLayer: QuantizedLayer,
+    DynamicSlidingWindowLayer: QuantizedSlidingWindowLayer,
+    StaticLayer: QuantizedStaticLayer,
+    StaticSlidingWindowLayer: QuantizedStaticSlidingWindowLayer,
+}
+
+
+Stored = KeyValue | StoredKeyValue
+"""What the cache layer of one group holds, or what another cache's `update` returned for it."""
+
+
+def append(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: int) -> Stored:
+    """Write tokens' keys and values; the whole context's, which a quantised layer hands out as it stores them."""
+    layer = cache.layers[cache_layer] if stored_dtype(cache) is not None else None
+    if isinstance(layer, _Quantized):
+        return layer.store(keys, values)
+    key_value: KeyValue = cache.update(keys, values, cache_layer)
+    return key_value
+
+
+def take_rows(stored: Stored, kept: TokenSelection) -> Stored:
+    """Those of the selected rows of the batch; as it is where all rows are kept."""
+    if kept.rows is None:
+        return stored
+    if isinstance(stored, StoredKeyValue):
+        return stored.take_rows(kept)
+    return kept.take_rows(stored[0]), kept.take_rows(stored[1])
+
+
+def read(stored: Stored) -> KeyValue:
+    """Keys and values to attend to."""
+    return stored.read() if isinstance(stored, StoredKeyValue) else stored

@@ -11,12 +11,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.cache import make_cache
-from swiftkv_platform.model.checkpoint import tensor_names
+from swiftkv_platform.model.checkpoint import hub_arguments
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
+from swiftkv_platform.model.exits import ExitStep, ThresholdExits
+from swiftkv_platform.model.generation import SwiftKVGenerationMixin
+from swiftkv_platform.model.loading import find_checkpoint, load_checked
+from swiftkv_platform.model.masks import can_select
+from swiftkv_platform.model.selection import TokenSelection
 
 
-class SwiftKVForCausalLMMixin(nn.Module):
+class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
     """Mixed into a family's causal language model."""
 
     decoder_class: ClassVar[type[SwiftKVDecoderMixin]]
@@ -37,12 +41,7 @@ class SwiftKVForCausalLMMixin(nn.Module):
 
     def swiftkv(self, enabled: bool = True) -> Self:
         """Student mode (True, the default after loading) or teacher mode (False): one set of weights serves both."""
-        if not enabled and not self.config.swiftkv_teacher_weights:
-            raise ModelError(
-                "teacher mode needs the teacher's projections, which this checkpoint was exported without",
-                field="swiftkv",
-                value=False,
-            )
+        _check_mode(self.config, enabled)
         self.model.swiftkv_enabled = enabled
         return self
 
@@ -67,18 +66,24 @@ class SwiftKVForCausalLMMixin(nn.Module):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        early_exit: ThresholdExits | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [batch, num_kept, vocab_size] of the positions `logits_to_keep` names (0: all), as in transformers.
 
-        In student mode only the tokens from the first such position on run through layers >= l. Labels, hidden states
-        and attentions concern all tokens, so with them every token does.
+        In student mode only the tokens at these positions run through layers >= l. Labels, hidden states and attentions
+        concern all tokens, so with them every token does. With `early_exit`, which `generate()` passes, these are the
+        logits of the last token, and rows may stop at layer l with those of the exit head.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
-        num_tokens = 0 if tokens is None else tokens.shape[1]
-        num_kept = num_tokens
-        if labels is None and not self._records_every_token(kwargs):
-            num_kept = _suffix_length(logits_to_keep, num_tokens)
+        step = None if early_exit is None else ExitStep(early_exit, self.exit_logits)
+        kept: Any = None
+        if step is not None:
+            kept, logits_to_keep = step.choose, 0
+        elif tokens is not None and labels is None and not self._records_every_token(kwargs):
+            selection, among = _select_logits(logits_to_keep, tokens.shape[1])
+            if selection is not None and can_select(self.config, selection):
+                kept, logits_to_keep = selection, among
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -86,13 +91,12 @@ class SwiftKVForCausalLMMixin(nn.Module):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            num_kept=num_kept,
+            kept=kept,
             **kwargs,
         )
-        hidden = outputs.last_hidden_state
-        if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.ndim == 1:
-            logits_to_keep = logits_to_keep % num_tokens - (num_tokens - hidden.shape[1])
-        logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep))
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        if step is not None:
+            logits = step.merge(logits)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -108,61 +112,62 @@ class SwiftKVForCausalLMMixin(nn.Module):
         flags = ("output_hidden_states", "output_attentions")
         return any(kwargs.get(flag) or getattr(self.config, flag, False) for flag in flags)
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """`generate()` gets a cache of `num_kv_cache_layers` layers where it would make one of L."""
-        dynamic = generation_config.cache_implementation in (None, "dynamic")
-        if dynamic and generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = make_cache(self.config, swiftkv=self.model.swiftkv_enabled)
-            return None
-        family: Any = super()
-        return family._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+    @classmethod
+    def teacher_modules(cls, config: Any) -> list[str]:
+        """Names of the modules of layers >= l that only the teacher runs."""
+        attention = cls.decoder_class.layer_class.attention_class
+        modules = attention.query_modules(config) + attention.key_value_modules
+        layers = range(config.num_key_value_layers, config.num_hidden_layers)
+        return [f"model.layers.{i}.self_attn.{module}" for i in layers for module in modules]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, in student mode. A checkpoint that lacks tensors is refused before weights are read.
+        """As in transformers, in student mode unless `swiftkv=False` is an argument. Weights are read once names and
+        shapes of all tensors are right; an export without the teacher's projections is recognised by their absence.
 
         Raises:
-            ModelError: naming the missing tensor.
+            ModelError: naming the tensors that are missing, not expected or of another shape; teacher mode of an export
+                without the teacher's projections.
         """
-        config = kwargs.pop("config", None)
+        source, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         if config is None or isinstance(config, str | Path):
-            config = cls.config_class.from_pretrained(config or pretrained_model_name_or_path)
-        names = tensor_names(pretrained_model_name_or_path, **kwargs)
-        if names is not None:
-            _check_tensors(config, names, str(pretrained_model_name_or_path))
+            config = cls.config_class.from_pretrained(config or source, **hub_arguments(kwargs))
+        # Of config.json `swiftkv` reads as True; the Auto classes set it from an argument after that.
+        enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
+        config.swiftkv = True
+        checkpoint = find_checkpoint(source, kwargs)
+        if checkpoint is not None:
+            stored = {name.rpartition(".")[0] for name in checkpoint.shards}
+            teacher = cls.teacher_modules(config)
+            config.swiftkv_teacher_weights = not teacher or not stored.isdisjoint(teacher)
+        _check_mode(config, enabled)
         family: Any = super()
-        return family.from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        loaded = load_checked(family.from_pretrained, cls, config, source, checkpoint, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        model.swiftkv(enabled)
+        return loaded
 
 
-def _suffix_length(logits_to_keep: int | torch.Tensor, num_tokens: int) -> int:
-    """How many tokens, counted from the end, hold every position that `logits_to_keep` names."""
-    if isinstance(logits_to_keep, int):
-        return min(logits_to_keep, num_tokens) if logits_to_keep > 0 else num_tokens
-    if logits_to_keep.ndim != 1 or logits_to_keep.numel() == 0 or logits_to_keep.dtype == torch.bool:
-        return num_tokens
-    return num_tokens - int((logits_to_keep % num_tokens).min())
-
-
-def _check_tensors(config: Any, names: frozenset[str], where: str) -> None:
-    """Compare a checkpoint's tensor names with what its configuration promises; note a dropped teacher in `config`."""
-    first, last = config.num_key_value_layers, config.num_hidden_layers
-    if first == last:
-        return
-    teacher = [f"model.layers.{i}.self_attn.k_proj.weight" in names for i in range(first, last)]
-    config.swiftkv_teacher_weights = all(teacher)
-    required = ["model.norm_swiftkv.weight"]
-    required += [f"model.layers.{i}.self_attn.q_proj_swiftkv.weight" for i in range(first, last)]
-    for i in config.layer_map.leaders:
-        required += [f"model.layers.{i}.self_attn.{kind}_proj_swiftkv.weight" for kind in "kv"]
-    if config.early_exit:
-        required += ["exit_norm.weight", "exit_head.weight"]
-    missing = [name for name in required if name not in names]
-    if missing:
+def _check_mode(config: Any, enabled: bool) -> None:
+    if not enabled and not config.swiftkv_teacher_weights:
         raise ModelError(
-            f"{where} lacks {len(missing)} tensors that its config.json promises (num_key_value_layers={first}, "
-            f"key_value_group_size={config.key_value_group_size}): {missing[0]}, ...",
-            field="model.name_or_path",
-            value=where,
+            "teacher mode needs the teacher's projections, which this checkpoint was exported without",
+            field="swiftkv",
+            value=False,
         )
+
+
+def _select_logits(
+    logits_to_keep: int | torch.Tensor, num_tokens: int
+) -> tuple[TokenSelection | None, int | torch.Tensor]:
+    """The tokens that `logits_to_keep` names, and what it names among them (0: all), as transformers spells both."""
+    if isinstance(logits_to_keep, int):
+        return (TokenSelection(logits_to_keep) if 0 < logits_to_keep < num_tokens else None), 0
+    named = logits_to_keep
+    if named.dtype == torch.bool:  # [num_tokens], or [batch, num_tokens] with a count of its own in each row
+        positions = (named if named.ndim == 1 else named.any(0)).nonzero().squeeze(1)
+        return TokenSelection(positions), 0 if named.ndim == 1 else named[:, positions]
+    if named.ndim == 1:
+        return TokenSelection(torch.where(named < 0, named + num_tokens, named)), 0
+    positions, inverse = named.unique(return_inverse=True)  # [batch, num_positions]
+    return TokenSelection(positions), inverse

@@ -1,31 +1,164 @@
-"""What is in a safetensors checkpoint, read from its headers alone."""
+"""Safetensors checkpoints: what is in them, read from index and headers alone, and single tensors on demand.
+
+Knows files and tensors, no model family. A checkpoint may be a local directory or a hub id.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from swiftkv_platform.errors import ModelError
+
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
-def tensor_names(name_or_path: str | Path, **kwargs: Any) -> frozenset[str] | None:
-    """Names of a checkpoint's tensors (local directory or hub id), or None where it has no safetensors."""
-    arguments = {key: kwargs[key] for key in _HUB_ARGUMENTS if kwargs.get(key) is not None}
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as its file's header describes it."""
 
-    def find(filename: str) -> str | None:
-        path: str | None = cached_file(
-            str(name_or_path), filename, _raise_exceptions_for_missing_entries=False, **arguments
-        )
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None for a type that this project has no use for."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where the tensors of a checkpoint are."""
+
+    source: str
+    """Directory or hub id, as it was given."""
+    shards: dict[str, str]
+    """File name by tensor."""
+    hub_arguments: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, source: str | Path, **arguments: Any) -> Checkpoint:
+        """Find the tensors of `source`, where transformers would; of a sharded checkpoint only the index is read.
+
+        Args:
+            arguments: those of `from_pretrained` that say where on the hub; others are ignored.
+
+        Raises:
+            ModelError: no weights, pickles alone, or an unreadable file.
+        """
+        hub = hub_arguments(arguments)
+        if weights := _find(source, SAFE_WEIGHTS_NAME, hub):
+            with _opened(weights, source) as file:
+                return cls(str(source), dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME), hub)
+        if index := _find(source, SAFE_WEIGHTS_INDEX_NAME, hub):
+            try:
+                shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise _unusable(source, f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map that can be read") from error
+            return cls(str(source), dict(shards), hub)
+        if any(_find(source, name, hub) for name in (WEIGHTS_INDEX_NAME, WEIGHTS_NAME)):
+            raise _unusable(
+                source, "its weights are pickles (.bin), which may run code when read; save it as safetensors"
+            )
+        raise _unusable(source, f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+
+    def path(self, shard: str) -> Path:
+        """Where a file is; one on the hub is downloaded."""
+        path = self.find(shard)
+        if path is None:
+            raise _unusable(self.source, f"its index names {shard}, which is not there")
         return path
 
-    if index := find(SAFE_WEIGHTS_INDEX_NAME):
-        return frozenset(json.loads(Path(index).read_text())["weight_map"])
-    if weights := find(SAFE_WEIGHTS_NAME):
-        with safe_open(weights, framework="pt") as file:
-            return frozenset(file.keys())
-    return None
+    def find(self, filename: str) -> Path | None:
+        """Where a file of any kind is, or None."""
+        path = _find(self.source, filename, self.hub_arguments)
+        return None if path is None else Path(path)
+
+    @cached_property
+    def headers(self) -> dict[str, TensorInfo]:
+        """Shapes and types of all tensors. Raises `ModelError` for what the index promises and the files lack."""
+        found: dict[str, tuple[str, TensorInfo]] = {}
+        for shard in sorted(set(self.shards.values())):
+            with _opened(self.path(shard), self.source) as file:
+                for name in file.keys():  # noqa: SIM118  # no mapping
+                    found[name] = shard, _info(file.get_slice(name))
+        for name, shard in self.shards.items():
+            if name not in found or found[name][0] != shard:
+                raise _unusable(self.source, f"its index says that {shard} holds {name}, which it does not")
+        return {name: found[name][1] for name in self.shards}
+
+    def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Some tensors, read into memory of their own: nothing of the files stays mapped."""
+        by_shard: dict[str, list[str]] = {}
+        for name in names:
+            by_shard.setdefault(self.shards[name], []).append(name)
+        read: dict[str, torch.Tensor] = {}
+        for shard, wanted in by_shard.items():
+            with _opened(self.path(shard), self.source) as file:
+                read |= {name: file.get_tensor(name).clone() for name in wanted}
+        return read
+
+
+def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of the arguments of a `from_pretrained`, those that say where on the hub."""
+    return {key: arguments[key] for key in _HUB_ARGUMENTS if arguments.get(key) is not None}
+
+
+def _find(source: str | Path, filename: str, hub: dict[str, Any]) -> str | None:
+    directory = Path(source)
+    if directory.is_dir():
+        path = directory / hub.get("subfolder", "") / filename
+        return str(path) if path.is_file() else None
+    try:
+        found: str | None = cached_file(
+            str(source),
+            filename,
+            _raise_exceptions_for_missing_entries=False,
+            **hub,
+        )
+    except OSError as error:
+        raise _unusable(source, str(error).splitlines()[0]) from error
+    return found
+
+
+@contextmanager
+def _opened(path: str | Path, source: str | Path) -> Iterator[Any]:
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise _unusable(source, f"{Path(path).name} is no safetensors file or not all of one ({error})") from error
+    with file as opened:
+        yield opened
+
+
+def _info(tensor: Any) -> TensorInfo:
+    shape, dtype = tuple(tensor.get_shape()), _DTYPES.get(tensor.get_dtype())
+    count = torch.Size(shape).numel()
+    return TensorInfo(shape, dtype, count * (1 if dtype is None else dtype.itemsize))
+
+
+def _unusable(source: str | Path, why: str) -> ModelError:
+    return ModelError(
+        f"cannot read the weights of {str(source)!r}: {why}", field="model.name_or_path", value=str(source)
+    )

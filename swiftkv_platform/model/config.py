@@ -1,13 +1,14 @@
 """What a SwiftKV checkpoint's `config.json` adds to its teacher's. It knows the layer map's bounds, no tensors.
 
-Keys (shared with the reference implementation): `swiftkv`, `num_key_value_layers`, `key_value_group_size`. Absent keys
-mean: every layer computes its own KV; groups of one.
+Keys (shared with the reference implementation): `swiftkv`, `num_key_value_layers`, `key_value_group_size`,
+`num_key_value_heads_swiftkv`. Absent keys mean: every layer computes its own KV; groups of one; the teacher's heads.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning import LayerMap
 
 
@@ -20,6 +21,8 @@ class SwiftKVConfigMixin:
     """l: layers that compute their own KV; None means all of them."""
     key_value_group_size: int = 1
     """g: consecutive layers >= l that share one KV-cache layer."""
+    num_key_value_heads_swiftkv: int | None = None
+    """Key-value heads of layers >= l; None means the teacher's (paper, appendix C)."""
     early_exit: bool = False
     """Whether the checkpoint carries `exit_norm` and `exit_head`."""
     swiftkv_teacher_weights: bool = True
@@ -31,6 +34,34 @@ class SwiftKVConfigMixin:
         if self.num_key_value_layers is None:
             self.num_key_value_layers = self.num_hidden_layers  # type: ignore[attr-defined]
         self.layer_map  # noqa: B018  # out-of-range values are refused here, before any weight is read
+        self._check_shared_heads()
+
+    def _check_shared_heads(self) -> None:
+        heads, config = self.num_key_value_heads_swiftkv, cast("Any", self)
+        if heads is None:
+            return
+        if getattr(config, "kv_lora_rank", None) is not None:
+            raise ModelError(
+                f"num_key_value_heads_swiftkv is {heads}, but {config.model_type} caches one latent for all heads "
+                "(MLA): there are no heads to share; swiftkv.sharing: gqa would do",
+                field="swiftkv.sharing",
+                value=heads,
+            )
+        theirs = config.num_key_value_heads
+        fits = heads >= 1 and config.num_attention_heads % heads == 0
+        if not fits or (theirs % heads and heads % theirs):
+            raise ModelError(
+                f"num_key_value_heads_swiftkv is {heads}; it must divide the {config.num_attention_heads} query heads, "
+                f"and divide the teacher's {theirs} key-value heads or be a multiple of them",
+                field="swiftkv.sharing",
+                value=heads,
+            )
+
+    def cache_num_key_value_heads(self, cache_layer: int) -> int:
+        """Heads of a KV-cache layer."""
+        config = cast("Any", self)
+        theirs: int = config.num_key_value_heads
+        return theirs if cache_layer < config.num_key_value_layers else self.num_key_value_heads_swiftkv or theirs
 
     @property
     def layer_map(self) -> LayerMap:

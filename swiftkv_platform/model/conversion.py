@@ -8,18 +8,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch, calibrate, collect
-from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.planning import LayerMap, student_layer_map
-
-_TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
+from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.config import SwiftKVConfigMixin
+from swiftkv_platform.model.families import FAMILIES, student_classes
+from swiftkv_platform.model.fp8 import is_fp8
+from swiftkv_platform.model.initialization import copied_start
+from swiftkv_platform.model.loading import load_checked
+from swiftkv_platform.planning import Sharing, shared_key_value_heads, student_layer_map
 
 
 def convert(
@@ -29,6 +32,7 @@ def convert(
     prefill_reduction: float | None = None,
     key_value_group_size: int = 1,
     early_exit: bool = False,
+    sharing: Sharing = "gqa",
     calibration: Iterable[TokenBatch] | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
@@ -42,29 +46,64 @@ def convert(
         prefill_reduction: the share of layers that prefill skips, in place of l (default 0.5).
         key_value_group_size: g of AcrossKV.
         early_exit: add an exit head, started from the teacher's final norm and head.
+        sharing: key-value heads of layers >= l (paper, appendix C): the teacher's (`gqa`), one (`mqa`: the mean of the
+            teacher's) or one for each query head (`mha`: the teacher's, repeated). `planning.equal_cache_group_size`
+            is the g at which the cache is as large as another's.
         calibration: batches of token ids [batch, num_tokens] for the calibrated start; None copies the teacher's
             projections (k and v: the mean over the group).
         dtype: dtype to load a path in; None keeps the checkpoint's.
         revision: hub revision of a path.
 
     Raises:
-        ModelError: unreadable model or unknown family.
+        ModelError: unreadable model, unknown family, or `sharing` where there are no heads to share (MLA).
         InvalidInputError: l or g out of range, naming what is accepted; raised before weights are read.
     """
+    config = read_config(teacher, revision) if isinstance(teacher, str | Path) else teacher.config
+    student_config = make_student_config(
+        config,
+        num_key_value_layers=num_key_value_layers,
+        prefill_reduction=prefill_reduction,
+        key_value_group_size=key_value_group_size,
+        early_exit=early_exit,
+        sharing=sharing,
+    )
     if isinstance(teacher, str | Path):
-        config = _read_config(teacher, revision)
-        _layer_map(config, num_key_value_layers, prefill_reduction, key_value_group_size)
-        student_classes(config.model_type)
-        teacher = _read_model(teacher, revision, dtype)
-    layer_map = _layer_map(teacher.config, num_key_value_layers, prefill_reduction, key_value_group_size)
-    student = _rewire(teacher, layer_map, early_exit)
+        if is_fp8(config):
+            del student_config.quantization_config  # the student holds what the FP8 weights stand for
+        teacher = _read_model(teacher, config, revision, dtype)
+    elif getattr(config, "quantization_config", None):
+        raise ModelError(
+            "this teacher is quantised in memory; give its path, and its FP8 weights are turned back as they are read",
+            field="model.name_or_path",
+            value=str(config.name_or_path),
+        )
+    student = _rewire(teacher, student_config)
     copy_projections(student)
     if calibration is not None:
         calibrate(student, collect(student, calibration))
     return student.eval()
 
 
-def _read_config(path: str | Path, revision: str | None) -> Any:
+def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Any:
+    """A teacher as it is, in our classes: l = L, every layer computes its own KV and nothing is skipped.
+
+    It runs through the forward pass of a student, which is what makes it the baseline to compare one with.
+
+    Args:
+        path: a causal language model of a known family, or its hub id.
+        dtype: dtype of the weights; None keeps the checkpoint's.
+
+    Raises:
+        ModelError: unreadable model or unknown family.
+    """
+    config = read_config(path, revision)
+    classes = student_classes(config.model_type)
+    dense = classes.config_from(config)
+    return classes.causal_lm.from_pretrained(path, config=dense, revision=revision, dtype=dtype or "auto")
+
+
+def read_config(path: str | Path, revision: str | None) -> Any:
+    """A teacher's configuration. Raises `ModelError`."""
     try:
         return AutoConfig.from_pretrained(path, revision=revision)
     except (OSError, ValueError) as error:
@@ -76,9 +115,13 @@ def _read_config(path: str | Path, revision: str | None) -> Any:
         ) from error
 
 
-def _read_model(path: str | Path, revision: str | None, dtype: torch.dtype | None) -> PreTrainedModel:
+def _read_model(path: str | Path, config: Any, revision: str | None, dtype: torch.dtype | None) -> PreTrainedModel:
+    checkpoint = Checkpoint.open(path, revision=revision)
+    teacher = FAMILIES[config.model_type].teacher_class("ForCausalLM")
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=dtype or "auto")
+        model: PreTrainedModel = load_checked(
+            teacher.from_pretrained, teacher, config, path, checkpoint, revision=revision, dtype=dtype or "auto"
+        )
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the weights of {str(path)!r}: {str(error).splitlines()[0]}",
@@ -88,27 +131,49 @@ def _read_model(path: str | Path, revision: str | None, dtype: torch.dtype | Non
     return model
 
 
-def _layer_map(
-    config: Any, num_key_value_layers: int | None, prefill_reduction: float | None, group_size: int
-) -> LayerMap:
-    return student_layer_map(
-        config.num_hidden_layers,
+def make_student_config(
+    teacher: Any,
+    *,
+    num_key_value_layers: int | None,
+    prefill_reduction: float | None,
+    key_value_group_size: int,
+    early_exit: bool,
+    sharing: Sharing,
+) -> Any:
+    """The student's configuration from its teacher's. Raises what `convert` raises of a configuration alone."""
+    if isinstance(teacher, SwiftKVConfigMixin):
+        name = cast("Any", teacher).name_or_path
+        raise ModelError(
+            f"{name!r} is a SwiftKV student already; give the teacher it was made from",
+            field="model.name_or_path",
+            value=name,
+        )
+    classes = student_classes(teacher.model_type)
+    layer_map = student_layer_map(
+        teacher.num_hidden_layers,
         num_key_value_layers=num_key_value_layers,
         prefill_reduction=prefill_reduction,
-        key_value_group_size=group_size,
+        key_value_group_size=key_value_group_size,
     )
-
-
-def _rewire(teacher: PreTrainedModel, layer_map: LayerMap, early_exit: bool) -> Any:
-    """A student whose original parameters are the teacher's own tensors and whose new ones are uninitialised."""
-    classes = student_classes(teacher.config.model_type)
-    values = {key: value for key, value in teacher.config.to_dict().items() if key not in _TEACHER_KEYS}
-    config = classes.config(
-        **values,
+    heads = None
+    if sharing != "gqa":
+        heads = shared_key_value_heads(
+            sharing,
+            num_attention_heads=teacher.num_attention_heads,
+            num_key_value_heads=teacher.num_key_value_heads,
+        )
+    return classes.config_from(
+        teacher,
         num_key_value_layers=layer_map.num_key_value_layers,
         key_value_group_size=layer_map.key_value_group_size,
+        num_key_value_heads_swiftkv=heads,
         early_exit=early_exit,
     )
+
+
+def _rewire(teacher: PreTrainedModel, config: Any) -> Any:
+    """A student whose original parameters are the teacher's own tensors and whose new ones are uninitialised."""
+    classes = student_classes(teacher.config.model_type)
     config.dtype = teacher.dtype
     config._attn_implementation = teacher.config._attn_implementation
     with torch.device("meta"):
@@ -127,23 +192,7 @@ def _rewire(teacher: PreTrainedModel, layer_map: LayerMap, early_exit: bool) -> 
 
 @torch.no_grad()
 def copy_projections(student: Any) -> None:
-    """The copied start: q from the teacher's q, k and v from the mean over the group, norms and exit head likewise."""
-    layer_map, decoder = student.config.layer_map, student.model
-    first = layer_map.num_key_value_layers
-    for i in range(first, layer_map.num_hidden_layers):
-        attention = decoder.layers[i].self_attn
-        _set_mean(attention.q_proj_swiftkv, [attention.q_proj])
-    for leader in layer_map.leaders:
-        group = [decoder.layers[i].self_attn for i in layer_map.group(leader)]
-        _set_mean(group[0].k_proj_swiftkv, [attention.k_proj for attention in group])
-        _set_mean(group[0].v_proj_swiftkv, [attention.v_proj for attention in group])
-    decoder.norm_swiftkv.weight.copy_(decoder.layers[first].input_layernorm.weight)
-    if student.config.early_exit:
-        student.exit_norm.weight.copy_(decoder.norm.weight)
-        student.exit_head.weight.copy_(student.lm_head.weight)
-
-
-def _set_mean(target: nn.Linear, sources: list[nn.Linear]) -> None:
-    target.weight.copy_(torch.stack([source.weight.float() for source in sources]).mean(0))
-    if target.bias is not None:
-        target.bias.copy_(torch.stack([source.bias.float() for source in sources]).mean(0))
+    """The copied start, in place, see `initialization`."""
+    parameters = student.state_dict()
+    for start in copied_start(student):
+        parameters[start.name].copy_(start.of([parameters[source] for source in start.sources]))

@@ -9,21 +9,23 @@ after layer l - 1 (paper, section 3.1). It knows no loss, sampler or scheduler.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.attention import KeyValue, Rotation
-from swiftkv_platform.model.cache import make_cache
-from swiftkv_platform.model.masks import Masks, make_masks, select_rows
+from swiftkv_platform.model.attention import Rotation, SwiftKVAttentionMixin
+from swiftkv_platform.model.cache import Stored, append, check_cache, make_cache, read, take_rows
+from swiftkv_platform.model.masks import Masks, make_masks, select_queries
+from swiftkv_platform.model.selection import TokenSelection, select_arguments
 from swiftkv_platform.planning import LayerMap
 
 
@@ -37,52 +39,41 @@ class DecoderContext:
     """[batch or 1, num_tokens]."""
     rotation: Rotation
     masks: Masks
-    """By layer."""
-    past_key_values: DynamicCache | None
+    past_key_values: Cache | None
     layer_arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         return self.hidden.shape[1]
 
-    def select(self, num_kept: int) -> DecoderContext:
-        """The context of the last `num_kept` tokens: new metadata for the upper layers, this one unchanged."""
-        if num_kept == self.num_tokens:
-            return self
-        cos, sin = self.rotation
+    def select(self, kept: TokenSelection) -> DecoderContext:
+        """The context of the kept tokens: new metadata for the upper layers, this one unchanged."""
+        rotation = self.rotation
         return DecoderContext(
-            hidden=self.hidden[:, -num_kept:],
-            position_ids=self.position_ids[:, -num_kept:],
-            rotation=(cos[:, -num_kept:], sin[:, -num_kept:]),
-            masks=select_rows(self.masks, self.num_tokens, num_kept, self.hidden.device),
+            hidden=kept.take(self.hidden),
+            position_ids=kept.take(self.position_ids),
+            rotation=tuple(map(kept.take, rotation)) if isinstance(rotation, tuple) else kept.take(rotation),
+            masks=select_queries(self.masks, kept, self.num_tokens, self.hidden.device),
             past_key_values=self.past_key_values,
-            layer_arguments=self.layer_arguments,
+            layer_arguments=select_arguments(self.layer_arguments, kept),
         )
 
 
 class SwiftKVDecoderLayerMixin(nn.Module):
     """Mixed into a family's decoder layer for layers >= l."""
 
-    attention_class: ClassVar[type[nn.Module]]
+    attention_class: ClassVar[type[SwiftKVAttentionMixin]]
     self_attn: Any
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.self_attn = self.attention_class(config, layer_idx)
 
-    def project_shared_key_value(self, hidden: torch.Tensor, rotation: Rotation) -> KeyValue:
-        """K and V of this leader's group from norm_swiftkv(x) [batch, num_tokens, hidden_size]."""
-        attention = self.self_attn
-        key_value: KeyValue = attention.shape_key_value(
-            attention.k_proj_swiftkv(hidden), attention.v_proj_swiftkv(hidden), rotation
-        )
-        return key_value
-
 
 class SwiftKVDecoderMixin(nn.Module):
     """Mixed into a family's decoder (`model.model`)."""
 
-    layer_class: ClassVar[type[nn.Module]]
+    layer_class: ClassVar[type[SwiftKVDecoderLayerMixin]]
     # What the family's own decoder brings.
     config: Any
     embed_tokens: nn.Module
@@ -95,15 +86,12 @@ class SwiftKVDecoderMixin(nn.Module):
         super().__init__(config)
         for i in range(config.num_key_value_layers, config.num_hidden_layers):
             self.layers[i] = self.layer_class(config, i)
-        self.norm_swiftkv = type(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        self.layer_map: LayerMap = config.layer_map  # kept: making it anew costs as much as a small kernel
+        if self.layer_map.leaders:  # a dense model has no layer that would read it
+            self.norm_swiftkv = type(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
         self.swiftkv_enabled = True
         self._fused_key_value: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.post_init()
-
-    @property
-    def layer_map(self) -> LayerMap:
-        layer_map: LayerMap = self.config.layer_map
-        return layer_map
 
     def begin(
         self,
@@ -112,7 +100,7 @@ class SwiftKVDecoderMixin(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
+        past_key_values: Cache | None = None,
         **layer_arguments: Any,
     ) -> DecoderContext:
         """Embed `input_ids` [batch, num_tokens] and build what every layer shares.
@@ -121,6 +109,7 @@ class SwiftKVDecoderMixin(nn.Module):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ModelError("give input_ids or inputs_embeds, one of them", field="input_ids")
+        check_cache(past_key_values, self.config, swiftkv=self.swiftkv_enabled)
         hidden: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -145,7 +134,7 @@ class SwiftKVDecoderMixin(nn.Module):
     def _run(self, i: int, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
         output: torch.Tensor = self.layers[i](
             hidden,
-            attention_mask=context.masks[i],
+            attention_mask=context.masks.by_layer[i],
             position_ids=context.position_ids,
             position_embeddings=context.rotation,
             past_key_values=context.past_key_values,
@@ -187,21 +176,27 @@ class SwiftKVDecoderMixin(nn.Module):
         x: torch.Tensor,
         context: DecoderContext,
         *,
-        num_kept: int | None = None,
+        kept: TokenSelection | None = None,
+        shared: Sequence[Stored] | None = None,
         record: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Layers >= l over shared K and V: final normalised hidden state [batch, num_kept, hidden_size].
+        """Layers >= l over shared K and V: final normalised hidden state [num_rows, num_kept, hidden_size].
 
         Args:
-            num_kept: the last tokens whose hidden states are needed; None: all.
+            kept: the tokens whose hidden states are needed; None: all.
+            shared: what `shared_key_values(x, context)` returned, for a caller that computes it apart.
             record: receives the output of each upper layer, before the final norm.
         """
-        shared = self.shared_key_values(x, context)
-        num_kept = context.num_tokens if num_kept is None else num_kept
-        hidden, context = x[:, -num_kept:], context.select(num_kept)
-        first = self.layer_map.num_key_value_layers
-        for i in range(first, len(self.layers)):
-            key_value = shared[self.layer_map.cache_layer(i) - first]
+        shared = self.shared_key_values(x, context) if shared is None else shared
+        hidden = x
+        if kept is not None:
+            hidden, context = kept.take(x), context.select(kept)
+            shared = [take_rows(stored, kept) for stored in shared]
+        first, leaders = self.layer_map.num_key_value_layers, self.layer_map.leaders
+        for i in range(first, len(self.layers)) if hidden.numel() else ():
+            if i in leaders:
+                stored = read(shared[leaders.index(i)])
+                key_value = self.layers[i].self_attn.expand_key_value(stored)
             hidden = self._run(i, hidden, context, shared_key_value=key_value)
             if record is not None:
                 record.append(hidden)
@@ -212,39 +207,46 @@ class SwiftKVDecoderMixin(nn.Module):
         normalised: torch.Tensor = self.norm(hidden)
         return normalised
 
-    def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> list[KeyValue]:
-        """K and V of every group over the whole context; with a cache, appended to it: one entry a group."""
-        layer_map, hidden = self.layer_map, self.norm_swiftkv(x)
-        leaders: list[Any] = [self.layers[i] for i in layer_map.leaders]
+    @property
+    def _leaders(self) -> list[SwiftKVAttentionMixin]:
+        """The attention modules that own the groups' projections."""
+        return [self.layers[i].self_attn for i in self.layer_map.leaders]
+
+    def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Sequence[Stored]:
+        """What the cache layer of every group holds, over the whole context; with a cache, appended to it."""
+        leaders = self._leaders
+        if not leaders:
+            return []
+        # A float32 norm (trained, under autocast) would have every projection keep a narrow copy of its own.
+        hidden = self.norm_swiftkv(x).to(x.dtype)
         if self._fused_key_value is None:
-            shared = [layer.project_shared_key_value(hidden, context.rotation) for layer in leaders]
+            parts = [projection(hidden) for leader in leaders for projection in leader.input_projections]
         else:
-            parts = F.linear(hidden, *self._fused_key_value).chunk(2 * len(leaders), dim=-1)
-            shared = [
-                layer.self_attn.shape_key_value(parts[2 * i], parts[2 * i + 1], context.rotation)
-                for i, layer in enumerate(leaders)
-            ]
+            rows = [projection.out_features for leader in leaders for projection in leader.input_projections]
+            parts = list(F.linear(hidden, *self._fused_key_value).split(rows, dim=-1))
+        count = len(parts) // len(leaders)
+        shared = [
+            leader.shape_key_value(parts[i * count : (i + 1) * count], context.rotation)
+            for i, leader in enumerate(leaders)
+        ]
         if context.past_key_values is None:
             return shared
-        first = layer_map.num_key_value_layers
-        return [context.past_key_values.update(*kv, first + group) for group, kv in enumerate(shared)]
+        first = self.layer_map.num_key_value_layers
+        return [append(context.past_key_values, *kv, first + group) for group, kv in enumerate(shared)]
 
     def fuse_shared_key_value(self) -> None:
-        """For inference: one GEMM for K and V of all groups; the projections' parameters become views of its weight."""
-        projections = [
-            projection
-            for i in self.layer_map.leaders
-            for projection in (self.layers[i].self_attn.k_proj_swiftkv, self.layers[i].self_attn.v_proj_swiftkv)
-        ]
+        """For inference: one GEMM on norm_swiftkv(x) for all groups; the projections' parameters become its views."""
+        projections = [projection for leader in self._leaders for projection in leader.input_projections]
         if not projections:
             return
-        weight = torch.cat([p.weight.detach() for p in projections])
-        bias = None if projections[0].bias is None else torch.cat([p.bias.detach() for p in projections])
-        rows = projections[0].out_features
-        for n, projection in enumerate(projections):
-            projection.weight = nn.Parameter(weight[n * rows : (n + 1) * rows], requires_grad=False)
-            if bias is not None:
-                projection.bias = nn.Parameter(bias[n * rows : (n + 1) * rows], requires_grad=False)
+        rows = [projection.out_features for projection in projections]
+        weight = torch.cat([projection.weight.detach() for projection in projections])
+        biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        for projection, view in zip(projections, weight.split(rows), strict=True):
+            projection.weight = nn.Parameter(view, requires_grad=False)
+        for projection, view in zip(projections, () if bias is None else bias.split(rows), strict=bias is not None):
+            projection.bias = nn.Parameter(view, requires_grad=False)
         self._fused_key_value = (weight, bias)
 
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
@@ -254,13 +256,16 @@ class SwiftKVDecoderMixin(nn.Module):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: DynamicCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        num_kept: int | None = None,
+        kept: TokenSelection | Callable[[torch.Tensor], TokenSelection] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Final hidden states of the last `num_kept` tokens (None: all), [batch, num_kept, hidden_size]."""
+        """Final hidden states of the `kept` tokens (None: all), [num_rows, num_kept, hidden_size].
+
+        `kept` may be chosen from x, once that is known.
+        """
         if use_cache and past_key_values is None:
             past_key_values = make_cache(self.config, swiftkv=self.swiftkv_enabled)
         context = self.begin(
@@ -272,8 +277,10 @@ class SwiftKVDecoderMixin(nn.Module):
             **kwargs,
         )
         x = self.lower(context)
+        kept = kept(x) if callable(kept) else kept
         if self.swiftkv_enabled:
-            hidden = self.student_upper(x, context, num_kept=num_kept)
+            hidden = self.student_upper(x, context, kept=kept)
         else:
             hidden = self.teacher_upper(x, context)
+            hidden = hidden if kept is None else kept.take(hidden)
         return BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)

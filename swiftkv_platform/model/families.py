@@ -1,8 +1,9 @@
 """The model families, as one table. A row names a transformers module; the SwiftKV classes are made from it.
 
-A family fits when its decoder layer hands keyword arguments on to its attention, which has `q_proj`, `k_proj`,
-`v_proj`, `o_proj` and rotates halves (RoPE of Llama). What differs further is a column here, not a fork of
-the forward pass.
+A family fits when its decoder embeds, runs its layers and normalises, no more; its layers hand keyword arguments on to
+their attention; and that is of a kind that there is: by head with `q_proj`, `k_proj`, `v_proj`, `o_proj` and Llama's
+RoPE (rotated halves), or DeepSeek-V2's latent attention. What differs further is a column here, not a fork of the
+forward pass.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.attention import SwiftKVAttentionMixin
+from swiftkv_platform.model.attention import HeadAttentionMixin, SwiftKVAttentionMixin
 from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
 from swiftkv_platform.model.config import SwiftKVConfigMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
+from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Family:
     """Teacher's `model_type`; the student's is `{model_type}_swiftkv`."""
     prefix: str
     """Prefix of transformers' class names."""
+    attention: type[SwiftKVAttentionMixin] = HeadAttentionMixin
+    """The kind of attention."""
 
     def teacher_class(self, suffix: str) -> type[Any]:
         """The family's class `{prefix}{suffix}`, from its modelling or configuration module."""
@@ -45,8 +50,15 @@ FAMILIES = {
         Family("mistral", "Mistral"),
         Family("qwen2", "Qwen2"),
         Family("qwen3", "Qwen3"),
+        Family("mixtral", "Mixtral"),
+        Family("qwen3_moe", "Qwen3Moe"),
+        Family("deepseek_v2", "DeepseekV2", LatentAttentionMixin),
     )
 }
+
+
+_TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
+"""What a student's configuration does not take over from its teacher's."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,13 @@ class StudentClasses:
 
     config: type[Any]
     causal_lm: type[Any]
+
+    def config_from(self, teacher: Any, **fields: Any) -> Any:
+        """The student's configuration: the teacher's with `fields` of `SwiftKVConfigMixin`; without l it is dense."""
+        values = {key: value for key, value in teacher.to_dict().items() if key not in _TEACHER_KEYS}
+        config = self.config(**values, **fields)
+        config.dtype = teacher.dtype
+        return config
 
 
 def _derive(family: Family, suffix: str, mixin: type, **members: Any) -> type[Any]:
@@ -68,16 +87,23 @@ def _derive(family: Family, suffix: str, mixin: type, **members: Any) -> type[An
 
 
 def _build(family: Family) -> StudentClasses:
+    """Make the classes of one family and register them with transformers.
+
+    transformers keeps experts fused in memory and one by one on disk; how a tensor is named and shaped there is looked
+    up by `model_type`, so a student inherits its teacher's entry.
+    """
     model_type = f"{family.model_type}_swiftkv"
     config = _derive(
         family, "Config", SwiftKVConfigMixin, model_type=model_type, __annotations__=SwiftKVConfigMixin.__annotations__
     )
-    attention = _derive(family, "Attention", SwiftKVAttentionMixin)
+    attention = _derive(family, "Attention", family.attention)
     layer = _derive(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
     decoder = _derive(family, "Model", SwiftKVDecoderMixin, layer_class=layer, config_class=config)
     causal_lm = _derive(family, "ForCausalLM", SwiftKVForCausalLMMixin, decoder_class=decoder, config_class=config)
     AutoConfig.register(model_type, config, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    if (conversions := get_checkpoint_conversion_mapping(family.model_type)) is not None:
+        register_checkpoint_conversion_mapping(model_type, conversions, overwrite=True)
     return StudentClasses(config, causal_lm)
 
 

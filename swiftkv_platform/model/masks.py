@@ -7,17 +7,29 @@ mask depends on the layer's own type and on what its cache layer holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from swiftkv_platform.model.selection import TokenSelection
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-Masks = tuple[Any, ...]
-"""By layer, what the attention backend takes: [batch, 1, num_tokens, context_len], or None for plain causal."""
+
+@dataclass(frozen=True)
+class Masks:
+    """The masks of all layers."""
+
+    by_layer: tuple[Any, ...]
+    """What the attention backend takes: [batch, 1, num_tokens, context_len], or None for plain causal."""
+    causal_flag: bool = False
+    """Whether None makes the backend use a causal flag that aligns the first query to the first key (SDPA)."""
+    context_lens: tuple[int, ...] = ()
+    """Keys of each layer; more than there are tokens where an allocated cache is not full."""
 
 
 def layer_types(config: Any) -> list[str]:
@@ -32,7 +44,7 @@ def make_masks(
     *,
     hidden: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: DynamicCache | None,
+    past_key_values: Cache | None,
     position_ids: torch.Tensor,
 ) -> Masks:
     """Masks of all layers for the tokens `hidden` [batch, num_tokens, hidden_size].
@@ -42,9 +54,12 @@ def make_masks(
         attention_mask: [batch, context_len], 0 for padding; None with restarting positions keeps packed samples apart.
     """
     made: dict[tuple[str, bool], Any] = {}
-    masks = []
+    masks, context_lens = [], []
+    num_tokens = hidden.shape[1]
     for layer_type, cache_layer in zip(layer_types(config), cache_layers, strict=True):
-        windowed = past_key_values is not None and getattr(past_key_values.layers[cache_layer], "is_sliding", False)
+        # A cache made without a configuration grows its layers as they are written, none of them with a window.
+        layers: list[Any] = [] if past_key_values is None else past_key_values.layers
+        windowed = cache_layer < len(layers) and getattr(layers[cache_layer], "is_sliding", False)
         key = (layer_type, windowed)
         if key not in made:
             build = create_sliding_window_causal_mask if layer_type == SLIDING else create_causal_mask
@@ -57,21 +72,52 @@ def make_masks(
                 layer_idx=cache_layer,
             )
         masks.append(made[key])
-    return tuple(masks)
+        sizes = (num_tokens, 0) if past_key_values is None else past_key_values.get_mask_sizes(num_tokens, cache_layer)
+        context_lens.append(sizes[0])
+    return Masks(tuple(masks), config._attn_implementation == "sdpa", tuple(context_lens))
 
 
-def select_rows(masks: Masks, num_tokens: int, num_kept: int, device: torch.device) -> Masks:
-    """The masks of the last `num_kept` of `num_tokens` queries."""
-    selected: dict[int, Any] = {}
-    for mask in masks:
-        if id(mask) in selected:
-            continue
-        if mask is not None:
-            selected[id(mask)] = mask[..., -num_kept:, :]
-        elif num_kept > 1:
-            # No mask means the backend's causal flag, which aligns queries to the first keys: these are the last ones.
-            rows = torch.ones((num_kept, num_tokens), dtype=torch.bool, device=device)
-            selected[id(mask)] = rows.tril(num_tokens - num_kept)
-        else:
-            selected[id(mask)] = None
-    return tuple(selected[id(mask)] for mask in masks)
+def can_select(config: Any, selection: TokenSelection) -> bool:
+    """Whether the attention backend takes masks for selected queries: flash attention those of the last tokens alone,
+    and one that compiles its masks (flex attention) none."""
+    implementation = str(config._attn_implementation)
+    if "flash" in implementation:
+        return not isinstance(selection.tokens, torch.Tensor)
+    return implementation in ("eager", "sdpa")
+
+
+def select_queries(masks: Masks, selection: TokenSelection, num_tokens: int, device: torch.device) -> Masks:
+    """The masks of the selected ones of `num_tokens` queries; the keys stay."""
+    selected: dict[tuple[int, int], Any] = {}
+    by_layer = []
+    for mask, context_len in zip(
+        masks.by_layer, masks.context_lens or (num_tokens,) * len(masks.by_layer), strict=True
+    ):
+        key = (id(mask), context_len)
+        if key not in selected:
+            flagged = mask is None and masks.causal_flag
+            selected[key] = (
+                _write_out(selection, num_tokens, context_len, device) if flagged else _select(mask, selection)
+            )
+        by_layer.append(selected[key])
+    return replace(masks, by_layer=tuple(by_layer))
+
+
+def _select(mask: torch.Tensor | None, selection: TokenSelection) -> torch.Tensor | None:
+    if mask is None:
+        return None
+    # Backends without a dense mask take [batch, context_len], and align causal queries to the last keys.
+    return selection.take_queries(mask) if mask.ndim == 4 else selection.take_rows(mask)
+
+
+def _write_out(
+    selection: TokenSelection, num_tokens: int, context_len: int, device: torch.device
+) -> torch.Tensor | None:
+    """The causal mask of the selected queries [1, 1, num_kept, context_len]; None where they see every key.
+
+    The causal flag aligns the first query to the first key, so it serves no other queries.
+    """
+    if num_tokens == 1 or selection.tokens is None or (selection.keeps_last and context_len == num_tokens):
+        return None
+    positions = selection.positions(num_tokens, device)
+    return (positions[:, None] >= torch.arange(context_len, device=device))[None, None]

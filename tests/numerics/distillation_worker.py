@@ -19,10 +19,10 @@ from jobs.checkpoints import AttemptCheckpoints
 from swiftkv_platform.attempts import AttemptRequest
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.optimizer import build_optimizer
 from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.parallel import parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, Wish
+from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store
@@ -31,8 +31,8 @@ from tests.tiny_models import random_teacher
 VOCAB, ROW_LENGTH, NUM_LAYERS, NUM_KEY_VALUE_LAYERS = 50, 24, 5, 2
 
 
-def tiny_student(*, group_size: int = 2, early_exit: bool = False) -> Any:
-    teacher = random_teacher(
+def tiny_teacher() -> Any:
+    return random_teacher(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
@@ -43,8 +43,11 @@ def tiny_student(*, group_size: int = 2, early_exit: bool = False) -> Any:
         bos_token_id=1,
         eos_token_id=2,
     )
+
+
+def tiny_student(*, group_size: int = 2, early_exit: bool = False) -> Any:
     return convert(
-        teacher,
+        tiny_teacher(),
         num_key_value_layers=NUM_KEY_VALUE_LAYERS,
         key_value_group_size=group_size,
         early_exit=early_exit,
@@ -73,9 +76,14 @@ class Run:
     """Address of the object store."""
     attempt: int = 1
     resume_from: str | None = None
+    """Key of a checkpoint, or a pattern of keys that only one fits."""
     stop_after: int | None = None
     """Leave the loop, as if killed, once so many steps are done."""
+    wishes: dict[int, Wish] = field(default_factory=dict)
+    """What the last worker is told after a step."""
     early_exit: bool = False
+    teacher: str | None = None
+    """Directory of the teacher, whose weights are then read module by module."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Sections of the job spec that differ from `job_spec`."""
 
@@ -87,6 +95,8 @@ class Outcome:
     """Trained parameters, whole, by the student's names."""
     frozen_changed: list[str]
     """Names of frozen parameters that are not what they were."""
+    largest_share: float = 1.0
+    """Of the model's elements that this worker held at one time while the weights were read."""
 
 
 def job_spec(sections: dict[str, Any]) -> JobSpec:
@@ -110,8 +120,9 @@ class _KilledError(Exception):
 class _Recorder:
     """Keeps the metrics of every step, and ends the run after one of them."""
 
-    def __init__(self, stop_after: int | None) -> None:
+    def __init__(self, stop_after: int | None, wishes: dict[int, Wish]) -> None:
         self.steps: list[StepMetrics] = []
+        self._wishes = wishes
         self._stop_after = stop_after
 
     def on_start(self, progress: Progress) -> None:
@@ -122,36 +133,77 @@ class _Recorder:
         if metrics.step == self._stop_after:
             raise _KilledError
 
+    def wish(self) -> Wish:
+        return self._wishes.get(self.steps[-1].step, Wish.NONE)
+
 
 def run(scenario: Run) -> Outcome:
     """Train over the default process group."""
     spec = job_spec(scenario.spec)
     dtype = getattr(torch, spec.model.dtype)
-    student = tiny_student(early_exit=scenario.early_exit)
-    fork = Fork(student, spec.distillation, dtype=dtype, gradient_checkpointing=spec.training.gradient_checkpointing)
+    lazy, student = None, tiny_student(early_exit=scenario.early_exit)
+    if scenario.teacher is not None:
+        shape = {"num_key_value_layers": NUM_KEY_VALUE_LAYERS, "prefill_reduction": None, "key_value_group_size": 2}
+        lazy = LazyStudent.open(scenario.teacher, {}, **shape, early_exit=scenario.early_exit, sharing="gqa")
+        assert lazy is not None
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    student = student if lazy is None else lazy.model
+    fork = Fork(student, spec.distillation, dtype=dtype, gradient_checkpointing=spec.training.gradient_checkpointing)
     trained_names = {name for name, p in student.named_parameters() if p.requires_grad}
-    parallel = Parallel(fork, spec.sharding, dtype=dtype, device=torch.device("cpu"))
-    optimizer = build_optimizer(parallel.trained(), spec.optimizer)
-    request = AttemptRequest(
-        job_id="j", attempt=scenario.attempt, spec=spec, resume_from=scenario.resume_from, run_id="r"
-    )
+    held: list[float] = []
+
+    def fill(module: torch.nn.Module) -> None:
+        if lazy is not None:
+            lazy.fill(module)
+            held.append(_share_held(fork))
+
+    if lazy is not None:
+        lazy.attach(fork)
+    parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"), fill=fill)
+    request = AttemptRequest(job_id="j", attempt=scenario.attempt, spec=spec, resume_from=_key(scenario), run_id="r")
     store = AttemptCheckpoints(open_store(scenario.store), request, keep=spec.checkpoint.keep)
-    checkpointer = Checkpointer(parallel.module, optimizer, store, local_rank=dist.get_rank())
-    recorder = _Recorder(scenario.stop_after)
+    checkpointer = Checkpointer(parallel, store, local_rank=dist.get_rank())
+    told = scenario.wishes if dist.get_rank() == dist.get_world_size() - 1 else {}
+    recorder = _Recorder(scenario.stop_after, told)
     total_steps = spec.training.max_steps or 0
-    trainer = Trainer(parallel, optimizer, tiny_rows(), checkpointer, spec, total_steps=total_steps, listener=recorder)
+    trainer = Trainer(parallel, tiny_rows(), checkpointer, spec, total_steps=total_steps, listener=recorder)
     with suppress(_KilledError):
         trainer.run()
     after = {name: _whole(p) for name, p in student.named_parameters()}
     return Outcome(
         steps=recorder.steps,
         trained={name: after[name] for name in trained_names},
+        largest_share=max(held, default=1.0),
         frozen_changed=[name for name in before if name not in trained_names and not before[name].equal(after[name])],
     )
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _share_held(fork: Fork) -> float:
+    local = total = 0
+    for parameter in fork.parameters():
+        total += getattr(parameter, "ds_numel", parameter.numel())
+        if hasattr(parameter, "ds_tensor"):
+            local += parameter.ds_tensor.numel()
+        elif hasattr(parameter, "to_local"):
+            local += parameter.to_local().numel()
+        elif not parameter.is_meta:
+            local += parameter.numel()
+    return local / total
+
+
+def _key(scenario: Run) -> str | None:
+    if scenario.resume_from is None:
+        return None
+    (found,) = Path(scenario.store).glob(scenario.resume_from)
+    return found.relative_to(scenario.store).as_posix()
+
+
+def _whole(parameter: Any) -> Tensor:
+    if hasattr(parameter, "ds_id"):  # ZeRO stage 3
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
     full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return full.detach().clone()
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import collect
-from tests.tiny_models import random_teacher
+from tests.tiny_models import family_teacher, random_teacher
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,50 @@ def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(tokens: to
     shape = {"num_key_value_layers": 3, "key_value_group_size": 2}
     copied = convert(copy.deepcopy(teacher), **shape)
     calibrated = convert(copy.deepcopy(teacher), **shape, calibration=[tokens])
+    assert attention_error(copied, 4, tokens) > 0.1
+    assert attention_error(calibrated, 4, tokens) < 0.02
 
-    def error(student: Any) -> float:
-        """Of layer 4's attention output, relative to the teacher's."""
-        outputs: list[torch.Tensor] = []
-        handle = student.model.layers[4].self_attn.register_forward_hook(lambda _m, _a, out: outputs.append(out[0]))
-        with torch.no_grad():
-            student.swiftkv(True)(tokens)
-            student.swiftkv(False)(tokens)
-        handle.remove()
-        return float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
 
-    assert error(copied) > 0.1
-    assert error(calibrated) < 0.02
+@torch.no_grad()
+def attention_error(student: Any, layer: int, tokens: torch.Tensor) -> float:
+    """Of a layer's attention output, relative to the teacher's."""
+    outputs: list[torch.Tensor] = []
+    handle = student.model.layers[layer].self_attn.register_forward_hook(lambda _m, _a, out: outputs.append(out[0]))
+    student.swiftkv(True)(tokens)
+    student.swiftkv(False)(tokens)
+    handle.remove()
+    return float((outputs[0] - outputs[1]).norm() / outputs[1].norm())
+
+
+@torch.no_grad()
+def test_layers_with_other_bases_share_one_latent(tokens: torch.Tensor) -> None:
+    """Layer 3 is layer 2 with its latent in another basis, its keys under a linear map and its rotary key turned."""
+    teacher = family_teacher("deepseek_v2")
+    layers, config = teacher.model.layers, teacher.config
+    rank, plain, heads = config.kv_lora_rank, config.qk_nope_head_dim, config.num_attention_heads
+    for layer in layers[2:]:  # upper layers that hardly move the residual stream: all see the same hidden state
+        for weight in (layer.mlp.experts.down_proj, layer.mlp.shared_experts.down_proj.weight):
+            weight.zero_()
+        layer.self_attn.o_proj.weight.mul_(1e-3)
+        layer.self_attn.q_proj.weight.mul_(3)  # sharp attention, which wrong keys mislead
+        layer.input_layernorm.weight.copy_(layers[2].input_layernorm.weight)
+        layer.self_attn.kv_a_layernorm.weight.fill_(1.0)
+    ours, theirs = layers[2].self_attn, layers[3].self_attn
+    basis = torch.linalg.qr(torch.randn(rank, rank))[0]
+    latent, rotary = ours.kv_a_proj_with_mqa.weight.split([rank, config.qk_rope_head_dim])
+    pairs = torch.view_as_complex(rotary.T.unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * torch.polar(0.5 + torch.rand(pairs.shape[1]), torch.rand(pairs.shape[1]) * 6.28)
+    turned = torch.view_as_real(turned).flatten(-2).T
+    theirs.kv_a_proj_with_mqa.weight.copy_(torch.cat((basis @ latent, turned)))
+    keys, values = (ours.kv_b_proj.weight @ basis.T).unflatten(0, (heads, -1)).split([plain, config.v_head_dim], dim=1)
+    theirs.kv_b_proj.weight.copy_(
+        torch.cat((torch.randn(heads, plain, plain) / plain**0.5 @ keys, values), 1).flatten(0, 1)
+    )
+    shape = {"num_key_value_layers": 2, "key_value_group_size": 2}
+    copied = convert(copy.deepcopy(teacher), **shape)
+    calibrated = convert(copy.deepcopy(teacher), **shape, calibration=[tokens])
+    errors = attention_error(copied, 3, tokens), attention_error(calibrated, 3, tokens)
+    assert errors[1] < 0.2 * errors[0], errors
 
 
 def test_statistics_of_workers_add_up(tokens: torch.Tensor) -> None:
@@ -88,6 +119,28 @@ def test_packed_batches_calibrate_with_their_positions(tokens: torch.Tensor) -> 
     packed = collect(student, [{"input_ids": tokens, "position_ids": positions, "loss_mask": tokens > 0}])
     apart = [collect(student, [part]) for part in (tokens[:, :40], tokens[:, 40:])]
     torch.testing.assert_close(packed.gram, apart[0].gram + apart[1].gram, atol=1e-3, rtol=1e-5)
+
+
+def test_rows_calibrate_as_batches_of_one(tokens: torch.Tensor) -> None:
+    student = convert(random_teacher(), num_key_value_layers=3)
+    for rows in (list(tokens), tokens, (row.int() for row in tokens)):
+        torch.testing.assert_close(collect(student, rows).gram, collect(student, [tokens]).gram)
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        (torch.tensor([[5, 300]]), r"token id 300; this model's are 0\.\.257"),
+        (torch.tensor([-1, 5]), "token id -1"),
+        (torch.ones(1, 4), "torch.float32 of shape"),
+        (torch.ones(1, 1, 4, dtype=torch.long), r"shape \[1, 1, 4\]"),
+        ("a text", "a batch of str"),
+        ([1, 2, 3], "a batch of list"),
+    ],
+)
+def test_a_batch_that_is_no_token_ids_is_named(batch: Any, named: str) -> None:
+    with pytest.raises(InvalidInputError, match=named):
+        convert(random_teacher(), num_key_value_layers=3, calibration=[batch])
 
 
 def test_no_tokens_is_an_error() -> None:

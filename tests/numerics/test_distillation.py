@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from swiftkv_platform.attempts import checkpoints_prefix
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained
+from swiftkv_platform.distillation.trainer import Wish
 from swiftkv_platform.errors import InvalidInputError, LossNotFiniteError
 from swiftkv_platform.specs import DistillationSpec
 from tests.numerics.distillation_worker import (
@@ -22,7 +23,6 @@ from tests.numerics.distillation_worker import (
     Run,
     group_of_one,
     run,
-    run_spawned,
     tiny_rows,
     tiny_student,
 )
@@ -234,6 +234,20 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         assert second.trained[name].equal(tensor), name
 
 
+def test_a_run_told_to_stop_saves_first_and_loses_no_step(process_group: None, tmp_path: Path) -> None:
+    seldom = {"checkpoint": {"every_steps": 100}}
+    whole = run(_run(tmp_path, "whole", spec=seldom))
+    first = run(_run(tmp_path, "cut", spec=seldom, wishes={1: Wish.SAVE, 3: Wish.STOP}))
+    saved = sorted(path.name[:13] for path in (tmp_path / "cut" / checkpoints_prefix("j", 1)).iterdir())
+    second = run(_run(tmp_path, "cut", spec=seldom))
+
+    assert saved == ["step-00000001", "step-00000003"]
+    assert [m.step for m in first.steps] == [1, 2, 3]
+    assert [m.step for m in second.steps] == [4]
+    for name, tensor in whole.trained.items():
+        assert second.trained[name].equal(tensor), name
+
+
 def test_another_attempt_goes_on_where_it_is_told_to_and_a_finished_run_trains_no_more(
     process_group: None, tmp_path: Path
 ) -> None:
@@ -270,70 +284,3 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
     with pytest.raises(LossNotFiniteError, match="learning_rate"):
         run(_run(tmp_path, "s", spec=changes))
     assert list((tmp_path / "s" / checkpoints_prefix("j", 1)).glob("step-*/manifest.json"))
-
-
-@pytest.fixture(scope="module")
-def two_workers(process_group: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Outcome], Path]:
-    """Every scenario runs in one pair of processes: importing torch and transformers costs more than they do."""
-    path = tmp_path_factory.mktemp("two")
-    workers = {"num_workers": 2}
-    scenarios: dict[str, Run] = {}
-    for strategy in STRATEGIES:
-        for size in (1, 2):
-            changes = {
-                "resources": workers,
-                "sharding": {"strategy": strategy},
-                "training": {"micro_batch_size": size},
-            }
-            scenarios[f"{strategy}-{size}"] = _run(path, f"{strategy}-{size}", early_exit=True, spec=changes)
-        cut = _run(path, f"{strategy}-cut", spec={"resources": workers, "sharding": {"strategy": strategy}})
-        scenarios[f"{strategy}-first"] = Run(store=cut.store, spec=cut.spec, stop_after=3)
-        scenarios[f"{strategy}-second"] = cut
-    tail = {"resources": workers, "sharding": {"strategy": "fsdp2"}, "distillation": {"trainable": "tail"}}
-    scenarios["tail"] = _run(path, "tail", spec=tail)
-    half = {**tail, "model": {"dtype": "bfloat16"}, "training": {"gradient_checkpointing": True}}
-    scenarios["bfloat16"] = _run(path, "bfloat16", spec={**half, "distillation": {"hidden_loss_weight": 1.0}})
-    results = run_spawned(list(scenarios.values()), 2, path)
-    return dict(zip(scenarios, results, strict=True)), path
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_two_workers_follow_the_course_of_one(
-    two_workers: tuple[dict[str, Outcome], Path], reference: Outcome, strategy: str, micro_batch_size: int
-) -> None:
-    _assert_same_course(two_workers[0][f"{strategy}-{micro_batch_size}"], reference)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_worker_takes_over_what_two_began(
-    two_workers: tuple[dict[str, Outcome], Path], tmp_path: Path, strategy: str
-) -> None:
-    """A checkpoint of two workers, of either strategy, resumed by one with the other strategy."""
-    runs, path = two_workers
-    other = "ddp" if strategy == "fsdp2" else "fsdp2"
-    source = path / f"{strategy}-cut"
-    (middle,) = sorted((source / checkpoints_prefix("j", 1)).glob("step-00000002-*"))
-    key = f"{checkpoints_prefix('j', 1)}/{middle.name}"
-    alone = run(Run(store=str(source), attempt=2, resume_from=key, spec={"sharding": {"strategy": other}}))
-
-    second = runs[f"{strategy}-second"]
-    assert [m.step for m in runs[f"{strategy}-first"].steps] == [1, 2, 3]
-    assert [m.step for m in second.steps] == [3, 4]
-    _assert_same_course(alone, second)
-
-
-def test_a_tail_trains_sharded(two_workers: tuple[dict[str, Outcome], Path], tmp_path: Path) -> None:
-    alone = run(_run(tmp_path, "tail", spec={"distillation": {"trainable": "tail"}}))
-    _assert_same_course(two_workers[0]["tail"], alone)
-
-
-def test_bfloat16_trains_float32_weights(two_workers: tuple[dict[str, Outcome], Path], tmp_path: Path) -> None:
-    sharded = two_workers[0]["bfloat16"]
-    changes = {"model": {"dtype": "bfloat16"}, "distillation": {"hidden_loss_weight": 1.0}}
-    alone = run(_run(tmp_path, "bfloat16", spec=changes))
-
-    assert {tensor.dtype for tensor in sharded.trained.values()} == {torch.float32}
-    for mine, other in zip(sharded.steps, alone.steps, strict=True):
-        assert mine.losses == pytest.approx(other.losses, rel=0.05)
-    assert sharded.steps[-1].losses["loss"] < sharded.steps[0].losses["loss"]

@@ -1,8 +1,7 @@
-"""What the report says is what a naive computation over whole logits says; gate and costs follow from it."""
+"""What the report says is what a naive computation over whole logits and plain decoding says, costs included."""
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -12,27 +11,30 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.distillation import evaluation
+from swiftkv_platform.distillation.continuation import compare_continuations
 from swiftkv_platform.distillation.evaluation import (
+    NUM_EXIT_BINS,
+    ExitCounts,
     Quality,
-    Report,
     TeacherQuality,
-    TimeToFirstToken,
-    Totals,
-    check_gate,
     evaluate,
     evaluation_rows,
     measure,
 )
 from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation.prefill_cost import ModeCost, PrefillCost, measure_prefill
-from swiftkv_platform.errors import DataError, InvalidInputError, QualityGateError
+from swiftkv_platform.distillation.prefill_cost import measure_prefill
+from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.model import convert
-from swiftkv_platform.specs import EvaluationSpec
+from swiftkv_platform.planning import read_architecture
+from swiftkv_platform.planning.flops import prefill_flops
+from swiftkv_platform.planning.prefill import dense_layer_map
 
 VOCAB, MAX_LENGTH, NUM_LAYERS = 97, 32, 4
 
 
-def make_student(num_key_value_layers: int, key_value_group_size: int = 1) -> Any:
+def make_student(
+    num_key_value_layers: int, key_value_group_size: int = 1, *, early_exit: bool = False, std: float = 0.4
+) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -42,12 +44,13 @@ def make_student(num_key_value_layers: int, key_value_group_size: int = 1) -> An
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        initializer_range=0.4,  # far from uniform, so that the modes really differ
+        initializer_range=std,  # far from uniform, so that the modes really differ
     )
     return convert(
         LlamaForCausalLM(config).eval(),
         num_key_value_layers=num_key_value_layers,
         key_value_group_size=key_value_group_size,
+        early_exit=early_exit,
     )
 
 
@@ -170,74 +173,70 @@ def test_evaluation_without_held_out_rows_names_the_fraction(student: Any) -> No
     assert caught.value.field == "data.validation_fraction"
 
 
-def totals(kl: float) -> Totals:
-    return Totals(num_positions=10, teacher_nll=10.0, student_nll=20.0, kl=kl * 10, agreements=8)
+@torch.no_grad()
+def test_the_exit_head_is_binned_by_its_confidence() -> None:
+    """Figure D.1 against each sample by itself, in float64."""
+    model, rows = make_student(2, early_exit=True), make_rows(LENGTHS)
+    model.exit_head.weight.normal_(std=0.6)
+    positions, agreements = [0] * NUM_EXIT_BINS, [0] * NUM_EXIT_BINS
+    for begin, end in zip(rows.samples.starts, rows.samples.starts[1:], strict=False):
+        ids = torch.from_numpy(rows.samples.tokens[begin:end].astype(np.int64))[None]
+        context = model.model.begin(ids)
+        p, tokens = model.exit_logits(model.model.lower(context))[0].double().softmax(-1).max(-1)
+        agrees = tokens == model.swiftkv(True)(ids).logits[0].argmax(-1)
+        for i in np.flatnonzero(rows.samples.counts[begin:end]):
+            positions[int(p[i] / 0.05)] += 1
+            agreements[int(p[i] / 0.05)] += bool(agrees[i])
+
+    counts = evaluate(model, rows, max_tokens=1 << 20, batch_size=2).exit_head
+
+    assert counts == ExitCounts(tuple(positions), tuple(agreements))
+    assert sum(counts.positions) == rows.num_counted_tokens
+    assert sum(count > 0 for count in positions) > 5
+    assert 0 < sum(agreements) < sum(positions)
 
 
-COST = PrefillCost(128, ModeCost(100.0, 64.0, 4.0), ModeCost(60.0, 48.0, 3.0))
+@torch.no_grad()
+def plain_greedy(model: Any, prompt: torch.Tensor, num_tokens: int) -> list[int]:
+    """One full forward a token, without cache; it ends after the model's end of text."""
+    ids = prompt
+    for _ in range(num_tokens):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        if int(ids[0, -1]) == model.generation_config.eos_token_id:
+            break
+    return ids[0, prompt.shape[1] :].tolist()
 
 
-def test_the_report_has_exactly_the_published_keys() -> None:
-    report = Report.build(
-        rewired=totals(1.0), calibrated=totals(0.5), distilled=totals(0.25), cost=COST, tokens_trained=99
-    )
+@pytest.mark.parametrize("end", [None, 5])
+def test_continuations_are_compared_up_to_the_first_difference(end: int | None) -> None:
+    model, rows = make_student(2, 2, std=0.25), make_rows([24] * 6 + [3], packing=False)
+    teacher_tokens = plain_greedy(model.swiftkv(False), rows.batch([0])["input_ids"][:, :12], 6)
+    model.generation_config.eos_token_id = None if end is None else teacher_tokens[2]
+    model.swiftkv(False)
 
-    def student(kl: float) -> Any:
-        return {"perplexity": pytest.approx(math.e**2), "kl": pytest.approx(kl), "top1_agreement": 0.8}
+    quality = compare_continuations(model, rows, num_prompts=7, num_tokens=6, batch_size=4)
 
-    assert json.loads(report.model_dump_json()) == {
-        "teacher": {"perplexity": pytest.approx(math.e)},
-        "rewired": student(1.0),
-        "calibrated": student(0.5),
-        "distilled": student(0.25),
-        "kl_recovered": pytest.approx(0.75),
-        "prefill_flops_ratio": 0.6,
-        "kv_bytes_ratio": 0.75,
-        "ttft_ms": {"dense": 4.0, "swiftkv": 3.0},
-        "tokens_trained": 99,
-    }
-    assert Report.model_validate_json(report.model_dump_json()) == report
-
-
-def test_nothing_lost_is_nothing_to_recover() -> None:
-    report = Report.build(rewired=totals(0.0), calibrated=None, distilled=totals(0.0), cost=COST, tokens_trained=0)
-    assert report.kl_recovered == 0.0
-    assert report.calibrated is None
-
-
-@pytest.mark.parametrize(("kl", "max_kl"), [(0.3, 0.2), (math.nan, 0.2)])
-def test_the_gate_refuses_with_the_figures(kl: float, max_kl: float) -> None:
-    quality = Quality(perplexity=7.389, kl=kl, top1_agreement=0.8)
-    report = Report(
-        teacher=TeacherQuality(perplexity=2.718),
-        rewired=quality,
-        calibrated=quality,
-        distilled=quality,
-        kl_recovered=0.0,
-        prefill_flops_ratio=0.5,
-        kv_bytes_ratio=0.5,
-        ttft_ms=TimeToFirstToken(dense=1.0, swiftkv=1.0),
-        tokens_trained=1,
-    )
-    check_gate(report, EvaluationSpec(max_kl=None))
-    with pytest.raises(
-        QualityGateError, match=rf"KL is {kl:.4f} nats; evaluation.max_kl allows 0.2 .*7.389.*80.0%"
-    ) as caught:
-        check_gate(report, EvaluationSpec(max_kl=max_kl))
-    assert caught.value.field == "evaluation.max_kl"
-    if not math.isnan(kl):
-        check_gate(report, EvaluationSpec(max_kl=kl))
+    assert not model.model.swiftkv_enabled
+    assert quality is not None
+    assert (quality.num_prompts, quality.prompt_length, quality.num_tokens) == (6, 12, 6)
+    matched, written, identical = 0, 0, 0
+    for row in range(len(rows)):
+        batch = rows.batch([row])
+        if not batch["loss_mask"][0, 12:].any() and rows.samples.lengths[rows.members[row]] < 12:
+            continue
+        pair = [plain_greedy(model.swiftkv(on), batch["input_ids"][:, :12], 6) for on in (False, True)]
+        same = 0
+        while same < min(map(len, pair)) and pair[0][same] == pair[1][same]:
+            same += 1
+        matched, written, identical = matched + same, written + len(pair[0]), identical + (same == len(pair[0]))
+    assert quality.matched == pytest.approx(matched / written)
+    assert quality.identical == pytest.approx(identical / 6)
+    assert 0 < quality.matched < 1, "the modes agree in part"
 
 
-def matrix_flops(num_tokens: int, num_kept: int, num_key_value_layers: int, num_groups: int) -> float:
-    """Prefill FLOPs of the model above by hand: 2 x (weights + attention's two products over the whole context)."""
-    hidden, key_value, intermediate = 32, 16, 48
-    query_and_rest = 2 * hidden * hidden + 3 * hidden * intermediate
-    shared = 2 * hidden * key_value
-    attention = 2 * hidden * num_tokens
-    lower = num_key_value_layers * num_tokens * (query_and_rest + shared + attention)
-    upper = (NUM_LAYERS - num_key_value_layers) * num_kept * (query_and_rest + attention)
-    return 2.0 * (lower + upper + num_groups * num_tokens * shared + hidden * VOCAB) / num_tokens
+def test_no_prompts_give_no_continuations(student: Any) -> None:
+    assert compare_continuations(student, make_rows(LENGTHS), num_prompts=0, num_tokens=4, batch_size=4) is None
+    assert compare_continuations(student, make_rows([1, 1]), num_prompts=4, num_tokens=4, batch_size=4) is None
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -246,8 +245,10 @@ def test_prefill_cost_is_counted_right(implementation: str, group_size: int) -> 
     model, num_tokens = make_student(2, group_size), 40
     model.set_attn_implementation(implementation)
     cost = measure_prefill(model, prompt_length=num_tokens, rounds=1)
-    assert cost.dense.flops_per_token == matrix_flops(num_tokens, num_tokens, NUM_LAYERS, 0)
-    assert cost.swiftkv.flops_per_token == matrix_flops(num_tokens, 1, 2, 2 // group_size)
+    planned = read_architecture(model.config.to_dict())
+    for layers, counted in ((dense_layer_map(planned), cost.dense), (model.config.layer_map, cost.swiftkv)):
+        flops = prefill_flops(planned, layers, num_tokens, "executed", square=True)
+        assert counted.flops_per_token == flops.total / num_tokens
     assert cost.dense.kv_bytes_per_token == NUM_LAYERS * 2 * 16 * 4
     assert cost.kv_bytes_ratio == (2 + 2 // group_size) / NUM_LAYERS
     assert cost.dense.ttft_ms > 0 < cost.swiftkv.ttft_ms

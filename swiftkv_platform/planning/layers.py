@@ -6,8 +6,12 @@ Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from swiftkv_platform.errors import InvalidInputError
+
+Sharing = Literal["gqa", "mqa", "mha"]
+"""Which heads layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class LayerMap:
     key_value_group_size: int
 
     def __post_init__(self) -> None:
+        _check_integer("num_key_value_layers", self.num_key_value_layers)
+        _check_integer("key_value_group_size", self.key_value_group_size)
         if not 1 <= self.num_key_value_layers <= self.num_hidden_layers:
             raise InvalidInputError(
                 f"swiftkv.num_key_value_layers is {self.num_key_value_layers}; this model of {self.num_hidden_layers} "
@@ -65,13 +71,37 @@ class LayerMap:
         return self.num_key_value_layers + (layer - self.num_key_value_layers) // self.key_value_group_size
 
 
+def _check_integer(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidInputError(
+            f"swiftkv.{name} is {value!r}; a whole number is accepted", field=f"swiftkv.{name}", value=value
+        )
+
+
 def resolve_num_key_value_layers(
     num_hidden_layers: int, num_key_value_layers: int | None, prefill_reduction: float | None
 ) -> int:
-    """l from whichever of its two spellings is given; half of the layers where neither is."""
+    """l from whichever of its two spellings is given; half of the layers where neither is.
+
+    Raises:
+        InvalidInputError: both are given, or a share outside 0..1.
+    """
+    if num_key_value_layers is not None and prefill_reduction is not None:
+        raise InvalidInputError(
+            f"swiftkv.num_key_value_layers is {num_key_value_layers} and swiftkv.prefill_reduction is "
+            f"{prefill_reduction}: two ways to say the same; leave one of them out",
+            field="swiftkv.prefill_reduction",
+            value=prefill_reduction,
+        )
     if num_key_value_layers is not None:
         return num_key_value_layers
     share = 0.5 if prefill_reduction is None else prefill_reduction
+    if not 0 < share < 1:
+        raise InvalidInputError(
+            f"swiftkv.prefill_reduction is {share}; the share of layers that prefill skips is between 0 and 1",
+            field="swiftkv.prefill_reduction",
+            value=share,
+        )
     skipped = min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
     return num_hidden_layers - skipped
 
@@ -86,9 +116,10 @@ def student_layer_map(
     """The layer map of a student, which skips one layer at least.
 
     Raises:
-        InvalidInputError: l or g out of range, naming what is accepted.
+        InvalidInputError: l, its share or g out of range, naming what is accepted.
     """
     wanted = resolve_num_key_value_layers(num_hidden_layers, num_key_value_layers, prefill_reduction)
+    _check_integer("num_key_value_layers", wanted)
     if not 1 <= wanted < num_hidden_layers:
         raise InvalidInputError(
             f"swiftkv.num_key_value_layers is {wanted}; the teacher has {num_hidden_layers} layers, so "
@@ -97,3 +128,26 @@ def student_layer_map(
             value=wanted,
         )
     return LayerMap(num_hidden_layers, wanted, key_value_group_size)
+
+
+def shared_key_value_heads(sharing: Sharing, *, num_attention_heads: int, num_key_value_heads: int) -> int:
+    """Key-value heads of each KV-cache layer >= l. Raises `InvalidInputError` for an unknown `sharing`."""
+    heads = {"gqa": num_key_value_heads, "mqa": 1, "mha": num_attention_heads}
+    if sharing not in heads:
+        raise InvalidInputError(
+            f"swiftkv.sharing is {sharing!r}; {', '.join(heads)} are accepted", field="swiftkv.sharing", value=sharing
+        )
+    return heads[sharing]
+
+
+def equal_cache_group_size(
+    num_upper_layers: int, *, num_key_value_heads: int, num_key_value_heads_swiftkv: int, key_value_group_size: int = 1
+) -> int:
+    """The g that caches no more with `num_key_value_heads_swiftkv` heads than the teacher's heads do with
+    `key_value_group_size`: the smallest such g, and all `num_upper_layers` layers in one group where even that is more.
+
+    Llama-3.1-8B (16 upper layers, 8 of 32 heads): against g = 4, mha needs g = 16 and mqa g = 1 (table C.1).
+    """
+    num_heads = num_key_value_heads * -(-num_upper_layers // key_value_group_size)
+    num_groups = max(num_heads // num_key_value_heads_swiftkv, 1)
+    return -(-num_upper_layers // num_groups)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning import LayerMap, resolve_num_key_value_layers, student_layer_map
+from swiftkv_platform.planning import (
+    LayerMap,
+    resolve_num_key_value_layers,
+    shared_key_value_heads,
+    student_layer_map,
+)
 
 
 def test_groups_share_one_cache_layer_and_the_last_may_be_short() -> None:
@@ -31,6 +39,34 @@ def test_every_layer_computes_its_own_kv_when_dense() -> None:
 @pytest.mark.parametrize(("share", "expected"), [(None, 16), (0.25, 24), (0.5, 16), (0.01, 31), (0.99, 1)])
 def test_prefill_reduction_rounds_to_layers_and_keeps_one_on_each_side(share: float | None, expected: int) -> None:
     assert resolve_num_key_value_layers(32, None, share) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"prefill_reduction": 0.0}, "prefill_reduction is 0.0"),
+        ({"prefill_reduction": 1.5}, "prefill_reduction is 1.5"),
+        ({"num_key_value_layers": 6, "prefill_reduction": 0.5}, "leave one of them out"),
+        ({"num_key_value_layers": 6.0}, "num_key_value_layers is 6.0; a whole number"),
+        ({"num_key_value_layers": "6"}, "num_key_value_layers is '6'"),
+        ({"num_key_value_layers": True}, "num_key_value_layers is True"),
+        ({"key_value_group_size": None}, "key_value_group_size is None"),
+    ],
+)
+def test_what_gives_no_layer_map_is_named(given: dict[str, Any], named: str) -> None:
+    arguments: dict[str, Any] = {
+        "num_key_value_layers": None,
+        "prefill_reduction": None,
+        "key_value_group_size": 1,
+    } | given
+    with pytest.raises(InvalidInputError, match=re.escape(named)):
+        student_layer_map(12, **arguments)
+
+
+def test_an_unknown_sharing_is_named() -> None:
+    sharing: Any = "mla"
+    with pytest.raises(InvalidInputError, match="'mla'; gqa, mqa, mha are accepted"):
+        shared_key_value_heads(sharing, num_attention_heads=8, num_key_value_heads=2)
 
 
 @pytest.mark.parametrize("num_key_value_layers", [0, 12, 13])

@@ -1,0 +1,66 @@
+"""When a decode token may stop after layer l - 1. Frozen options, chosen by request; imports no torch.
+
+Source: paper, appendix E (threshold mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+from swiftkv_platform.errors import InvalidInputError
+
+EarlyExitMode = Literal["off", "threshold", "lossless"]
+
+
+@dataclass(frozen=True)
+class EarlyExit:
+    """Raises `InvalidInputError` for a value out of range."""
+
+    mode: EarlyExitMode = "off"
+    """`off`: every token goes through all layers. `threshold`: a token exits where the exit head is sure enough.
+    `lossless`: the exit head drafts, the upper layers verify, and the text is that of `off`."""
+    threshold: float = 0.95
+    """Probability, at temperature 1, that the exit head's first choice must have: for `threshold` to exit there, for
+    `lossless` to draft on. 0 to 1; 0 always exits."""
+    num_draft_tokens: int = 4
+    """Most tokens that `lossless` drafts before it verifies them."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(EarlyExitMode):
+            raise _refusal("mode", self.mode, "off, threshold or lossless")
+        number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
+        if not (number and 0.0 <= self.threshold <= 1.0):
+            raise _refusal("threshold", self.threshold, "a number from 0 to 1")
+        whole = isinstance(self.num_draft_tokens, int) and not isinstance(self.num_draft_tokens, bool)
+        if not (whole and self.num_draft_tokens >= 1):
+            raise _refusal("num_draft_tokens", self.num_draft_tokens, "a whole number of at least 1")
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any] | Self | None) -> Self:
+        """A mode's name, the fields by name, or the options themselves; None is off.
+
+        Raises:
+            InvalidInputError: naming the field and what it accepts.
+        """
+        if isinstance(value, cls):
+            return value
+        if value is None:
+            return cls()
+        if isinstance(value, str):
+            return cls(mode=value)  # type: ignore[arg-type]  # checked above
+        known = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping) or not set(value) <= set(known):
+            raise InvalidInputError(
+                f"early_exit is {value!r}; it must be off, threshold, lossless, or some of {', '.join(known)} by name",
+                field="early_exit",
+                value=value,
+            )
+        return cls(**value)
+
+
+def _refusal(field: str, value: Any, accepted: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"early_exit.{field} is {value!r}; it must be {accepted}", field=f"early_exit.{field}", value=value
+    )

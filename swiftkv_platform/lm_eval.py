@@ -1,0 +1,27 @@
+"""`lm_eval` for SwiftKV checkpoints: the harness's own command, the SwiftKV classes registered before it loads one.
+
+    python -m swiftkv_platform.lm_eval --model hf --model_args pretrained=DIR --tasks gsm8k
+
+It knows nothing of the harness's arguments. From Python, `import swiftkv_platform.model` before `lm_eval` does it too.
+"""
+
+from __future__ import annotations
+
+from swiftkv_platform.errors import InvalidInputError
+
+
+def main() -> None:
+    """Run `lm_eval` with this process's arguments."""
+    import swiftkv_platform.model  # noqa: F401 (registers the classes)
+
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ModuleNotFoundError as error:
+        raise InvalidInputError(
+            f"this command needs {error.name}; pip install 'swiftkv-platform[eval]' would do"
+        ) from error
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

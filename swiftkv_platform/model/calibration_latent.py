@@ -1,0 +1,171 @@
+"""Calibrating latent attention (MLA): latent and rotary key are regressed on h, and a group's layers are merged.
+
+A group of one copies everything behind the regression. In a longer group a mean would be noise, since each layer has a
+latent basis of its own; what its layers have in common is what they expand their latents to:
+
+- Keys without RoPE. Scores q_i . k_i stay what they are under any linear map of a head's keys that its queries take up.
+  Per head the shared key is the leading qk_nope_head_dim components of the layers' predicted keys, each weighted by the
+  second moment Q_i of the queries that will meet it: k_i = F_i k_shared, and layer i's queries become F_i^T q_i.
+- Rotary key. As by head: one complex factor a frequency, here the same for all heads.
+- Values. As by head: merged in the metric of what each layer's o_proj makes of them.
+- Latent. The shared keys and values together are a linear map of h; its best approximation of rank kv_lora_rank, keys
+  and values counting alike, splits into the down projection (the component scores, as large as the layers' latents) and
+  the up projection. The norm between them is taken for its mean over tokens.
+
+It knows no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swiftkv_platform.model.calibration_heads import merge_keys, merge_values
+from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Method, Regression, assign
+
+_FLOOR = 1e-3
+"""Least eigenvalue of a metric that is inverted, as a share of the mean one."""
+
+
+def _second_moments(queries: torch.Tensor) -> torch.Tensor:
+    """[num_attention_heads, qk_head_dim, qk_head_dim]."""
+    return torch.einsum("thd,the->hde", queries, queries)
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    """A linear map of h by head in a basis where a unit of error counts the same in every direction."""
+
+    weights: torch.Tensor
+    """[inputs, num_attention_heads, dim]."""
+    restore: torch.Tensor
+    """Leads back to what is used, from the right: [num_attention_heads, dim, dim]."""
+
+
+def _fit(
+    attentions: Sequence[Any], layers: Sequence[int], statistics: CalibrationStatistics, regression: Regression
+) -> None:
+    leader = attentions[0]
+    rank, plain = leader.kv_lora_rank, leader.qk_nope_head_dim
+    compressed = [regression.solve(statistics.cross[i, "kv_a_proj_with_mqa"]) for i in layers]
+    if len(attentions) == 1:
+        assign(leader.kv_a_proj_with_mqa_swiftkv, compressed[0].T)
+        return
+    queries = [statistics.queries[i] / statistics.num_tokens for i in layers]
+    energies = [_halves(moments.diagonal(dim1=-2, dim2=-1)[:, plain:]) for moments in queries]
+    rotary, factors = merge_keys([_halves(w[:, rank:]) for w in compressed], energies, regression.gram, 1)
+
+    latents = [regression.solve(statistics.cross[i, "kv_a_layernorm"]) for i in layers]
+    expanded = [
+        (latent @ attention.kv_b_proj.weight.double().T).unflatten(1, (-1, plain + attention.v_head_dim))
+        for latent, attention in zip(latents, attentions, strict=True)
+    ]
+    keys, maps = _merge_plain_keys(
+        [y[..., :plain] for y in expanded], [q[:, :plain, :plain] for q in queries], regression
+    )
+    values = _merge_weighted_values([y[..., plain:] for y in expanded], attentions)
+    down, up = _factorise(keys, values, rank, statistics.num_tokens, regression)
+    down = down * torch.stack([_size(w[:, :rank], statistics, regression) for w in compressed]).mean()
+
+    assign(leader.kv_a_proj_with_mqa_swiftkv, torch.cat((down, _pairs(rotary)), dim=1).T)
+    leader.kv_a_layernorm_swiftkv.weight.fill_(1.0)
+    leader.kv_b_proj_swiftkv.weight.copy_(up.flatten(1).T)
+    for attention, linear, factor in zip(attentions, maps, factors, strict=True):
+        _turn_query(attention, linear, factor[0])
+
+
+LATENTS = Method(recorded=("kv_a_proj_with_mqa", "kv_a_layernorm"), query_statistic=_second_moments, fit=_fit)
+
+
+def _merge_plain_keys(
+    keys: list[torch.Tensor], moments: list[torch.Tensor], regression: Regression
+) -> tuple[_Weighted, list[torch.Tensor]]:
+    """One key by head for a group, and by layer the map F_i [num_attention_heads, dim, dim], k_i = F_i k_shared.
+
+    Args:
+        keys: by layer, the part without RoPE, predicted from h, [inputs, num_attention_heads, dim].
+        moments: by layer, second moments of the queries, [num_attention_heads, dim, dim].
+    """
+    dim = keys[0].shape[-1]
+    roots = [_root(moment) for moment in moments]
+    weighted = torch.cat([torch.einsum("nhd,hde->nhe", k, root) for k, (root, _) in zip(keys, roots, strict=True)], -1)
+    images = torch.einsum("nm,mhd->nhd", regression.gram, weighted)
+    _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", weighted, images))  # ascending
+    principal = vectors[..., -dim:]  # [heads, group * dim, dim]
+    by_layer = principal.unflatten(1, (len(keys), dim)).unbind(1)
+    # Any basis of the components would do; this rotation and size leave the layers' queries closest to what they were.
+    agreement = torch.stack([u.mT @ root for u, (root, _) in zip(by_layer, roots, strict=True)]).sum(0)
+    left, _, right = torch.linalg.svd(agreement)
+    rotation = left @ right
+    maps = torch.stack([inverse @ u @ rotation for u, (_, inverse) in zip(by_layer, roots, strict=True)])
+    size = (maps.square().sum((-1, -2)).mean(0) / dim).sqrt()[:, None, None]
+    return _Weighted(torch.einsum("nhd,hde->nhe", weighted, principal), rotation * size), list(maps / size)
+
+
+def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any]) -> _Weighted:
+    """One value by head for a group; an error counts by what the layers' o_proj make of it."""
+    num_heads, dim = values[0].shape[1:]
+    outputs = [attention.o_proj.weight.double().unflatten(1, (num_heads, dim)) for attention in attentions]
+    merged = merge_values([v.flatten(1) for v in values], outputs, num_heads).unflatten(1, (num_heads, dim))
+    root, inverse = _root(torch.stack([torch.einsum("ohd,ohe->hde", o, o) for o in outputs]).sum(0))
+    return _Weighted(torch.einsum("nhd,hde->nhe", merged, root), inverse)
+
+
+def _factorise(
+    keys: _Weighted, values: _Weighted, rank: int, num_tokens: int, regression: Regression
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Down projection [inputs, rank] to latents of mean square 1, and up projection [rank, heads, dim] from there.
+
+    dim is the keys' and the values' together.
+    """
+    images = [torch.einsum("ni,nhd->ihd", regression.factor, part.weights) for part in (keys, values)]
+    sizes = [image.norm() for image in images]  # keys and values count alike
+    target = torch.cat([(image / size).flatten(1) for image, size in zip(images, sizes, strict=True)], dim=1)
+    scores, energies, components = torch.linalg.svd(target, full_matrices=False)
+    scores = scores[:, :rank] * energies[:rank]
+    down = torch.linalg.solve_triangular(regression.factor.T, scores, upper=True)
+    norm = (scores.square().sum() / (rank * num_tokens)).sqrt()
+    split = (components[:rank] * norm).split([part.weights[0].numel() for part in (keys, values)], dim=1)
+    up = [
+        torch.einsum("rhd,hde->rhe", (columns * size).unflatten(1, part.weights.shape[1:]), part.restore)
+        for columns, size, part in zip(split, sizes, (keys, values), strict=True)
+    ]
+    return down / norm, torch.cat(up, dim=-1)
+
+
+def _size(weights: torch.Tensor, statistics: CalibrationStatistics, regression: Regression) -> torch.Tensor:
+    """Root mean square of what `weights` [inputs, outputs] make of h."""
+    total = torch.einsum("no,nm,mo->", weights, regression.gram, weights)
+    return (total / (statistics.num_tokens * weights.shape[1])).sqrt()
+
+
+def _turn_query(attention: Any, linear: torch.Tensor, factor: torch.Tensor) -> None:
+    """Set the last query projection to the teacher's queries: F^T q without RoPE, q conj(factor) with it."""
+    name = attention.query_modules(attention.config)[-1]
+    teacher, student = getattr(attention, name), getattr(attention, f"{name}_swiftkv")
+    by_head = teacher.weight.double().unflatten(0, (len(linear), -1))
+    plain, rotary = by_head.split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=1)
+    real, imaginary = _halves(rotary.mT).chunk(2, dim=-1)
+    turned = torch.complex(real.contiguous(), imaginary.contiguous()) * factor.conj()
+    rotary = _pairs(torch.cat((turned.real, turned.imag), dim=-1)).mT
+    student.weight.copy_(torch.cat((linear.mT @ plain, rotary), dim=1).flatten(0, 1))
+
+
+def _root(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric square root of [..., dim, dim] and its inverse."""
+    values, vectors = torch.linalg.eigh(metric)
+    values = values.clamp_min(0) + _FLOOR * values.mean(-1, keepdim=True).clamp_min(1e-30)
+    return vectors * values.sqrt()[..., None, :] @ vectors.mT, vectors * values.rsqrt()[..., None, :] @ vectors.mT
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """[..., dim] with RoPE's pairs at (2j, 2j + 1) -> at (j, j + dim / 2)."""
+    return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+
+
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_halves`."""
+    return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)

@@ -1,0 +1,83 @@
+"""What calibration sums over tokens, and the regression that it solves from the sums. It knows no kind of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+RIDGE = 1e-4
+"""Ridge penalty as a share of the mean diagonal of the Gram matrix."""
+
+
+@dataclass
+class CalibrationStatistics:
+    """Sums over tokens: those of two batches, or of two workers, add up to those of all their tokens."""
+
+    gram: torch.Tensor
+    """Sum of [h, 1]^T [h, 1], [hidden_size + 1, hidden_size + 1]."""
+    cross: dict[tuple[int, str], torch.Tensor]
+    """By upper layer and recorded module of its attention: sum of [h, 1]^T output, [hidden_size + 1, outputs]."""
+    queries: dict[int, torch.Tensor]
+    """By upper layer: what the method keeps of the queries before RoPE, summed."""
+    num_tokens: int
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every sum, in a fixed order, so that workers can reduce them in place."""
+        yield self.gram
+        yield from (self.cross[key] for key in sorted(self.cross))
+        yield from (self.queries[layer] for layer in sorted(self.queries))
+
+    def add_(self, other: CalibrationStatistics) -> CalibrationStatistics:
+        """Add another batch's sums, in place."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.add_(theirs.to(mine.device))
+        self.num_tokens += other.num_tokens
+        return self
+
+    def cpu(self) -> CalibrationStatistics:
+        """The same in host memory, where it can leave the process."""
+        return CalibrationStatistics(
+            gram=self.gram.cpu(),
+            cross={key: sums.cpu() for key, sums in self.cross.items()},
+            queries={layer: sums.cpu() for layer, sums in self.queries.items()},
+            num_tokens=self.num_tokens,
+        )
+
+
+class Regression:
+    """Ridge regression of recorded outputs on h, with an intercept where the projection that is fitted has a bias."""
+
+    def __init__(self, statistics: CalibrationStatistics, *, intercept: bool) -> None:
+        gram = statistics.gram if intercept else statistics.gram[:-1, :-1]
+        penalty = RIDGE * gram.diagonal().mean()
+        self.gram = gram
+        self.factor = torch.linalg.cholesky(gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+        """Lower Cholesky factor of the penalised Gram matrix."""
+
+    def solve(self, cross: torch.Tensor) -> torch.Tensor:
+        """[hidden_size + 1, outputs] of the statistics -> weights [inputs, outputs]."""
+        return torch.cholesky_solve(cross[: len(self.gram)], self.factor)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one kind of attention is calibrated."""
+
+    recorded: tuple[str, ...]
+    """Modules of the teacher's attention whose outputs are regressed on h."""
+    query_statistic: Callable[[torch.Tensor], torch.Tensor]
+    """Queries before RoPE, [num_tokens, num_attention_heads, dim] -> what is summed of them."""
+    fit: Callable[[Sequence[Any], Sequence[int], CalibrationStatistics, Regression], None]
+    """Set the SwiftKV projections of one group: its attention modules (the leader first) and their layers."""
+
+
+def assign(projection: nn.Linear, weight_and_bias: torch.Tensor) -> None:
+    """Write [outputs, inputs (+ 1 for the intercept)] into a projection."""
+    inputs = projection.in_features
+    projection.weight.copy_(weight_and_bias[:, :inputs])
+    if projection.bias is not None:
+        projection.bias.copy_(weight_and_bias[:, inputs])

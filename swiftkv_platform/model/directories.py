@@ -1,0 +1,138 @@
+"""Model directories on disk: made whole or not at all, weights linked or copied, shards with an index.
+
+Knows files, no models.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from swiftkv_platform.errors import ConflictError
+
+Files = Literal["link", "copy"]
+"""How a weight file that stays as it is gets into a new directory: as a hard link, which takes no space and no time, or
+as a copy, for a target that must not share its bytes with the source."""
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
+_OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
+"""What describes a model itself, and so not the one made from it."""
+
+
+def check_new(target: Path) -> None:
+    """Raises `ConflictError` unless `target` is new or an empty directory."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConflictError(
+            f"output is {str(target)!r}, which exists and is not empty; name a new or an empty directory",
+            field="output",
+            value=str(target),
+        )
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `target` when the block ends well and leaves nothing otherwise.
+
+    It lies beside `target` under a hidden name, so that a process that is killed leaves nothing that looks complete.
+
+    Raises:
+        ConflictError: `target` exists and is not empty.
+    """
+    check_new(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    try:
+        partial.chmod(0o777 & ~_umask())
+        yield partial
+        partial.replace(target)  # an empty directory in its place gives way
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def place(source: Path, target: Path, files: Files) -> None:
+    """`source` as `target`; a link where asked for and possible, else a copy."""
+    source = source.resolve()  # the hub's cache links to its blobs
+    if files == "link":
+        try:
+            target.hardlink_to(source)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+                raise
+    shutil.copyfile(source, target)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer, generation defaults, chat template, licence: what lies beside a model and fits its student too."""
+    for path in sorted(source.iterdir()):
+        unfit = path.name.startswith(".") or path.name.endswith((*_WEIGHTS, ".py")) or path.name in _OWN
+        if path.is_file() and not unfit:
+            shutil.copyfile(path, target / path.name)
+
+
+def shard_names(shards: Iterable[str], prefix: str) -> dict[str, str]:
+    """New names of weight files. They are not those that `save_pretrained` writes: saved over, a linked file would take
+    its source along."""
+    ordered = sorted(set(shards))
+    return {shard: f"{prefix}-{n:05d}-of-{len(ordered):05d}.safetensors" for n, shard in enumerate(ordered, start=1)}
+
+
+class ShardWriter:
+    """Writes tensors into numbered files as they come, never holding more than one file's worth."""
+
+    def __init__(self, directory: Path, name: str, max_bytes: int) -> None:
+        self._directory, self._name, self._max_bytes = directory, name, max_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+        self.shards: dict[str, str] = {}
+        """File by tensor, complete after `flush`."""
+        self._num_files = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one tensor."""
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
+            self.flush()
+        tensor = tensor.detach().cpu().contiguous()
+        # A view of something larger would keep that alive, and safetensors refuses tensors that share memory.
+        self._pending[name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        self._pending_bytes += tensor.nbytes
+
+    def flush(self) -> None:
+        """Write what is pending."""
+        if not self._pending:
+            return
+        self._num_files += 1
+        file = f"{self._name}-{self._num_files:05d}.safetensors"
+        write_shard(self._pending, self._directory / file)
+        self.shards |= dict.fromkeys(self._pending, file)
+        self._pending, self._pending_bytes = {}, 0
+
+
+def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """A weight file that may be read by whoever may read other files: safetensors makes its own private."""
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o666 & ~_umask())
+
+
+def write_index(directory: Path, shards: dict[str, str], num_bytes: int) -> None:
+    """`model.safetensors.index.json`."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(shards.items()))}
+    (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

@@ -1,0 +1,80 @@
+"""Threshold early exit within one `generate()` call: which rows of a step exit, and how many tokens did so.
+
+It knows logits and finished rows, no model. Source: paper, appendix E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+
+from swiftkv_platform.model.selection import TokenSelection
+
+
+class ThresholdExits:
+    """Decides step by step and counts. One step is one `decide`, then one `finish`."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self.num_exited_tokens: torch.Tensor | None = None
+        """[batch], int64; tokens after a row's end do not count."""
+        self._exited: torch.Tensor | None = None
+        self._running: torch.Tensor | None = None
+
+    def decide(self, logits: torch.Tensor) -> torch.Tensor:
+        """Which rows exit, bool [batch]: the exit head's largest probability, at temperature 1, reaches the threshold.
+
+        Args:
+            logits: of the exit head, before any processor, [batch, vocab_size].
+        """
+        self._exited = logits.float().softmax(-1).amax(-1) >= self.threshold
+        return self._exited
+
+    def finish(self, done: torch.Tensor) -> None:
+        """Count the step's tokens, then note the rows that ended with them, bool [batch]."""
+        assert self._exited is not None, "a step ends before it was decided"
+        if self.num_exited_tokens is None or self._running is None:
+            self.num_exited_tokens = torch.zeros_like(done, dtype=torch.long)
+            self._running = torch.ones_like(done)
+        self.num_exited_tokens += self._exited.to(done.device) & self._running
+        self._running &= ~done
+
+    def watch(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+        """The same criteria, which tell this object when a row ends."""
+        return _WatchedCriteria(self, criteria)
+
+
+class ExitStep:
+    """One forward pass with exits: chooses from x what goes on, then puts both kinds of logits together."""
+
+    def __init__(self, exits: ThresholdExits, exit_logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._exits = exits
+        self._exit_logits = exit_logits
+        self._logits: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
+
+    def choose(self, x: torch.Tensor) -> TokenSelection:
+        """The last token of the rows that do not exit; `x` [batch, num_tokens, hidden_size] is what enters layer l."""
+        self._logits = self._exit_logits(x[:, -1:])  # [batch, 1, vocab_size]
+        exited = self._exits.decide(self._logits[:, 0])
+        self._rows = (~exited).nonzero().squeeze(1) if bool(exited.any()) else None
+        return TokenSelection(1, rows=self._rows)
+
+    def merge(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits of all rows [batch, 1, vocab_size] from those that went on [num_rows, 1, vocab_size]."""
+        assert self._logits is not None, "merged before a row was chosen"
+        return logits if self._rows is None else self._logits.index_copy(0, self._rows, logits)
+
+
+class _WatchedCriteria(StoppingCriteriaList):
+    def __init__(self, exits: ThresholdExits, criteria: StoppingCriteriaList) -> None:
+        super().__init__(criteria)
+        self._exits = exits
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        done: torch.Tensor = super().__call__(*args, **kwargs)
+        self._exits.finish(done)
+        return done

@@ -1,0 +1,129 @@
+"""A student as it is served: with its teacher, or without what only the teacher runs (paper, section 3: inference drops
+the projections of layers >= l that SwiftKV replaces). It knows files and names, no training.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.config import SwiftKVConfigMixin
+from swiftkv_platform.model.conversion import read_config
+from swiftkv_platform.model.directories import (
+    Files,
+    check_new,
+    copy_companions,
+    new_directory,
+    place,
+    shard_names,
+    write_index,
+    write_shard,
+)
+from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.streaming import Progress, local_directory
+
+
+def export(
+    student: PreTrainedModel | str | Path,
+    target: str | Path,
+    *,
+    teacher: bool = False,
+    files: Files = "link",
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write `student` to the directory `target`, whole or not at all.
+
+    Without its teacher a student loads, generates and serves as before; `swiftkv(False)` is an error from then on. What
+    lies beside the weights of a directory, such as its tokenizer, comes along.
+
+    Args:
+        student: a SwiftKV model in memory, which stays as it is, or the directory or hub id of one, which is written
+            file by file: files that lose nothing are linked or copied, see `files`, the others rewritten one at a time.
+        target: a new or empty directory.
+        teacher: keep the teacher's projections of layers >= l.
+        progress: told how many files of how many are written; for a directory.
+
+    Raises:
+        ModelError: not a SwiftKV model, or `teacher` of one that was exported without.
+        ConflictError: `target` exists and is not empty.
+    """
+    target = Path(target)
+    check_new(target)
+    if isinstance(student, str | Path):
+        return _export_files(student, target, teacher, files, revision, progress)
+    config, dropped = _checked(student.config, str(student.config.name_or_path), teacher=teacher)
+    if teacher and not student.config.swiftkv_teacher_weights:
+        raise _no_teacher(str(student.config.name_or_path))
+    weights = {name: t for name, t in student.state_dict().items() if name.rpartition(".")[0] not in dropped}
+    with new_directory(target) as partial:
+        student.save_pretrained(partial, state_dict=weights)
+        config.save_pretrained(partial)
+    return target
+
+
+def drop_teacher(student: Any) -> None:
+    """Take what only the teacher runs out of a model in memory."""
+    student.config.swiftkv_teacher_weights = False
+    for layer in student.model.layers[student.config.num_key_value_layers :]:
+        layer.self_attn.drop_teacher()
+
+
+def _export_files(
+    source: str | Path, target: Path, teacher: bool, files: Files, revision: str | None, progress: Progress | None
+) -> Path:
+    config, dropped = _checked(read_config(source, revision), str(source), teacher=teacher)
+    directory = local_directory(source, revision)
+    checkpoint = Checkpoint.open(directory)
+    modules = {name.rpartition(".")[0] for name in checkpoint.shards}
+    if teacher and modules.isdisjoint(_teacher_modules(config)):
+        raise _no_teacher(str(source))
+    kept = {name: shard for name, shard in checkpoint.shards.items() if name.rpartition(".")[0] not in dropped}
+    names = shard_names(kept.values(), "weights")
+    with new_directory(target) as partial:
+        for done, (shard, name) in enumerate(names.items(), start=1):
+            wanted = [tensor for tensor, file in kept.items() if file == shard]
+            if len(wanted) == sum(1 for file in checkpoint.shards.values() if file == shard):
+                place(checkpoint.path(shard), partial / name, files)
+            else:
+                write_shard(checkpoint.tensors(wanted), partial / name)
+            if progress is not None:
+                progress(done, len(names))
+        num_bytes = sum(checkpoint.headers[tensor].num_bytes for tensor in kept)
+        write_index(partial, {tensor: names[shard] for tensor, shard in kept.items()}, num_bytes)
+        copy_companions(directory, partial)
+        config.save_pretrained(partial)
+    return target
+
+
+def _checked(config: Any, source: str, *, teacher: bool) -> tuple[Any, frozenset[str]]:
+    """The configuration to write and the modules to leave out."""
+    if not isinstance(config, SwiftKVConfigMixin):
+        raise ModelError(
+            f"{source!r} is a {getattr(config, 'model_type', '?')} model without SwiftKV; convert it first",
+            field="model.name_or_path",
+            value=source,
+        )
+    config = copy.deepcopy(config)
+    if teacher:
+        return config, frozenset()
+    config.swiftkv_teacher_weights = False
+    return config, frozenset(_teacher_modules(config))
+
+
+def _teacher_modules(config: Any) -> list[str]:
+    modules: list[str] = student_classes(config.model_type.removesuffix("_swiftkv")).causal_lm.teacher_modules(config)
+    return modules
+
+
+def _no_teacher(source: str) -> ModelError:
+    return ModelError(
+        f"{source!r} was exported without its teacher's projections; teacher=False is all there is to export",
+        field="teacher",
+        value=True,
+    )

@@ -1,0 +1,221 @@
+"""transformers' `generate()` for a SwiftKV model: its cache, prefill in chunks, early exit. It knows no forward pass.
+
+The decoding loops are transformers' own. What this adds to `generate()`: `kv_cache_dtype` ("auto", "fp8", "int8") and
+`early_exit` (a mode's name, the fields of `EarlyExit`, or one), as arguments or entries of a generation configuration.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from swiftkv_platform.early_exit import EarlyExit
+from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.model.cache import make_cache, stored_dtype
+from swiftkv_platform.model.exits import ThresholdExits
+from swiftkv_platform.model.masks import can_select
+from swiftkv_platform.model.quantization import payload_dtype
+from swiftkv_platform.model.selection import TokenSelection
+
+
+@dataclass
+class EarlyExitOutput(GenerateDecoderOnlyOutput):
+    """What `generate(..., early_exit=..., return_dict_in_generate=True)` returns."""
+
+    num_exited_tokens: torch.Tensor | None = None
+    """Generated tokens of each row that came from the exit head, [batch]."""
+
+
+class SwiftKVGenerationMixin(nn.Module):
+    """Mixed into a family's causal language model; overrides the hooks of transformers' `generate()`."""
+
+    config: Any
+    model: Any
+
+    def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Takes up `kv_cache_dtype` and `early_exit`; an argument goes before an entry of a configuration."""
+        given = {name: kwargs.pop(name, None) for name in ("kv_cache_dtype", "early_exit")}
+        family: Any = super()
+        generation_config, model_kwargs = family._prepare_generation_config(generation_config, **kwargs)
+        for name, value in given.items():
+            if value is not None:
+                setattr(generation_config, name, value)
+        payload_dtype(_kv_cache_dtype(generation_config))
+        generation_config.early_exit = EarlyExit.parse(getattr(generation_config, "early_exit", None))
+        return generation_config, model_kwargs
+
+    def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, arguments: Any) -> None:
+        family: Any = super()
+        family._validate_generation_mode(generation_mode, generation_config, arguments)
+        if generation_config.assistant_early_exit is not None:
+            raise InvalidInputError(
+                "assistant_early_exit cuts a model at any layer; a SwiftKV model exits at layer l alone: "
+                "early_exit='threshold'",
+                field="assistant_early_exit",
+                value=generation_config.assistant_early_exit,
+            )
+        self._check_early_exit(generation_mode, generation_config)
+
+    def _check_early_exit(self, generation_mode: Any, generation_config: Any) -> None:
+        """Refuse what early exit cannot do here."""
+        mode = generation_config.early_exit.mode
+        if mode == "off":
+            return
+        refusal = None
+        if mode == "lossless":
+            refusal = "drafts and verifies in swiftkv_platform.engine; generate() accepts off or threshold"
+        elif not self.config.early_exit:
+            refusal = "needs an exit head, which this model lacks; convert it with early_exit=True"
+        elif not self.model.swiftkv_enabled:
+            refusal = "is the student's; call model.swiftkv(True)"
+        elif not can_select(self.config, TokenSelection(1)):
+            refusal = f"needs eager, sdpa or flash attention, not {self.config._attn_implementation}"
+        elif generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            refusal = f"goes with greedy search and sampling, not with {generation_mode.value}"
+        elif generation_config.output_hidden_states or generation_config.output_attentions:
+            refusal = "leaves out layers whose hidden states or attentions were asked for; ask for one or the other"
+        if refusal is not None:
+            raise InvalidInputError(f"early_exit={mode!r} {refusal}", field="early_exit", value=mode)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """`generate()` gets a cache of `num_kv_cache_layers` layers where it would make one of L."""
+        kv_cache_dtype = _kv_cache_dtype(generation_config)
+        wanted = payload_dtype(kv_cache_dtype)
+        given = model_kwargs.get("past_key_values")
+        if given is not None and wanted not in (None, stored_dtype(given)):
+            _refuse_cache("kv_cache_dtype", kv_cache_dtype, "differs from past_key_values; leave one of them out")
+        if generation_config.use_cache is False and wanted is not None:
+            _refuse_cache("kv_cache_dtype", kv_cache_dtype, "needs a cache; leave out use_cache=False")
+        plain_teacher = not self.model.swiftkv_enabled and wanted is None
+        if given is not None or generation_config.use_cache is False or plain_teacher:
+            family: Any = super()
+            family._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+            return
+        max_cache_len = None
+        implementation = generation_config.cache_implementation or "dynamic"
+        if implementation in ALL_STATIC_CACHE_IMPLEMENTATIONS and "offloaded" not in implementation:
+            max_cache_len = max(max_cache_length, generation_config.max_cache_len or 0)
+        elif implementation != "dynamic":
+            _refuse_cache(
+                "cache_implementation",
+                implementation,
+                "has one layer for each of the model's; dynamic and static are accepted, and kv_cache_dtype='fp8' or "
+                "'int8' for less memory",
+            )
+        cache = make_cache(
+            self.config,
+            swiftkv=self.model.swiftkv_enabled,
+            kv_cache_dtype=kv_cache_dtype,
+            max_cache_len=max_cache_len,
+        )
+        if generation_config.is_assistant:
+            cache.activate_past_recording()  # what it drafts may have to be rolled back
+        model_kwargs["past_key_values"] = cache
+
+    @staticmethod
+    def create_masks_for_generate(*, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
+        """Masks are made in the forward pass, layer by layer: a layer and the cache layer it reads may differ."""
+        return attention_mask
+
+    def _prefill(
+        self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """With `prefill_chunk_size`, all chunks but the last stop at layer l: nobody asks for a logit of theirs."""
+        family: Any = super()
+        chunk_size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+        if chunk_size is not None and cache is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = None
+            embeddings = model_kwargs.get("inputs_embeds") if kwargs.get("is_first_iteration", True) else None
+            input_ids = self._prefill_chunks(input_ids, embeddings, generation_config, model_kwargs, chunk_size)
+        return family._prefill(input_ids, generation_config, model_kwargs, **kwargs)
+
+    def _prefill_chunks(
+        self,
+        input_ids: torch.Tensor,
+        embeddings: torch.Tensor | None,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        chunk_size: int,
+    ) -> torch.Tensor:
+        """Run the prompt up to its last chunk; the token ids still to be run (embeddings are sliced by the caller)."""
+        cache, mask = model_kwargs["past_key_values"], model_kwargs.get("attention_mask")
+        position_ids = model_kwargs.get("position_ids")
+        seen = int(cache.get_seq_length())
+        tokens = input_ids if embeddings is None else embeddings
+        # A prompt that continues a cache comes whole or as its new tokens alone; its mask's length tells.
+        mask_length = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+        new = tokens[:, seen:] if embeddings is not None or mask_length == tokens.shape[1] else tokens
+        num_run = (new.shape[1] - 1) // chunk_size * chunk_size
+        first_position = 0 if position_ids is None else position_ids.shape[-1] - new.shape[1]
+        for start in range(0, num_run, chunk_size):
+            end = start + chunk_size
+            positions = position_ids
+            if position_ids is not None:
+                positions = position_ids[..., first_position + start : first_position + end]
+            self(
+                **{"input_ids" if embeddings is None else "inputs_embeds": new[:, start:end]},
+                attention_mask=None if mask is None else mask[:, : seen + end],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=torch.empty(0, dtype=torch.long, device=new.device),
+            )
+        return input_ids if embeddings is not None else new[:, num_run:]
+
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Greedy search and sampling, with early exit where it is asked for."""
+        family: Any = super()
+        if generation_config.early_exit.mode == "off":
+            return family._sample(input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+        exits = ThresholdExits(generation_config.early_exit.threshold)
+        output = family._sample(
+            input_ids,
+            logits_processor,
+            exits.watch(stopping_criteria),
+            generation_config,
+            early_exit=exits,
+            **model_kwargs,
+        )
+        if not generation_config.return_dict_in_generate:
+            return output
+        return EarlyExitOutput(**output, num_exited_tokens=exits.num_exited_tokens)
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: its paged cache has one layer for each of the model's."""
+        raise ModelError(
+            "transformers' continuous batching keeps a cache layer for each model layer; "
+            "swiftkv_platform.engine.LLMEngine batches this model",
+            field="cache_implementation",
+            value="paged",
+        )
+
+
+def _kv_cache_dtype(generation_config: Any) -> str:
+    return getattr(generation_config, "kv_cache_dtype", None) or "auto"
+
+
+def _refuse_cache(field: str, value: str, why: str) -> NoReturn:
+    raise InvalidInputError(f"{field}={value!r} {why}", field=field, value=value)

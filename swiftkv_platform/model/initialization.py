@@ -1,0 +1,79 @@
+"""The copied start, tensor by tensor: which teacher tensors each new tensor of a student is made from.
+
+    q_*_swiftkv   the layer's own q_*             norm_swiftkv  layer l's input_layernorm
+    k_*, v_*, ... the mean over the group's       exit_norm, exit_head  the teacher's final norm and head
+
+Source: paper, sections 3.1 and 3.2; with other key-value heads than the teacher's, appendix C. It knows names and
+tensors, not where they are kept: a model in memory and a checkpoint on disk start from here alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_SUFFIX = "_swiftkv"
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class StartingTensor:
+    """One tensor that the student has and its teacher has not."""
+
+    name: str
+    sources: tuple[str, ...]
+    """Teacher tensors whose mean it is."""
+    heads: tuple[int, int] | None = None
+    """Key-value heads of a source and of this tensor, where the first dimension is heads x head_dim and they differ."""
+
+    def of(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This tensor from its sources (all of one shape), in their dtype; computed in float32."""
+        if len(sources) == 1 and self.heads is None:
+            return sources[0]
+        mean = sources[0].float()
+        for source in sources[1:]:
+            mean = mean + source.float()
+        mean = mean / len(sources)
+        if self.heads is not None:
+            mean = share_heads(mean, *self.heads)
+        return mean.to(sources[0].dtype)
+
+
+def share_heads(tensor: torch.Tensor, num_heads: int, num_shared: int) -> torch.Tensor:
+    """[num_heads * head_dim, ...] -> [num_shared * head_dim, ...].
+
+    Fewer heads: each is the mean of the consecutive heads it stands for. More: each head is repeated for the query
+    heads that read it, which changes nothing yet and leaves training room.
+    """
+    heads: torch.Tensor = tensor.unflatten(0, (num_heads, -1))
+    if num_shared < num_heads:
+        pools: torch.Tensor = heads.unflatten(0, (num_shared, -1))
+        return pools.mean(1).flatten(0, 1)
+    return heads.repeat_interleave(num_shared // num_heads, dim=0).flatten(0, 1)
+
+
+def copied_start(student: Any) -> Iterator[StartingTensor]:
+    """Every tensor that `student` (it may be on the meta device) adds to its teacher, layer by layer."""
+    config, layer_map = student.config, student.config.layer_map
+    heads = None
+    if config.num_key_value_heads_swiftkv not in (None, config.num_key_value_heads):
+        heads = (config.num_key_value_heads, config.num_key_value_heads_swiftkv)
+    for name, _ in student.named_parameters():
+        match = _LAYER_TENSOR.fullmatch(name)
+        if match is None or _SUFFIX not in name:
+            continue
+        layer, tensor = int(match[1]), match[2].replace(_SUFFIX, "")
+        shared = not tensor.startswith("self_attn.q_")
+        layers = layer_map.group(layer) if shared else (layer,)
+        sources = tuple(f"model.layers.{i}.{tensor}" for i in layers)
+        yield StartingTensor(name, sources, heads if shared else None)
+    first = layer_map.num_key_value_layers
+    if first < layer_map.num_hidden_layers:
+        yield StartingTensor("model.norm_swiftkv.weight", (f"model.layers.{first}.input_layernorm.weight",))
+    if config.early_exit:
+        yield StartingTensor("exit_norm.weight", ("model.norm.weight",))
+        yield StartingTensor("exit_head.weight", ("lm_head.weight",))

@@ -1,0 +1,151 @@
+"""From a checkpoint to a model by way of transformers: what is wrong with the files is said before weights are read.
+
+It compares index and headers with the model that the configuration describes, and turns FP8 weights back. It knows no
+particular family.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_all
+
+_SHOWN = 3
+"""Names of tensors in a message."""
+_HARMLESS = re.compile(r"rotary_emb\.inv_freq$")
+"""Buffers that old checkpoints stored."""
+
+Load = Callable[..., Any]
+"""A `from_pretrained`."""
+
+
+def find_checkpoint(source: str | Path, arguments: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint that a `from_pretrained` with `arguments` would read; None where the weights come otherwise."""
+    if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
+        return None
+    return Checkpoint.open(source, **arguments)
+
+
+def load_checked(
+    load: Load,
+    build: Callable[[Any], Any],
+    config: Any,
+    source: str | Path,
+    checkpoint: Checkpoint | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`load(source, *args, config=config, **kwargs)`, once `checkpoint` is known to hold what the model needs.
+
+    Args:
+        load: the `from_pretrained` of transformers.
+        build: makes the model of a configuration; called on the meta device, so that it takes no memory.
+        checkpoint: from `find_checkpoint`; None checks nothing.
+
+    Raises:
+        ModelError: tensors that are missing, of another shape or that the model has no place for; an unknown
+            quantisation.
+    """
+    if checkpoint is None:
+        return load(source, *args, config=config, **kwargs)
+    fp8 = is_fp8(config)
+    with torch.device("meta"):
+        model = build(copy.deepcopy(config))
+    check_tensors(checkpoint, model, fp8=fp8)
+    if not fp8:
+        return load(source, *args, config=config, **kwargs)
+    dtype = _compute_dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)), config)
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    weights = read_all(checkpoint, dtype)
+    model = load(None, *args, config=config, state_dict=weights, dtype=dtype, **kwargs)
+    if (generation := checkpoint.find("generation_config.json")) is not None:
+        model.generation_config = GenerationConfig.from_pretrained(generation.parent)
+    return model
+
+
+def check_tensors(checkpoint: Checkpoint, model: Any, *, fp8: bool = False) -> None:
+    """Compare what `checkpoint` holds with what `model` (on the meta device) stores.
+
+    Names are compared first: of a sharded checkpoint the index has them, and no shard need be there yet.
+
+    Raises:
+        ModelError: naming the first tensors that are missing, not expected or of another shape.
+    """
+    expected = _stored(model, checkpoint)
+    stored = {name for name in checkpoint.shards if not (fp8 and is_scale(name, checkpoint))}
+    missing = [name for name in expected if name not in stored and not _is_tied(name, model, stored)]
+    if missing:
+        raise _refused(checkpoint, model, f"lacks {_count(missing)} that its config.json promises", missing)
+    added = [name for name in sorted(stored - expected.keys()) if not _is_ignored(name, model)]
+    if added:
+        raise _refused(checkpoint, model, f"holds {_count(added)} that its config.json has no place for", added)
+    headers = checkpoint.headers
+    misshapen = [
+        f"{name} is {list(headers[name].shape)}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and headers[name].shape != tuple(shape)
+    ]
+    if misshapen:
+        raise _refused(checkpoint, model, f"holds {_count(misshapen)} of another shape", misshapen)
+
+
+def _stored(model: Any, checkpoint: Checkpoint) -> dict[str, torch.Size]:
+    """Shapes by name as a checkpoint of `model` stores them: families that fuse tensors in memory keep them apart on
+    disk, and either layout loads."""
+    in_memory = model.state_dict()
+    on_disk = revert_weight_conversion(model, dict(in_memory))
+    fused = in_memory.keys() - on_disk.keys()
+    chosen = in_memory if fused and fused <= checkpoint.shards.keys() else on_disk
+    return {name: tensor.shape for name, tensor in chosen.items()}
+
+
+def _is_tied(name: str, model: Any, stored: set[str]) -> bool:
+    """Whether another name that the checkpoint holds stands for the same parameter."""
+    names = defaultdict(set)
+    for alias, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].add(alias)
+    return any(name in aliases and not aliases.isdisjoint(stored) for aliases in names.values())
+
+
+def _is_ignored(name: str, model: Any) -> bool:
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    tied = name == "lm_head.weight" and model.config.tie_word_embeddings
+    return tied or bool(_HARMLESS.search(name)) or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _compute_dtype(wanted: Any, config: Any) -> torch.dtype:
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    if isinstance(wanted, str) and wanted != "auto":
+        named: torch.dtype = getattr(torch, wanted)
+        return named
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+
+
+def _refused(checkpoint: Checkpoint, model: Any, what: str, which: list[str]) -> ModelError:
+    config = model.config
+    shown = ", ".join(which[:_SHOWN]) + (", ..." if len(which) > _SHOWN else "")
+    shape = f"model_type {config.model_type}, {config.num_hidden_layers} layers"
+    if hasattr(config, "layer_map"):
+        shape += (
+            f", num_key_value_layers={config.num_key_value_layers}, key_value_group_size={config.key_value_group_size}"
+        )
+    return ModelError(
+        f"{checkpoint.source} {what} ({shape}): {shown}", field="model.name_or_path", value=checkpoint.source
+    )

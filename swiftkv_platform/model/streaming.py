@@ -1,0 +1,182 @@
+"""Teacher checkpoint -> student checkpoint on disk, in the memory of a few tensors: what converts a 405B on a laptop.
+
+The teacher's weights do not change, so their files become part of the student as they are, as hard links unless copies
+are asked for: 140 GB need not be written again. New files hold the SwiftKV tensors, made one after the other from the
+few teacher tensors each comes from; one index names both. It knows files and the copied start, no forward pass; the
+calibrated start needs the whole teacher in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.calibration import TokenBatch
+from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.conversion import convert, make_student_config, read_config
+from swiftkv_platform.model.directories import (
+    Files,
+    ShardWriter,
+    check_new,
+    copy_companions,
+    new_directory,
+    place,
+    shard_names,
+    write_index,
+)
+from swiftkv_platform.model.families import FAMILIES, student_classes
+from swiftkv_platform.model.fp8 import is_fp8, read_tensors, without_swiftkv
+from swiftkv_platform.model.initialization import copied_start
+from swiftkv_platform.model.loading import check_tensors
+from swiftkv_platform.model.tokenizers import check_tokenizer
+from swiftkv_platform.planning import Sharing
+
+Progress = Callable[[int, int], None]
+"""Told how many tensors of how many are written."""
+
+MAX_SHARD_BYTES = 2 << 30
+_NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
+_NOT_NEEDED = ["*/*", "consolidated*"]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion wrote."""
+
+    path: Path
+    config: Any
+    num_new_tensors: int
+    new_bytes: int
+    """Of the SwiftKV tensors; the rest are the teacher's files."""
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    num_key_value_layers: int | None = None,
+    prefill_reduction: float | None = None,
+    key_value_group_size: int = 1,
+    early_exit: bool = False,
+    sharing: Sharing = "gqa",
+    calibration: Iterable[TokenBatch] | None = None,
+    revision: str | None = None,
+    files: Files = "link",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write the student that `convert` makes of `source` to the directory `target`, whole or not at all.
+
+    Args:
+        source: a teacher's directory or hub id, in safetensors.
+        target: a new or empty directory.
+        calibration: as for `convert`. With it the teacher is loaded, which takes its memory; without, the largest of
+            `max_shard_bytes` and the tensors that one new tensor is made from.
+        files: how the teacher's weight files get there. A link falls back to a copy where the file system has none. The
+            hub's cache may be linked to: its files never change.
+
+    Raises:
+        InvalidInputError: l or g out of range.
+        ModelError: whatever is wrong with the teacher, its files or its tokenizer; before a weight is read.
+        ConflictError: `target` exists and is not empty.
+    """
+    target = Path(target)
+    check_new(target)
+    teacher = read_config(source, revision)
+    shape: dict[str, Any] = {
+        "num_key_value_layers": num_key_value_layers,
+        "prefill_reduction": prefill_reduction,
+        "key_value_group_size": key_value_group_size,
+        "early_exit": early_exit,
+        "sharing": sharing,
+    }
+    config = make_student_config(teacher, **shape)
+    fp8 = is_fp8(teacher)
+    directory = local_directory(source, revision)
+    checkpoint = Checkpoint.open(directory)
+    with torch.device("meta"):
+        check_tensors(checkpoint, FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(teacher), fp8=fp8)
+        student = student_classes(teacher.model_type).causal_lm(config)
+    check_tokenizer(directory, config.vocab_size)
+    config.dtype = config.dtype or _first_dtype(checkpoint)
+    if calibration is None:
+        tensors = _copied(student, checkpoint, config.dtype)
+    else:
+        tensors = _trained(convert(directory, calibration=calibration, **shape))
+    total = sum(1 for _ in copied_start(student))
+    with new_directory(target) as partial:
+        writer = ShardWriter(partial, "swiftkv", max_shard_bytes)
+        num_bytes = 0
+        for done, (name, tensor) in enumerate(tensors, start=1):
+            writer.add(name, tensor)
+            num_bytes += tensor.nbytes
+            if progress is not None:
+                progress(done, total)
+        writer.flush()
+        shards = writer.shards | _place_shards(checkpoint, partial, files)
+        write_index(partial, shards, num_bytes + sum(info.num_bytes for info in checkpoint.headers.values()))
+        copy_companions(directory, partial)
+        config.architectures = [type(student).__name__]
+        if fp8:
+            config.quantization_config = without_swiftkv(_fields(config.quantization_config))
+        config.save_pretrained(partial)
+    return Converted(target, config, total, num_bytes)
+
+
+def local_directory(source: str | Path, revision: str | None) -> Path:
+    """The directory of a model; one on the hub is downloaded. Raises `ModelError`."""
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(
+            snapshot_download(str(source), revision=revision, allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED)
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"cannot fetch {str(source)!r}: {str(error).splitlines()[0]}", field="model.name_or_path", value=str(source)
+        ) from error
+
+
+def _copied(student: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The copied start of `student`, read from its teacher's files one tensor at a time."""
+    for start in copied_start(student):
+        names = [_stored_name(name, checkpoint) for name in start.sources]
+        read = read_tensors(checkpoint, names)
+        yield start.name, start.of([read[name].to(dtype) for name in names])
+
+
+def _stored_name(name: str, checkpoint: Checkpoint) -> str:
+    """A head that is tied to the embedding is stored as that."""
+    if name == "lm_head.weight" and name not in checkpoint.shards:
+        return "model.embed_tokens.weight"
+    return name
+
+
+def _trained(student: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from student.swiftkv_parameters().items()
+
+
+def _place_shards(checkpoint: Checkpoint, target: Path, files: Files) -> dict[str, str]:
+    """The teacher's weight files in `target`; file by tensor."""
+    names = shard_names(checkpoint.shards.values(), "teacher")
+    for shard, name in names.items():
+        place(checkpoint.path(shard), target / name, files)
+    return {tensor: names[shard] for tensor, shard in checkpoint.shards.items()}
+
+
+def _first_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What transformers takes where a configuration names no type: that of the first floating tensor."""
+    found = (info.dtype for info in checkpoint.headers.values())
+    return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
+
+
+def _fields(quantization: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    return fields

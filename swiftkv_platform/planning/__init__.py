@@ -1,0 +1,39 @@
+"""FLOPs, KV bytes, memory and time of SwiftKV models from `config.json` alone. Imports no torch; runs in any image."""
+
+from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.config import read_config
+from swiftkv_platform.planning.families import FAMILIES, read_architecture
+from swiftkv_platform.planning.layers import (
+    LayerMap,
+    Sharing,
+    equal_cache_group_size,
+    resolve_num_key_value_layers,
+    shared_key_value_heads,
+    student_layer_map,
+)
+from swiftkv_platform.planning.prefill import Comparison, Components, Plan, plan
+from swiftkv_platform.planning.serving import ServingPlan, ServingSetup, plan_serving
+from swiftkv_platform.planning.training import TrainingPlan, TrainingSetup, plan_training
+
+__all__ = [
+    "FAMILIES",
+    "Architecture",
+    "Comparison",
+    "Components",
+    "LayerMap",
+    "Plan",
+    "ServingPlan",
+    "ServingSetup",
+    "Sharing",
+    "TrainingPlan",
+    "TrainingSetup",
+    "equal_cache_group_size",
+    "plan",
+    "plan_serving",
+    "plan_training",
+    "read_architecture",
+    "read_config",
+    "resolve_num_key_value_layers",
+    "shared_key_value_heads",
+    "student_layer_map",
+]

@@ -1,0 +1,104 @@
+"""What a decoder is made of, layer by layer: projections, attention windows, cache entries.
+
+It counts nothing: FLOPs, bytes and memory are computed from what stands here. It knows no family and no `config.json`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Equal linear maps of one place; a mixture of experts has `copies` of them, and a token meets `active`."""
+
+    in_features: int
+    out_features: int
+    bias: bool = False
+    copies: int = 1
+    active: int = 1
+
+    @property
+    def parameters(self) -> int:
+        return self.copies * (self.in_features * self.out_features + self.bias * self.out_features)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions for one token; adding the bias is not counted."""
+        return 2 * self.active * self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the cache keeps of one token in one layer under one name (keys or values): `heads` vectors of `size`."""
+
+    heads: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention module."""
+
+    query: tuple[Linear, ...]
+    key_value: tuple[Linear, ...]
+    """What the cache entries come from."""
+    expansion: tuple[Linear, ...]
+    """What turns cache entries into keys and values whenever they are attended to (MLA); else nothing."""
+    output: tuple[Linear, ...]
+    num_heads: int
+    """Query heads."""
+    query_size: int
+    """Of a head's query and key."""
+    value_size: int
+    entries: tuple[Entry, ...]
+    head_norms: int = 0
+    """Parameters of norms on queries and keys by head, which a student's layer shares with its teacher's (Qwen3)."""
+    query_norms: int = 0
+    """Parameters of norms between query projections, which a student's layer has copies of (MLA)."""
+    key_norms: int = 0
+    """Parameters of norms between key and value projections, likewise."""
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Scores and weighted sum for one query and one key, all heads."""
+        return 2 * self.num_heads * (self.query_size + self.value_size)
+
+    @property
+    def query_parameters(self) -> int:
+        return sum(linear.parameters for linear in self.query) + self.query_norms
+
+    @property
+    def key_value_parameters(self) -> int:
+        return sum(linear.parameters for linear in (*self.key_value, *self.expansion)) + self.key_norms
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer."""
+
+    attention: Attention
+    mlp: tuple[Linear, ...]
+    """Router, if there is one, then gate, up and down; of routed and of shared experts."""
+    window: int | None
+    """Tokens a query sees, itself included; None: all before it."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A teacher, and what its configuration says of a student."""
+
+    model_type: str
+    """The teacher's."""
+    hidden_size: int
+    vocab_size: int
+    tie_word_embeddings: bool
+    layers: tuple[Layer, ...]
+    shared_attention: Attention
+    """Attention of the layers that own a group's KV projections in the student."""
+    max_position_embeddings: int
+    dtype: str
+    num_key_value_layers: int | None
+    """l of a student's configuration; None in a teacher's."""
+    key_value_group_size: int
+    early_exit: bool

@@ -1,0 +1,96 @@
+"""Reads `config.json`: where it is, which keys it has, what is wrong with them. It knows no architecture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swiftkv_platform.errors import ModelError
+
+FIELD = "model.name_or_path"
+
+ConfigSource = str | Path | Mapping[str, Any]
+"""A `config.json`, the directory that holds one, or its content."""
+
+
+def read_config(source: ConfigSource) -> dict[str, Any]:
+    """The content of a Hugging Face `config.json`.
+
+    Raises:
+        ModelError: there is none, or it holds no JSON object.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(
+            f"{path} cannot be read ({error.strerror}); a config.json or a Hugging Face model directory would do",
+            field=FIELD,
+            value=str(source),
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{path} holds no JSON ({error})", field=FIELD, value=str(source)) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds a {type(config).__name__}, not an object", field=FIELD, value=str(source))
+    return config
+
+
+class Fields:
+    """Typed access to a configuration; what is missing or of the wrong kind is a `ModelError` that names the key."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A positive integer under the first of `names` that is there; null counts as absent."""
+        value = self.optional_count(*names)
+        if value is None:
+            value = default
+        if value is None:
+            raise self._unusable(names[0], None, "a positive integer would do")
+        return value
+
+    def optional_count(self, *names: str) -> int | None:
+        """As `count`; None where the key is absent or null."""
+        for name in names:
+            value = self._config.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise self._unusable(name, value, "a positive integer would do")
+            return value
+        return None
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._unusable(name, value, "true or false would do")
+        return value
+
+    def text(self, *names: str, default: str | None = None) -> str:
+        for name in names:
+            value = self._config.get(name, default)
+            if isinstance(value, str):
+                return value
+        raise self._unusable(names[0], self._config.get(names[0]), "a string would do")
+
+    def given(self, name: str) -> bool:
+        """Whether the key is there; it may be null."""
+        return name in self._config
+
+    def sequence(self, name: str) -> Sequence[Any] | None:
+        value = self._config.get(name)
+        if value is not None and not isinstance(value, list | tuple):
+            raise self._unusable(name, value, "a list would do")
+        return value
+
+    @staticmethod
+    def _unusable(name: str, value: object, accepted: str) -> ModelError:
+        return ModelError(f"config.json has {name} {value!r}; {accepted}", field=name, value=value)

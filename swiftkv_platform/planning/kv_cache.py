@@ -1,0 +1,74 @@
+"""Bytes of a KV cache, to the last scale. It knows no tensors: `model.cache.cache_bytes` measures the real one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.planning.architecture import Architecture, Attention
+from swiftkv_platform.planning.layers import LayerMap
+
+KVCacheDtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+SCALE_BYTES = 2
+"""A quantised cache keeps a scale per token and head, for keys and for values."""
+QUANTIZED = frozenset({"fp8", "int8"})
+
+
+@dataclass(frozen=True)
+class KVBytes:
+    """Of one sequence."""
+
+    payload: int
+    scales: int
+
+    @property
+    def total(self) -> int:
+        return self.payload + self.scales
+
+
+def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
+    """Refuse a dtype that there is not.
+
+    Raises:
+        InvalidInputError: naming those there are.
+    """
+    if name not in DTYPE_BYTES:
+        raise InvalidInputError(
+            f"{field} is {name!r}; {', '.join(get_args(KVCacheDtype))} are accepted",
+            field=field,
+            value=name,
+        )
+
+
+def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> KVBytes:
+    """The cache after `sequence_length` tokens of one sequence.
+
+    A cache layer with a window keeps the tokens that the next one will see beside itself; a group keeps the longest
+    window of its layers.
+    """
+    payload = scales = 0
+    for attention, window in cache_layers(model, layer_map):
+        num_tokens = sequence_length if window is None else min(sequence_length, window - 1)
+        values, heads = entry_sizes(attention)
+        payload += num_tokens * values * DTYPE_BYTES[kv_cache_dtype]
+        scales += num_tokens * heads * SCALE_BYTES * (kv_cache_dtype in QUANTIZED)
+    return KVBytes(payload, scales)
+
+
+def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[Attention, int | None]]:
+    """By cache layer: the attention whose entries it keeps, and its window."""
+    first = layer_map.num_key_value_layers
+    layers = [(layer.attention, layer.window) for layer in model.layers[:first]]
+    for leader in layer_map.leaders:
+        windows = [model.layers[i].window for i in layer_map.group(leader)]
+        longest = None if None in windows else max(window for window in windows if window is not None)
+        layers.append((model.shared_attention, longest))
+    return layers
+
+
+def entry_sizes(attention: Attention) -> tuple[int, int]:
+    """Numbers and heads that one token adds to a cache layer."""
+    return sum(e.heads * e.size for e in attention.entries), sum(e.heads for e in attention.entries)

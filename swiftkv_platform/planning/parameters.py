@@ -1,0 +1,91 @@
+"""How many parameters a student has, and which of them distillation trains. It knows no bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from swiftkv_platform.planning.architecture import Architecture, Layer
+from swiftkv_platform.planning.layers import LayerMap
+
+Trainable = Literal["qkv", "tail"]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of one student; tied embeddings count once."""
+
+    frozen: int
+    """With a trained tail, the teacher's own copy of layers >= l is among them."""
+    trained: int
+    root: int
+    """Those outside the layers: embeddings, heads, norms."""
+    largest_layer: int
+    """Of the largest layer, teacher's and student's projections together."""
+    shared_key_value: int
+    """K and V projections of all groups, which run together."""
+    largest_tensor: int
+
+    @property
+    def total(self) -> int:
+        return self.frozen + self.trained
+
+
+def dense_parameters(model: Architecture) -> int:
+    """Of the teacher."""
+    layers = sum(_layer(model, layer) for layer in model.layers)
+    return layers + _embeddings(model) + model.hidden_size
+
+
+def student_parameters(
+    model: Architecture, layer_map: LayerMap, *, early_exit: bool = False, trainable: Trainable = "qkv"
+) -> Parameters:
+    """Of a student that keeps its teacher's projections, as distillation holds it."""
+    hidden, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size
+    upper = model.layers[layer_map.num_key_value_layers :]
+    query = len(upper) * model.shared_attention.query_parameters
+    key_value = len(layer_map.leaders) * model.shared_attention.key_value_parameters
+    exit_head = early_exit * (vocabulary + hidden)
+    added = query + key_value + hidden + exit_head
+    total = dense_parameters(model) + added
+    teacher_projections = sum(
+        layer.attention.query_parameters + layer.attention.key_value_parameters for layer in upper
+    )
+    trained = added
+    if trainable == "tail":
+        tail = sum(_layer(model, layer) for layer in upper)
+        trained += tail - teacher_projections
+        total += tail + query + key_value  # the teacher's copy is of whole layers, the student's projections with them
+    largest = max(_layer(model, layer) for layer in model.layers)
+    own = model.shared_attention.query_parameters + model.shared_attention.key_value_parameters
+    return Parameters(
+        frozen=total - trained,
+        trained=trained,
+        root=_embeddings(model) + 2 * hidden + exit_head,
+        largest_layer=largest + own,
+        shared_key_value=key_value,
+        largest_tensor=max(vocabulary, *(m.in_features * m.out_features * m.copies for m in upper[-1].mlp)),
+    )
+
+
+def _embeddings(model: Architecture) -> int:
+    return (1 if model.tie_word_embeddings else 2) * model.vocab_size * model.hidden_size
+
+
+def _layer(model: Architecture, layer: Layer) -> int:
+    """A teacher's layer."""
+    attention = layer.attention
+    projections = attention.query_parameters + attention.key_value_parameters + attention.head_norms
+    maps = sum(linear.parameters for linear in (*attention.output, *layer.mlp))
+    return projections + maps + 2 * model.hidden_size
+
+
+def served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, int]:
+    """Of a student without its teacher's projections (a dense map: of the teacher): in the layers, and outside."""
+    first, hidden = layer_map.num_key_value_layers, model.hidden_size
+    layers = sum(_layer(model, layer) for layer in model.layers)
+    for i, layer in enumerate(model.layers[first:], start=first):
+        layers -= layer.attention.query_parameters + layer.attention.key_value_parameters
+        layers += model.shared_attention.query_parameters
+        layers += (i in layer_map.leaders) * model.shared_attention.key_value_parameters
+    return layers, _embeddings(model) + hidden * (1 + bool(layer_map.leaders))

@@ -1,0 +1,169 @@
+"""What SwiftKV saves on one prompt: FLOPs by component, KV bytes; a student beside its teacher. Imports no torch.
+
+Source: paper, table 1 and section 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.config import ConfigSource
+from swiftkv_platform.planning.families import read_architecture
+from swiftkv_platform.planning.flops import Convention, Flops, decode_flops, prefill_flops
+from swiftkv_platform.planning.kv_cache import QUANTIZED, check_kv_cache_dtype, kv_bytes
+from swiftkv_platform.planning.layers import LayerMap, student_layer_map
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Components(_Result):
+    """FLOPs of one token by component."""
+
+    vocabulary: float
+    """Embedding and head."""
+    query: float
+    key_value: float
+    output: float
+    mlp: float
+    attention: float
+    total: float
+
+    @classmethod
+    def of(cls, flops: Flops) -> Components:
+        return cls(**vars(flops), total=flops.total)
+
+
+class Comparison(_Result):
+    """Teacher and student, FLOPs a token."""
+
+    dense: Components
+    swiftkv: Components
+
+    @property
+    def ratio(self) -> float:
+        return self.swiftkv.total / self.dense.total
+
+
+class Plan(_Result):
+    """What a student costs against its teacher on a prompt of `sequence_length` tokens."""
+
+    model_type: str
+    num_hidden_layers: int
+    num_key_value_layers: int
+    key_value_group_size: int
+    num_kv_cache_layers: int
+    sequence_length: int
+    kv_cache_dtype: str
+    prefill_flops_ratio: float
+    """SwiftKV over dense as the paper counts (table 1): the vocabulary, embedding and head, for every token."""
+    executed_prefill_flops_ratio: float
+    """SwiftKV over dense as the forward pass runs: logits of the last token only, which alone enters layers >= l."""
+    kv_bytes_per_token: float
+    """Bytes in the student's cache, scales included, over the tokens of the prompt."""
+    dense_kv_bytes_per_token: float
+    """The teacher's, without quantisation: in bfloat16 where the student's cache is quantised, else in its dtype."""
+    kv_bytes_ratio: float
+    """`kv_bytes_per_token` over `dense_kv_bytes_per_token`."""
+    kv_payload_ratio: float
+    """The same without scales, as the paper counts (62.5% and 68.75% saved with FP8)."""
+    prefill: dict[Convention, Comparison]
+    """FLOPs per prompt token by convention."""
+    decode: Comparison
+    """FLOPs of the token that follows the prompt, as executed."""
+
+
+def plan(
+    config: ConfigSource,
+    *,
+    num_key_value_layers: int | None = None,
+    key_value_group_size: int | None = None,
+    sequence_length: int | None = None,
+    kv_cache_dtype: str = "bfloat16",
+    num_key_value_heads_swiftkv: int | None = None,
+) -> Plan:
+    """FLOPs and KV bytes of a student from its teacher's `config.json` alone.
+
+    Args:
+        config: path of a `config.json`, the directory it lies in, or its content; a teacher's or a student's.
+        num_key_value_layers: l; default: what a student's configuration says, else half of the layers.
+        key_value_group_size: g; default: what a student's configuration says, else 1.
+        sequence_length: tokens of the prompt; default: the model's context.
+        kv_cache_dtype: float32, bfloat16, float16, fp8 or int8.
+        num_key_value_heads_swiftkv: KV heads of the student's groups (appendix C); default: the configuration's.
+
+    Raises:
+        InvalidInputError: l, g, a length or a dtype out of range.
+        ModelError: a configuration that cannot be read, or a family without a row.
+    """
+    model = read_architecture(config, num_key_value_heads_swiftkv=num_key_value_heads_swiftkv)
+    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
+    sequence_length = model.max_position_embeddings if sequence_length is None else sequence_length
+    if sequence_length < 1:
+        raise InvalidInputError(
+            f"sequence_length is {sequence_length}; 1 or more would do", field="sequence_length", value=sequence_length
+        )
+    check_kv_cache_dtype(kv_cache_dtype)
+    dense_map = dense_layer_map(model)
+    prefill: dict[Convention, Comparison] = {}
+    for convention in ("paper", "executed"):
+        dense, swiftkv = (
+            Components.of(prefill_flops(model, layers, sequence_length, convention) / sequence_length)
+            for layers in (dense_map, layer_map)
+        )
+        prefill[convention] = Comparison(dense=dense, swiftkv=swiftkv)
+    decode = {
+        name: Components.of(decode_flops(model, layers, sequence_length + 1))
+        for name, layers in (("dense", dense_map), ("swiftkv", layer_map))
+    }
+    return Plan(
+        model_type=model.model_type,
+        num_hidden_layers=layer_map.num_hidden_layers,
+        num_key_value_layers=layer_map.num_key_value_layers,
+        key_value_group_size=layer_map.key_value_group_size,
+        num_kv_cache_layers=layer_map.num_kv_cache_layers,
+        sequence_length=sequence_length,
+        kv_cache_dtype=kv_cache_dtype,
+        prefill_flops_ratio=prefill["paper"].ratio,
+        executed_prefill_flops_ratio=prefill["executed"].ratio,
+        prefill=prefill,
+        decode=Comparison(**decode),
+        **_kv(model, layer_map, sequence_length, kv_cache_dtype),
+    )
+
+
+def resolve_layer_map(model: Architecture, num_key_value_layers: int | None, group_size: int | None) -> LayerMap:
+    """The layer map that arguments, else a student's configuration, else half of the layers give.
+
+    l = L is the teacher itself, the baseline of table 1.
+    """
+    if num_key_value_layers == len(model.layers) and group_size in (None, 1):
+        return dense_layer_map(model)
+    return student_layer_map(
+        len(model.layers),
+        num_key_value_layers=model.num_key_value_layers if num_key_value_layers is None else num_key_value_layers,
+        prefill_reduction=None,
+        key_value_group_size=model.key_value_group_size if group_size is None else group_size,
+    )
+
+
+def dense_layer_map(model: Architecture) -> LayerMap:
+    """The teacher as a layer map: every layer computes its own KV."""
+    return LayerMap(len(model.layers), len(model.layers), 1)
+
+
+def _kv(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_cache_dtype: str) -> dict[str, Any]:
+    plain = "bfloat16" if kv_cache_dtype in QUANTIZED else kv_cache_dtype
+    dense = kv_bytes(model, dense_layer_map(model), sequence_length, plain)
+    swiftkv = kv_bytes(model, layer_map, sequence_length, kv_cache_dtype)
+    return {
+        "kv_bytes_per_token": swiftkv.total / sequence_length,
+        "dense_kv_bytes_per_token": dense.total / sequence_length,
+        "kv_bytes_ratio": swiftkv.total / dense.total,
+        "kv_payload_ratio": swiftkv.payload / dense.payload,
+    }

@@ -1,0 +1,131 @@
+"""What fits on a GPU that serves a model: weights, blocks of KV, sequences. It follows the engine's paged cache, which
+keeps whole contexts (windows do not shorten it), and knows no scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.planning.architecture import Architecture, Attention
+from swiftkv_platform.planning.config import ConfigSource
+from swiftkv_platform.planning.families import read_architecture
+from swiftkv_platform.planning.kv_cache import DTYPE_BYTES, QUANTIZED, SCALE_BYTES, cache_layers, check_kv_cache_dtype
+from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.parameters import served_parameters
+from swiftkv_platform.planning.prefill import dense_layer_map, resolve_layer_map
+
+
+@dataclass(frozen=True)
+class ServingSetup:
+    """One replica."""
+
+    memory_bytes: int
+    """Of one GPU."""
+    sequence_length: int
+    """Tokens of a sequence, prompt and answer."""
+    weights_dtype: str = "bfloat16"
+    """fp8 and int8 leave embeddings and heads at 16 bits."""
+    kv_cache_dtype: str = "bfloat16"
+    block_size: int = 16
+    tensor_parallel_size: int = 1
+    """GPUs that share weights and KV heads."""
+    reserved: float = 0.1
+    """Share of the memory for activations, kernels and the allocator."""
+
+
+class Capacity(BaseModel):
+    """Of one GPU."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    weights_bytes: int
+    kv_block_bytes: int
+    """One block of `block_size` tokens, all cache layers, scales included."""
+    num_blocks: int
+    num_tokens: int
+    """That the cache holds together."""
+    num_sequences: int
+    """Of `sequence_length` tokens, at the same time."""
+
+
+class ServingPlan(BaseModel):
+    """A student, exported without its teacher's projections, beside its teacher."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    num_key_value_layers: int
+    key_value_group_size: int
+    dense: Capacity
+    swiftkv: Capacity
+
+
+def plan_serving(
+    config: ConfigSource,
+    setup: ServingSetup,
+    *,
+    num_key_value_layers: int | None = None,
+    key_value_group_size: int | None = None,
+) -> ServingPlan:
+    """What fits, from a `config.json`; the teacher with its cache in the dtype of the student's.
+
+    Raises:
+        InvalidInputError: a dtype or size that there is not, l or g out of range.
+        ModelError: a configuration that cannot be read, or a family without a row.
+    """
+    _check(setup)
+    model = read_architecture(config)
+    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
+    return ServingPlan(
+        num_key_value_layers=layer_map.num_key_value_layers,
+        key_value_group_size=layer_map.key_value_group_size,
+        dense=_capacity(model, dense_layer_map(model), setup),
+        swiftkv=_capacity(model, layer_map, setup),
+    )
+
+
+def _check(setup: ServingSetup) -> None:
+    check_kv_cache_dtype(setup.kv_cache_dtype)
+    check_kv_cache_dtype(setup.weights_dtype, field="weights_dtype")
+    for name in ("memory_bytes", "sequence_length", "block_size", "tensor_parallel_size"):
+        value = getattr(setup, name)
+        if value < 1:
+            raise InvalidInputError(f"{name} is {value}; 1 or more would do", field=name, value=value)
+    if not 0 <= setup.reserved < 1:
+        raise InvalidInputError(
+            f"reserved is {setup.reserved}; a share from 0 up to 1 would do", field="reserved", value=setup.reserved
+        )
+
+
+def _capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> Capacity:
+    ways = setup.tensor_parallel_size
+    weights = -(-weights_bytes(model, layer_map, setup.weights_dtype) // ways)
+    block = setup.block_size * sum(
+        _token_bytes(attention, setup.kv_cache_dtype, ways) for attention, _ in cache_layers(model, layer_map)
+    )
+    free = int(setup.memory_bytes * (1 - setup.reserved)) - weights
+    num_blocks = max(free // block, 0)
+    return Capacity(
+        weights_bytes=weights,
+        kv_block_bytes=block,
+        num_blocks=num_blocks,
+        num_tokens=num_blocks * setup.block_size,
+        num_sequences=num_blocks // -(-setup.sequence_length // setup.block_size),
+    )
+
+
+def weights_bytes(model: Architecture, layer_map: LayerMap, dtype: str) -> int:
+    """Of a model exported without its teacher's projections."""
+    layers, others = served_parameters(model, layer_map)
+    return layers * DTYPE_BYTES[dtype] + others * max(DTYPE_BYTES[dtype], 2)
+
+
+def _token_bytes(attention: Attention, dtype: str, ways: int) -> int:
+    """One token in one cache layer on one of `ways` GPUs; a head that cannot be split is on each."""
+    total = 0
+    for entry in attention.entries:
+        heads = -(-entry.heads // ways)
+        total += heads * (entry.size * DTYPE_BYTES[dtype] + SCALE_BYTES * (dtype in QUANTIZED))
+    return total

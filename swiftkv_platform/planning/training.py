@@ -1,0 +1,185 @@
+"""What a distillation step costs: arithmetic, memory of a worker, time. It follows the fork at layer l, without torch.
+
+layers < l once, no gradient ─┬─ layers >= l as pretrained, no gradient
+                              └─ layers >= l of the student: forward, gradients of inputs and of what is trained
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.planning.architecture import Architecture, Layer, Linear
+from swiftkv_platform.planning.config import ConfigSource
+from swiftkv_platform.planning.families import read_architecture
+from swiftkv_platform.planning.flops import attention_pairs
+from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.parameters import Trainable, student_parameters
+from swiftkv_platform.planning.prefill import resolve_layer_map
+from swiftkv_platform.planning.training_memory import WorkerMemory, worker_memory
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What of a job spec decides cost; names and meanings are the spec's."""
+
+    sequence_length: int = 8192
+    """`data.max_length`: every row has so many tokens."""
+    packing: bool = True
+    """Rows of several samples: attention takes a mask, and its kernels the whole square."""
+    micro_batch_size: int = 1
+    batch_size: int = 32
+    num_workers: int = 1
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    strategy: Literal["ddp", "fsdp2", "deepspeed"] = "fsdp2"
+    zero_stage: Literal[1, 2, 3] = 2
+    cpu_offload: bool = False
+    gradient_checkpointing: bool = False
+    early_exit: bool = False
+    trainable: Trainable = "qkv"
+    objective: Literal["logits", "lm"] = "logits"
+    hidden_loss: bool = False
+    device: Literal["cuda", "cpu"] = "cuda"
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.objective == "logits" or self.hidden_loss or self.early_exit
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of one worker and step."""
+        return self.batch_size // (self.num_workers * self.micro_batch_size)
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TrainingFlops(_Result):
+    """Per trained token."""
+
+    lower: float
+    """Layers below l, once for both."""
+    teacher: float
+    student: float
+    backward: float
+    """Gradients of the student's activations and of what is trained."""
+    recomputation: float
+    """Of the student's layers, under gradient checkpointing."""
+    heads: float
+    """Logits and their gradients, with the exit head's."""
+    total: float
+
+
+class TrainingPlan(_Result):
+    """A run of a student's distillation."""
+
+    num_key_value_layers: int
+    key_value_group_size: int
+    parameters: int
+    trained_parameters: int
+    flops_per_token: TrainingFlops
+    memory: WorkerMemory
+    """Bytes on the device of each worker."""
+    num_tokens: int | None
+    total_flops: float | None
+    seconds: float | None
+    """Over all workers, at the speed given."""
+
+
+def plan_training(
+    config: ConfigSource,
+    setup: TrainingSetup,
+    *,
+    num_key_value_layers: int | None = None,
+    key_value_group_size: int | None = None,
+    num_tokens: int | None = None,
+    flops_per_second: float | None = None,
+) -> TrainingPlan:
+    """FLOPs, memory and time of a distillation job from its teacher's `config.json`.
+
+    Args:
+        num_tokens: tokens of the whole run.
+        flops_per_second: what one worker reaches.
+
+    Raises:
+        InvalidInputError: a batch that does not divide, l or g out of range.
+        ModelError: a configuration that cannot be read, or a family without a row.
+    """
+    per_step = setup.num_workers * setup.micro_batch_size
+    if setup.batch_size % per_step:
+        raise InvalidInputError(
+            f"training.batch_size is {setup.batch_size}; a multiple of num_workers x micro_batch_size = {per_step} "
+            "would do",
+            field="training.batch_size",
+            value=setup.batch_size,
+        )
+    model = read_architecture(config)
+    layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
+    parameters = student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable)
+    flops = training_flops(model, layer_map, setup)
+    total = None if num_tokens is None else num_tokens * flops.total
+    seconds = None if total is None or flops_per_second is None else total / (flops_per_second * setup.num_workers)
+    return TrainingPlan(
+        num_key_value_layers=layer_map.num_key_value_layers,
+        key_value_group_size=layer_map.key_value_group_size,
+        parameters=parameters.total,
+        trained_parameters=parameters.trained,
+        flops_per_token=flops,
+        memory=worker_memory(model, layer_map, parameters, setup),
+        num_tokens=num_tokens,
+        total_flops=total,
+        seconds=seconds,
+    )
+
+
+def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:
+    """Matrix products of one row, divided by its tokens; every position counts in the loss."""
+    first = layer_map.num_key_value_layers
+    lower = sum(_layer(layer, setup) for layer in model.layers[:first])
+    teacher = setup.needs_teacher * sum(_layer(layer, setup) for layer in model.layers[first:])
+    student = backward = recomputed = 0.0
+    own, tail = model.shared_attention, setup.trainable == "tail"
+    for i, layer in enumerate(model.layers[first:], start=first):
+        query, attention = _maps(own.query), _attention(layer, setup)
+        key_value = (i in layer_map.leaders) * _maps((*own.key_value, *own.expansion))
+        rest = _maps((*own.output, *layer.mlp))
+        student += query + key_value + attention + rest
+        # x needs no gradient, nor does the first layer's normalised input unless that norm is trained.
+        into_x = own.query[0].flops if i == first and not tail else 0
+        backward += (2 * query - into_x) + 2 * key_value + 2 * attention + (1 + tail) * rest
+        recomputed += query + attention + rest
+    head = Linear(model.hidden_size, model.vocab_size).flops
+    logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
+    heads = (logits + 4 * setup.early_exit) * head  # the exit head is trained, and asks for the teacher's logits again
+    recomputation = setup.gradient_checkpointing * recomputed
+    return TrainingFlops(
+        lower=lower,
+        teacher=teacher,
+        student=student,
+        backward=backward,
+        recomputation=recomputation,
+        heads=heads,
+        total=lower + teacher + student + backward + recomputation + heads,
+    )
+
+
+def _layer(layer: Layer, setup: TrainingSetup) -> float:
+    """A teacher's layer, forward."""
+    attention = layer.attention
+    maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)
+    return _maps(maps) + _attention(layer, setup)
+
+
+def _attention(layer: Layer, setup: TrainingSetup) -> float:
+    length = setup.sequence_length
+    masked = setup.packing or layer.window is not None
+    pairs = length * length if masked else attention_pairs(length, 0, None)
+    return pairs * layer.attention.flops_per_pair / length
+
+
+def _maps(maps: tuple[Linear, ...]) -> int:
+    return sum(linear.flops for linear in maps)

@@ -1,0 +1,157 @@
+"""Memory of a training worker, by what fills it. It follows what the fork keeps for its backward pass, and what each
+sharding strategy holds; it knows no tensors, so allocator overheads and kernels' workspaces are left out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from swiftkv_platform.planning.architecture import Architecture, Layer
+from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.parameters import Parameters
+
+if TYPE_CHECKING:
+    from swiftkv_platform.planning.training import TrainingSetup
+
+WIDE = 4
+"""Bytes of float32: masters, gradients, optimizer state, norms."""
+LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
+"""Elements of one [chunk, vocab] buffer of the losses."""
+LOSS_BUFFERS = 6
+"""Such buffers in float32 that the losses hold at once: logits, targets, both logarithms, probabilities, a product."""
+
+
+class WorkerMemory(BaseModel):
+    """Bytes on one worker's device; without a GPU, in its host memory."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    frozen: int
+    """Teacher and student share these weights."""
+    trained: int
+    """Weights: float32, with ZeRO and bfloat16 a copy in bfloat16 beside them."""
+    gradients: int
+    """With DDP, the buckets they travel in too."""
+    optimizer: int
+    """AdamW's two moments."""
+    gathered: int
+    """Weights put together from all workers' shards, or cast for the forward pass, while they are used."""
+    activations: int
+    """What the student's layers keep for the backward pass."""
+    loss: int
+    """Chunks of logits and hidden states around them."""
+    peak: int
+    """The most at one time."""
+    host: int
+    """Bytes in host memory under `cpu_offload`."""
+
+
+def worker_memory(
+    model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup
+) -> WorkerMemory:
+    """An estimate for one worker."""
+    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    shards = setup.num_workers
+    trained, frozen = parameters.trained, narrow * parameters.frozen
+    weights, gradients, moments = WIDE * trained, WIDE * trained, 2 * WIDE * trained
+    unit = max(parameters.largest_layer, parameters.shared_key_value)
+    gathered = host = 0
+    if setup.strategy == "ddp":
+        gradients *= 2
+        gathered = narrow * trained if narrow < WIDE else 0
+    elif setup.strategy == "fsdp2" or setup.zero_stage == 3:
+        # The next unit is fetched while one runs; what belongs to no layer stays for the whole pass.
+        gathered = narrow * (parameters.root + 2 * unit)
+        frozen, weights, gradients, moments = (-(-part // shards) for part in (frozen, weights, gradients, moments))
+    else:
+        weights, moments = narrow * trained + -(-weights // shards), -(-moments // shards)
+        gradients = narrow * trained + -(-gradients // (shards if setup.zero_stage == 2 else 1))
+    if setup.cpu_offload and setup.device != "cpu":
+        host = moments
+        if setup.strategy == "fsdp2":
+            host += frozen + weights + gradients
+            frozen = weights = gradients = 0
+        elif setup.strategy == "deepspeed":
+            host += WIDE * trained // shards
+            weights -= WIDE * trained // shards
+            if setup.zero_stage == 3:
+                host, frozen = host + frozen, 0
+        moments = 0
+    activations, recomputed = saved_activations(model, layer_map, setup)
+    loss = _loss(model, setup, narrow)
+    persistent = frozen + weights + moments
+    # Gradients of a step's first micro batch appear while activations go.
+    kept = gradients if setup.num_micro_batches > 1 else 0
+    during_passes = activations + max(loss, recomputed) + kept
+    largest = WIDE * (parameters.largest_tensor if setup.device == "cpu" else trained)
+    during_update = gradients + min(largest, WIDE * trained)
+    peak = persistent + gathered + max(during_passes, during_update)
+    return WorkerMemory(
+        frozen=frozen,
+        trained=weights,
+        gradients=gradients,
+        optimizer=moments,
+        gathered=gathered,
+        activations=activations,
+        loss=loss,
+        peak=peak,
+        host=host,
+    )
+
+
+def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
+    """Bytes that the student's layers keep of one micro batch for the backward pass, and, under gradient checkpointing,
+    those that one layer has again while it is recomputed.
+    """
+    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    own, hidden = model.shared_attention, model.hidden_size
+    first = layer_map.num_key_value_layers
+    heads = own.num_heads * (own.query_size + own.value_size)
+    cached = sum(entry.heads * entry.size for entry in own.entries)
+    # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
+    per_token = (3 * narrow + WIDE) * hidden
+    for i, layer in enumerate(model.layers[first:], start=first):
+        masked = setup.packing or layer.window is not None
+        if i in layer_map.leaders and (setup.gradient_checkpointing or not masked):
+            per_token += narrow * (heads if own.expansion else cached)
+        if setup.gradient_checkpointing:
+            per_token += narrow * hidden
+            continue
+        per_token += _layer(model, layer, setup, narrow, has_gradient=i > first)
+        if masked:
+            # Keys and values repeated for all query heads, and the mask as numbers.
+            per_token += narrow * (heads + setup.sequence_length)
+    recomputed = 0
+    if setup.gradient_checkpointing:
+        masked_layer = narrow * (heads + setup.sequence_length) if setup.packing else 0
+        recomputed = _layer(model, model.layers[-1], setup, narrow, has_gradient=True) + masked_layer
+    num_tokens = setup.sequence_length * setup.micro_batch_size
+    return per_token * num_tokens, recomputed * num_tokens
+
+
+def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
+    """Bytes a token of one student layer, its K and V left out."""
+    own, hidden = model.shared_attention, model.hidden_size
+    norms = (1 + has_gradient) * WIDE * hidden
+    query = narrow * sum(linear.in_features for linear in own.query)
+    attention = narrow * own.num_heads * (own.query_size + own.value_size) + WIDE * own.num_heads
+    inner = sum(
+        linear.active * (linear.in_features + linear.out_features - hidden)
+        for linear in layer.mlp
+        if hidden in (linear.in_features, linear.out_features)
+    )
+    routed = sum(linear.active * hidden for linear in layer.mlp if linear.copies > 1) // 3
+    tail = narrow * (2 * hidden + inner // 3) if setup.trainable == "tail" else 0
+    return norms + query + attention + narrow * (inner + routed) + tail
+
+
+def _loss(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
+    """Chunk buffers, hidden states of teacher and student, and the gradient that the fused loss leaves."""
+    tokens = setup.sequence_length * setup.micro_batch_size
+    rows = max(1, LOGITS_PER_CHUNK[setup.device] // model.vocab_size)
+    chunk = min(rows, tokens) * model.vocab_size * WIDE * LOSS_BUFFERS
+    states = 6 + 2 * setup.early_exit  # x, teacher, student, the rows that count of both, a gradient
+    exit_head = WIDE * model.vocab_size * model.hidden_size * setup.early_exit
+    return chunk + states * narrow * model.hidden_size * tokens + exit_head

@@ -1,0 +1,408 @@
+"""Students written file by file equal those made in memory, bit for bit; exports lose the teacher and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+
+from swiftkv_platform.errors import ConflictError, InvalidInputError, ModelError
+from swiftkv_platform.model import convert, convert_checkpoint, export
+from swiftkv_platform.model.checkpoint import Checkpoint
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, teacher_config
+
+SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2}  # of 5 layers: the last group is short
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(7))
+
+
+def save(model: PreTrainedModel, directory: Path, **arguments: Any) -> Path:
+    model.save_pretrained(directory, **arguments)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    ours, theirs = actual.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+def assert_same_directory(streamed: Path, in_memory: Path) -> None:
+    """Loaded back, two directories are one model."""
+    actual, expected = (AutoModelForCausalLM.from_pretrained(path) for path in (streamed, in_memory))
+    assert_equal(actual, expected)
+    assert actual.config.to_diff_dict() == expected.config.to_diff_dict()
+    assert actual.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_streamed_equals_in_memory(name: str, tmp_path: Path) -> None:
+    teacher = save(family_teacher(name), tmp_path / "teacher", max_shard_size="100KB")
+    assert len(set(Checkpoint.open(teacher).shards.values())) > 3
+    convert(teacher, **SHAPE, early_exit=True).save_pretrained(tmp_path / "in-memory")
+    convert_checkpoint(teacher, tmp_path / "streamed", **SHAPE, early_exit=True, max_shard_bytes=50_000)
+    assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
+
+
+@pytest.mark.parametrize("sharing", ["mqa", "mha"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streamed_from_one_file_with_shared_heads(sharing: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    teacher = save(random_teacher(attention_bias=True, tie_word_embeddings=True).to(dtype), tmp_path / "teacher")
+    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 3, "sharing": sharing}
+    convert(teacher, **shape, early_exit=True).save_pretrained(tmp_path / "in-memory")
+    written = convert_checkpoint(teacher, tmp_path / "streamed", **shape, early_exit=True)
+    assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
+    assert written.new_bytes == sum(
+        p.nbytes for p in convert(teacher, **shape, early_exit=True).swiftkv_parameters().values()
+    )
+
+
+def test_streamed_from_the_calibrated_start(tmp_path: Path) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
+    tokens = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(1))
+    shape: dict[str, Any] = {"num_key_value_layers": 3, "key_value_group_size": 2}
+    convert(teacher, **shape, calibration=[tokens]).save_pretrained(tmp_path / "in-memory")
+    convert_checkpoint(teacher, tmp_path / "streamed", **shape, calibration=[tokens])
+    assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
+
+
+def test_the_teachers_files_are_linked_or_copied_as_they_are(tmp_path: Path) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
+    (teacher / "README.md").write_text("the teacher's")
+    files: Any
+    for files in ("link", "copy"):
+        target = convert_checkpoint(teacher, tmp_path / files, **SHAPE, files=files).path
+        for tensor, shard in Checkpoint.open(teacher).shards.items():
+            placed = target / Checkpoint.open(target).shards[tensor]
+            assert placed.samefile(teacher / shard) == (files == "link")
+            assert placed.read_bytes() == (teacher / shard).read_bytes()
+        assert (target / "tokenizer.json").read_bytes() == (teacher / "tokenizer.json").read_bytes()
+        assert not (target / "README.md").exists()
+
+
+def test_saving_over_a_student_leaves_its_teacher_alone(tmp_path: Path) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
+    before = {path.name: path.read_bytes() for path in teacher.iterdir()}
+    student = convert_checkpoint(teacher, tmp_path / "student", **SHAPE).path
+    export(student, tmp_path / "export")
+    for directory in (student, tmp_path / "export"):
+        loaded = AutoModelForCausalLM.from_pretrained(directory)
+        with torch.no_grad():
+            loaded.model.embed_tokens.weight.zero_()
+        loaded.save_pretrained(directory, max_shard_size="100KB")
+    assert {path.name: path.read_bytes() for path in teacher.iterdir()} == before
+
+
+def test_progress_counts_every_tensor(tmp_path: Path) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher")
+    seen: list[tuple[int, int]] = []
+    written = convert_checkpoint(teacher, tmp_path / "student", **SHAPE, progress=lambda *step: seen.append(step))
+    assert seen == [(n, written.num_new_tensors) for n in range(1, written.num_new_tensors + 1)]
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher")
+
+    def fail(done: int, _total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(teacher, tmp_path / "student", **SHAPE, max_shard_bytes=1, progress=fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+
+
+def test_converting_takes_the_memory_of_a_few_tensors(tmp_path: Path) -> None:
+    """Of a checkpoint of 180 MB, in a process of its own whose anonymous memory is read after every tensor."""
+    teacher = tmp_path / "teacher"
+    config = teacher_config(hidden_size=768, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=12)
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model.to_empty(device="cpu").save_pretrained(teacher, max_shard_size="30MB")
+    size = sum(path.stat().st_size for path in teacher.glob("*.safetensors"))
+    code = """
+import sys, pathlib
+from swiftkv_platform.model import convert_checkpoint
+def anonymous():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+arguments = dict(num_key_value_layers=4, key_value_group_size=2, max_shard_bytes=4 << 20)
+before, highest = None, 0
+def watch(done, total):
+    global before, highest
+    before = before or anonymous()
+    highest = max(highest, anonymous())
+convert_checkpoint(sys.argv[1], sys.argv[2], **arguments, progress=watch)
+print(highest - before)
+"""
+    arguments = [sys.executable, "-c", code, str(teacher), str(tmp_path / "student")]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert size > 160 << 20
+    assert int(result.stdout.split()[-1]) < size // 6
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+def test_export_drops_the_teacher_and_nothing_else(
+    name: str, streamed: bool, prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    student = convert(family_teacher(name), **SHAPE, early_exit=True)
+    expected = student(prompt[None]).logits
+    source = student
+    if streamed:
+        source = save(student, tmp_path / "student", max_shard_size="100KB")
+    export(source, tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    whole, left = (set(model.state_dict()) for model in (student, exported))
+    lost = {name.removeprefix("model.layers.") for name in whole - left}
+    assert {name.split(".")[0] for name in lost} == {"2", "3", "4"}
+    assert {name.split(".")[2] for name in lost} == {"q_proj", "k_proj", "v_proj"}
+    assert torch.equal(exported(prompt[None]).logits, expected)
+    with pytest.raises(ModelError, match="exported without"):
+        exported.swiftkv(False)
+    with pytest.raises(ModelError, match="exported without"):
+        export(tmp_path / "export", tmp_path / "again", teacher=True)
+    student.swiftkv(False)(prompt[None])  # the model in memory is what it was
+
+
+def test_export_with_the_teacher_is_the_student(tmp_path: Path) -> None:
+    student = convert(random_teacher(), **SHAPE)
+    export(student, tmp_path / "one", teacher=True)
+    export(tmp_path / "one", tmp_path / "two", teacher=True)
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "two"), student)
+
+
+def test_a_teacher_cannot_be_exported(tmp_path: Path) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher")
+    with pytest.raises(ModelError, match="without SwiftKV; convert it first"):
+        export(teacher, tmp_path / "export")
+
+
+def test_a_student_is_not_converted_again(tmp_path: Path) -> None:
+    convert(random_teacher(), **SHAPE).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is a SwiftKV student already"):
+        convert(tmp_path, **SHAPE)
+
+
+def test_new_files_are_as_readable_as_others(tmp_path: Path) -> None:
+    teacher = save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
+    export(convert_checkpoint(teacher, tmp_path / "student", **SHAPE).path, tmp_path / "export", files="copy")
+    for directory in (tmp_path / "student", tmp_path / "export"):
+        index = (directory / "model.safetensors.index.json").stat().st_mode
+        made = [path for path in directory.glob("*.safetensors") if path.stat().st_nlink == 1]
+        assert made
+        assert {path.stat().st_mode for path in made} == {index}
+
+
+# What is wrong with a checkpoint is said before weights are read, and nothing is left behind.
+
+
+def rewrite(directory: Path, change: Any) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
+    "missing": (lambda t: t.pop("model.layers.4.mlp.up_proj.weight"), r"lacks 1 tensor .*layers\.4\.mlp\.up_proj"),
+    "added": (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), r"holds 1 tensor .*no place for.*layers\.9\.x"),
+    "shape": (
+        lambda t: t.update({"model.norm.weight": torch.zeros(65)}),
+        r"of another shape.*model\.norm\.weight is \[65\], not \[64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("how", ["convert", "convert_checkpoint", "student"])
+def test_tensors_that_do_not_fit_are_named(what: str, how: str, tmp_path: Path) -> None:
+    change, message = BROKEN[what]
+    path = tmp_path / "model"
+    attempt = {
+        "convert": lambda: convert(path, **SHAPE),
+        "convert_checkpoint": lambda: convert_checkpoint(path, tmp_path / "student", **SHAPE),
+        "student": lambda: AutoModelForCausalLM.from_pretrained(path),
+    }[how]
+    (random_teacher() if how != "student" else convert(random_teacher(), **SHAPE)).save_pretrained(path)
+    rewrite(path, change)
+    with pytest.raises(ModelError, match=message):
+        attempt()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_export_that_lost_some_of_the_teacher_is_no_export(tmp_path: Path) -> None:
+    convert(random_teacher(), **SHAPE).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.4.self_attn.k_proj.weight"))
+    with pytest.raises(ModelError, match=r"lacks 1 tensor .*layers\.4\.self_attn\.k_proj\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_index_that_names_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    save(random_teacher(), tmp_path / "teacher", max_shard_size="100KB")
+    shard = sorted((tmp_path / "teacher").glob("*.safetensors"))[1]
+    shard.rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=f"its index names {shard.name}, which is not there"):
+        convert(tmp_path / "teacher", **SHAPE)
+    (tmp_path / "elsewhere").rename(shard)
+    index = tmp_path / "teacher" / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    document["weight_map"]["model.norm.weight"] = shard.name
+    index.write_text(json.dumps(document))
+    with pytest.raises(ModelError, match=r"holds model\.norm\.weight, which it does not"):
+        convert(tmp_path / "teacher", **SHAPE)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    save(random_teacher(), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="not all of one"):
+        convert(tmp_path, **SHAPE)
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    model = random_teacher()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickles"):
+        convert(tmp_path, **SHAPE)
+
+
+@pytest.mark.parametrize("function", [convert_checkpoint, export])
+def test_an_output_that_is_not_empty_is_refused(function: Any, tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "precious").write_text("")
+    with pytest.raises(ConflictError, match="exists and is not empty"):
+        function(tmp_path / "no-such-model", tmp_path / "output")
+
+
+def test_out_of_range_is_refused_from_the_configuration_alone(tmp_path: Path) -> None:
+    random_teacher().config.save_pretrained(tmp_path / "teacher")
+    with pytest.raises(InvalidInputError, match=r"1\.\.5"):
+        convert_checkpoint(tmp_path / "teacher", tmp_path / "student", num_key_value_layers=6)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    save(random_teacher(vocab_size=200, bos_token_id=1, eos_token_id=2), tmp_path / "teacher")
+    with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
+        convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **SHAPE)
+
+
+# FP8 teachers.
+
+ROWS = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+TENSORS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+    "ignore": ["lm_head"],
+}
+
+
+def save_fp8(directory: Path, quantization: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Write a teacher whose linear layers are float8 in the given format; returns what its weights stand for."""
+    model = random_teacher().to(torch.bfloat16)
+    model.save_pretrained(directory)
+    tensors, exact = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors[name].float()
+        if quantization is ROWS:
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            whole, stored = scale, f"{name}_scale"
+        elif quantization is TENSORS:
+            scale = whole = (weight.abs().max() / 448).reshape(1)
+            stored = f"{name}_scale"
+        else:
+            scale = (
+                weight.unflatten(0, (-1, 32 if len(weight) % 32 == 0 else 16)).unflatten(2, (-1, 32)).abs().amax((1, 3))
+                / 448
+            )
+            block = len(weight) // len(scale)
+            whole, stored = scale.repeat_interleave(block, 0).repeat_interleave(32, 1), f"{name}_scale_inv"
+        quantized = (weight / whole).to(torch.float8_e4m3fn)
+        exact[name] = (quantized.float() * whole).to(torch.bfloat16)
+        tensors |= {name: quantized, stored: scale}
+        if quantization is TENSORS:
+            tensors[name.replace("weight", "input_scale")] = torch.ones(1)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return exact
+
+
+@pytest.mark.parametrize("quantization", [ROWS, TENSORS, BLOCKS], ids=["fbgemm", "compressed-tensors", "fine-grained"])
+def test_fp8_teachers_become_what_their_weights_stand_for(
+    quantization: dict[str, Any], prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    exact = save_fp8(tmp_path / "teacher", quantization)
+    student = convert(tmp_path / "teacher", **SHAPE)
+    weights = student.state_dict()
+    for name, expected in exact.items():
+        assert torch.equal(weights[name], expected), name
+    leader = [exact[f"model.layers.{i}.self_attn.k_proj.weight"].float() for i in (2, 3)]
+    mean = (sum(leader) / 2).to(torch.bfloat16)  # type: ignore[union-attr]
+    assert torch.equal(weights["model.layers.2.self_attn.k_proj_swiftkv.weight"], mean)
+    assert not hasattr(student.config, "quantization_config")
+    assert student(prompt[None]).logits.isfinite().all()
+    student.save_pretrained(tmp_path / "in-memory")
+
+    streamed = convert_checkpoint(tmp_path / "teacher", tmp_path / "streamed", **SHAPE).path
+    assert (streamed / "teacher-00001-of-00001.safetensors").samefile(tmp_path / "teacher" / "model.safetensors")
+    assert_equal(*(AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("streamed", "in-memory")))
+    export(streamed, tmp_path / "export")
+    with torch.no_grad():
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        assert torch.equal(exported(prompt[None]).logits, student(prompt[None]).logits)
+
+
+def test_another_quantisation_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    config = random_teacher().config
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    config.save_pretrained(tmp_path / "teacher")
+    for attempt in (convert, lambda source, **shape: convert_checkpoint(source, tmp_path / "student", **shape)):
+        with pytest.raises(ModelError, match=r"quant_method 'gptq'.*not supported"):
+            attempt(tmp_path / "teacher", **SHAPE)
+
+
+def test_float8_without_scales_is_refused(tmp_path: Path) -> None:
+    save_fp8(tmp_path, ROWS)
+    rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.4.self_attn.k_proj.weight_scale"))
+    with pytest.raises(ModelError, match=r"layers\.4\.self_attn\.k_proj\.weight is float8 and has no"):
+        convert(tmp_path, **SHAPE)
+
+
+def test_a_configuration_of_the_reference_is_enough(prompt: torch.Tensor, tmp_path: Path) -> None:
+    """It knows none of our keys, and writes whatever mode it was in."""
+    student = convert(random_teacher(attention_bias=True, tie_word_embeddings=True), **SHAPE)
+    student.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["swiftkv"] is True
+    assert {name: config[name] for name in SHAPE} == SHAPE
+    for name in ("early_exit", "num_key_value_heads_swiftkv", "swiftkv_teacher_weights"):
+        config.pop(name, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"swiftkv": False}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt[None]).logits, student(prompt[None]).logits)
+        assert torch.equal(loaded.swiftkv(False)(prompt[None]).logits, student.swiftkv(False)(prompt[None]).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["swiftkv"] is True

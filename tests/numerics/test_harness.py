@@ -1,0 +1,239 @@
+"""lm-evaluation-harness on SwiftKV checkpoints: its log-likelihoods are those of a plain forward, in either mode, and
+tasks run over local files alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from swiftkv_platform.distillation.harness import resolve_tasks, run_tasks, task_manager
+from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.model import convert
+from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.tiny_models import random_teacher
+
+QUESTIONS = [
+    {"text": "The grass is", "choices": [" green", " loud", " seven"], "answer": 0},
+    {"text": "Two and two make", "choices": [" blue", " four", " rain", " a tune"], "answer": 1},
+    {"text": "Fire is", "choices": [" cold", " hot"], "answer": 1},
+    {"text": "A day has", "choices": [" 24 hours", " 9 hours"], "answer": 0},
+]
+TASK = {
+    "task": "trivia",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "questions.jsonl"}},
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{text}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "{{answer}}",
+    "target_delimiter": "",
+    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SwiftKV directory with grouped KV, whose modes disagree."""
+    directory = tmp_path_factory.mktemp("student")
+    convert(
+        random_teacher(initializer_range=0.3, max_position_embeddings=2048),
+        num_key_value_layers=3,
+        key_value_group_size=2,
+    ).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def student(checkpoint: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    import swiftkv_platform.model  # noqa: F401 (registers the classes)
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task of our own, in a file beside its data."""
+    directory = tmp_path_factory.mktemp("tasks")
+    (directory / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    (directory / "trivia.yaml").write_text(yaml.safe_dump(TASK))
+    return directory / "trivia.yaml"
+
+
+@torch.no_grad()
+def log_likelihood(model: Any, context: str, continuation: str) -> float:
+    """Of the continuation's tokens, from one forward of every token through every layer, without a cache."""
+    ids, skipped = list((context + continuation).encode()), len(context.encode())
+    encoded = torch.tensor([byte_tokenizer().convert_tokens_to_ids(byte_tokenizer().tokenize(context + continuation))])
+    assert encoded.shape[1] == len(ids)
+    log_p = model(input_ids=encoded, use_cache=False).logits[0, :-1].log_softmax(-1)
+    return float(log_p.gather(-1, encoded[0, 1:, None])[skipped - 1 :].sum())
+
+
+def naive_accuracies(model: Any) -> dict[str, float]:
+    """acc and acc_norm (likelihood by byte) of `QUESTIONS`."""
+    right = {"acc": 0, "acc_norm": 0}
+    for row in QUESTIONS:
+        scores = torch.tensor([log_likelihood(model, row["text"], choice) for choice in row["choices"]])
+        lengths = torch.tensor([len(choice) for choice in row["choices"]])
+        right["acc"] += int(scores.argmax()) == row["answer"]
+        right["acc_norm"] += int((scores / lengths).argmax()) == row["answer"]
+    return {name: count / len(QUESTIONS) for name, count in right.items()}
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: Any, mode: bool) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    harness = HFLM(pretrained=str(checkpoint), device="cpu", batch_size=3, dtype="float32")
+    harness.model.swiftkv(mode)
+    pairs = [(row["text"], choice) for row in QUESTIONS for choice in row["choices"]]
+    requests = [Instance("loglikelihood", {}, arguments=pair, idx=i) for i, pair in enumerate(pairs)]
+    answers = [score for score, _ in harness.loglikelihood(requests)]
+
+    student.swiftkv(mode)
+    expected = [log_likelihood(student, *pair) for pair in pairs]
+    assert answers == pytest.approx(expected, rel=1e-5, abs=1e-4)
+    other = log_likelihood(student.swiftkv(not mode), *pairs[0])
+    assert abs(answers[0] - other) > 0.1, "the modes do differ"
+    student.swiftkv(True)
+
+
+def test_the_command_runs_on_a_directory_with_our_classes_registered(
+    checkpoint: Path, student: Any, task_file: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "swiftkv_platform.lm_eval", "run", "--model", "hf", "--device", "cpu"]
+    command += ["--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "trivia"]
+    command += ["--include_path", str(task_file.parent), "--output_path", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=task_file.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    row = json.loads(results.read_text())["results"]["trivia"]
+    student.swiftkv(True)
+    assert {name: row[f"{name},none"] for name in ("acc", "acc_norm")} == naive_accuracies(student)
+
+
+def test_teacher_and_student_answer_a_local_task(student: Any, task_file: Path) -> None:
+    specs = [str(task_file), TaskSpec(name=str(task_file), metric="acc_norm")]
+    student.swiftkv(False).train()
+
+    plain, normed = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), batch_size=2)
+
+    assert student.training
+    assert not student.model.swiftkv_enabled
+    student.eval()
+    teacher, distilled = naive_accuracies(student.swiftkv(False)), naive_accuracies(student.swiftkv(True))
+    assert (plain.task, plain.metric, plain.num_fewshot, plain.num_samples) == ("trivia", "acc", 0, 4)
+    assert (plain.teacher, plain.student) == (teacher["acc"], distilled["acc"])
+    assert (normed.metric, normed.teacher, normed.student) == ("acc_norm", teacher["acc_norm"], distilled["acc_norm"])
+    assert plain.drop == 100 * (teacher["acc"] - distilled["acc"])  # quarters
+
+
+def write_mmlu(directory: Path) -> None:
+    """Two subjects in the authors' format; answers that a csv reader could take for missing values."""
+    for subject, count in (("art_history", 2), ("biology", 3)):
+        for split in ("dev", "test"):
+            (directory / split).mkdir(exist_ok=True)
+            lines = [f'"Which, of {i}?",None,NA,"x, y",{i},B\n' for i in range(count)]
+            (directory / split / f"{subject}_{split}.csv").write_text("".join(lines))
+
+
+def write_gsm8k(directory: Path) -> None:
+    for split in ("train", "test"):
+        rows = ({"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(6))
+        (directory / f"gsm8k_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_built_in_tasks_read_their_authors_files(student: Any, tmp_path: Path) -> None:
+    write_mmlu(tmp_path)
+    write_gsm8k(tmp_path)
+    specs = [
+        TaskSpec(name="builtin:mmlu", data_dir=str(tmp_path), num_fewshot=1),
+        TaskSpec(name="builtin:gsm8k", data_dir=str(tmp_path), num_fewshot=1),
+    ]
+    mmlu, gsm8k = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), batch_size=4, limit=2)
+    assert (mmlu.task, mmlu.metric, mmlu.num_fewshot, mmlu.num_samples) == ("mmlu_local", "acc", 1, 4)
+    assert 0 <= mmlu.student <= 1
+    assert (gsm8k.task, gsm8k.metric, gsm8k.num_samples) == ("gsm8k_local", "exact_match,strict-match", 2)
+
+
+def test_the_papers_tasks_are_table_b1() -> None:
+    tasks = resolve_tasks(["paper"])
+    assert [task.spec for task in tasks] == list(PAPER_TASKS)
+    assert [(task.source, task.spec.num_fewshot) for task in tasks] == [
+        ("arc_challenge_llama", 0),
+        ("winogrande", 5),
+        ("hellaswag", 10),
+        ("truthfulqa_mc2", 0),
+        ("mmlu_llama", 5),
+        ("mmlu_cot_llama", 0),
+        ("gsm8k_llama", 8),
+    ]
+
+
+def test_the_harness_knows_the_papers_tasks_and_metrics() -> None:
+    """Every metric of the preset is one that the released harness computes for the task or group of that name."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    index = task_manager(True).task_index
+    for spec in PAPER_TASKS:
+        config = load_yaml(index[spec.name].yaml_path, resolve_func=False)
+        filters: list[str] = [item["name"] for item in config.get("filter_list") or [{"name": "none"}]]
+        metrics = [item["metric"] for item in config.get("metric_list", ())]
+        for item in config.get("aggregate_metric_list", ()):
+            metrics.append(item["metric"])
+            filters = [item["filter_list"]] if isinstance(item["filter_list"], str) else item["filter_list"]
+        known = {f"{metric},{name}" for metric in metrics for name in filters}
+        assert spec.metric in known | set(metrics), (spec.name, known)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        (TaskSpec(name="nowhere.yaml"), InvalidInputError, "no file 'nowhere.yaml'"),
+        (TaskSpec(name="builtin:arc", data_dir="."), InvalidInputError, "builtin:gsm8k and builtin:mmlu are known"),
+        (TaskSpec(name="builtin:mmlu"), InvalidInputError, "needs data_dir"),
+        (TaskSpec(name="builtin:mmlu", data_dir="{here}"), DataError, "holds no test/"),
+        (TaskSpec(name="builtin:gsm8k", data_dir="{here}"), DataError, "gsm8k_train.jsonl"),
+        (TaskSpec(name="{here}/list.yaml"), InvalidInputError, "is no task"),
+        (TaskSpec(name="{here}/nameless.yaml"), InvalidInputError, "names no task"),
+    ],
+)
+def test_what_cannot_be_resolved_is_said(spec: TaskSpec, error: type[Exception], message: str, tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- a\n")
+    (tmp_path / "nameless.yaml").write_text("dataset_path: json\n")
+    filled = TaskSpec.model_validate_json(spec.model_dump_json().replace("{here}", str(tmp_path)))
+    with pytest.raises(error, match=message):
+        resolve_tasks([filled])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metric": "f1"}, "trivia has no metric 'f1'; it has acc, acc_norm"),
+        ({"chat_template": True}, "asks for chat_template"),
+    ],
+)
+def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path, changes: dict[str, Any], message: str) -> None:
+    spec = TaskSpec(name=str(task_file), **changes)
+    with pytest.raises(InvalidInputError, match=message):
+        run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), batch_size=4, limit=1)
+    assert student.model.swiftkv_enabled
+
+
+def test_an_unknown_task_is_named(student: Any) -> None:
+    with pytest.raises(InvalidInputError, match="cannot load 'no_such_task'"):
+        run_tasks(student, byte_tokenizer(), resolve_tasks(["no_such_task"]), batch_size=4)

@@ -1,0 +1,112 @@
+"""The cache of `generate()`: how many layers, how many bytes, and what 8 bits cost on a real model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DynamicCache
+
+import swiftkv_platform.demo
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import convert
+from swiftkv_platform.model.cache import cache_bytes, make_cache
+from swiftkv_platform.model.selection import TokenSelection
+from tests.numerics.test_families import make_student
+
+BUILT_IN_TEACHER = Path(swiftkv_platform.demo.__file__).parent / "teacher"
+MAX_KL = {"fp8": 1.5e-3, "int8": 1e-4}
+"""Nats, mean over positions of KL(unquantised cache || quantised cache) in float32."""
+
+
+@pytest.fixture(scope="module")
+def real_text() -> torch.Tensor:
+    """[6, 192] tokens of Python source, which the built-in teacher was trained to continue."""
+    tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_TEACHER)
+    token_ids = tokenizer(Path(argparse.__file__).read_text(encoding="utf-8"))["input_ids"]
+    return torch.tensor(token_ids[: 6 * 192]).view(6, 192)
+
+
+@pytest.fixture(scope="module")
+def real_student() -> Any:
+    return convert(BUILT_IN_TEACHER, num_key_value_layers=6, key_value_group_size=2).float().eval()
+
+
+def log_probs(model: Any, token_ids: torch.Tensor, cache: Any, chunk_size: int) -> torch.Tensor:
+    with torch.no_grad():
+        chunks = [model(chunk, past_key_values=cache).logits for chunk in token_ids.split(chunk_size, dim=1)]
+    return torch.cat(chunks, dim=1).log_softmax(-1)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_eight_bits_stay_near_on_real_text(kv_cache_dtype: str, real_student: Any, real_text: torch.Tensor) -> None:
+    caches = [make_cache(real_student.config, kv_cache_dtype=dtype) for dtype in ("auto", kv_cache_dtype)]
+    exact, quantised = (log_probs(real_student, real_text, cache, real_text.shape[1]) for cache in caches)
+    kl = (exact.exp() * (exact - quantised)).sum(-1)
+    assert 0 < kl.mean() < MAX_KL[kv_cache_dtype]
+    assert kl.max() < 50 * MAX_KL[kv_cache_dtype]
+
+    config, rows = real_student.config, real_text.numel() * real_student.config.num_key_value_heads
+    assert [len(cache.layers) for cache in caches] == [9, 9]  # 6 + 6 / 2
+    assert cache_bytes(caches[0]) == 9 * 2 * rows * config.head_dim * 4
+    assert cache_bytes(caches[1]) == 9 * 2 * rows * (config.head_dim + 2)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed", "deepseek_v2"])
+@pytest.mark.parametrize("max_cache_len", [None, 64], ids=["dynamic", "static"])
+def test_chunks_read_what_one_pass_reads(name: str, kv_cache_dtype: str, max_cache_len: int | None) -> None:
+    """Attention reads what is stored, so it does not matter how the prompt was cut.
+
+    Not to the last bit: a rounding error of the arithmetic can tip an element over to the next step of its payload.
+    """
+    student = make_student(name)
+    prompts = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(7))
+
+    def run(chunk_size: int, dtype: str) -> torch.Tensor:
+        cache = make_cache(student.config, kv_cache_dtype=dtype, max_cache_len=max_cache_len)
+        return log_probs(student, prompts, cache, chunk_size)
+
+    whole = run(40, kv_cache_dtype)
+    for chunk_size in (11, 1):
+        torch.testing.assert_close(run(chunk_size, kv_cache_dtype), whole, atol=2e-3, rtol=0)
+    assert (whole - run(40, "auto")).abs().max() > 1e-2, "nothing was quantised"
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_rows_leave_a_decode_batch_over_a_quantised_cache(name: str) -> None:
+    student = make_student(name)
+    prompts = torch.randint(0, 256, (3, 20), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        caches = [make_cache(student.config, kv_cache_dtype="fp8") for _ in range(2)]
+        for cache in caches:
+            student(prompts[:, :-1], past_key_values=cache, logits_to_keep=1)
+        whole = student(prompts[:, -1:], past_key_values=caches[0]).logits[:, 0]
+        decoder, rows = student.model, torch.tensor([0, 2])
+        context = decoder.begin(prompts[:, -1:], past_key_values=caches[1])
+        hidden = decoder.student_upper(decoder.lower(context), context, kept=TokenSelection(rows=rows))
+    torch.testing.assert_close(student.lm_head(hidden[:, 0]), whole[rows], atol=1e-5, rtol=1e-5)
+
+
+def test_latents_are_quantised_as_one_head() -> None:
+    student = make_student("deepseek_v2")
+    cache = make_cache(student.config, kv_cache_dtype="fp8")
+    with torch.no_grad():
+        student(torch.arange(20)[None], past_key_values=cache)
+    assert cache_bytes(cache) == 4 * 20 * ((24 + 2) + (8 + 2))  # a latent and a rotary key, each with its scale
+
+
+@pytest.mark.parametrize("swiftkv", [True, False])
+def test_a_cache_of_the_other_mode_is_refused(swiftkv: bool) -> None:
+    student = make_student("llama").swiftkv(swiftkv)
+    prompt = torch.arange(5)[None]
+    other = make_cache(student.config, swiftkv=not swiftkv)
+    with pytest.raises(ModelError, match=r"make_cache\(model.config") as caught:
+        student(prompt, past_key_values=other)
+    assert caught.value.field == "past_key_values"
+    own = DynamicCache()  # grows what is written to it
+    student(prompt, past_key_values=own)
+    assert len(own.layers) == (4 if swiftkv else 5)

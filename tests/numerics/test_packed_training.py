@@ -1,0 +1,79 @@
+"""Packing changes no loss and no gradient, and no token sees another sample: every family, both attention backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
+from swiftkv_platform.model import convert
+from swiftkv_platform.specs import DistillationSpec
+from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
+
+LENGTHS = (40, 24, 30, 20, 9)
+MAX_LENGTH = 64
+BACKENDS = ("sdpa", "eager")
+every_setting = [(name, backend) for name in FAMILY_CONFIGS for backend in BACKENDS]
+
+
+def make_student(name: str, backend: str) -> Any:
+    student = convert(family_teacher(name), num_key_value_layers=2, key_value_group_size=2, early_exit=True)
+    student.set_attn_implementation(backend)
+    assert student.config._attn_implementation == backend
+    return disturb(student)
+
+
+def make_rows(*, packing: bool) -> PackedRows:
+    rng = np.random.default_rng(0)
+    starts = np.cumsum([0, *LENGTHS])
+    counts = rng.random(starts[-1]) < 0.7
+    counts[starts[1:] - 1] = False
+    samples = Samples(rng.integers(0, 256, starts[-1]).astype(np.int32), counts, starts)
+    return pack(samples, np.arange(len(LENGTHS)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
+
+
+def step(student: Any, rows: PackedRows) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Losses, and gradients, of one step over all rows, divided by the positions that count."""
+    fork = Fork(student, DistillationSpec(hidden_loss_weight=1.0), dtype=torch.float32)
+    fork.zero_grad()
+    sums = fork(**rows.batch(range(len(rows))))
+    sum(weight * sums[name] / rows.num_counted_tokens for name, weight in fork.loss_weights.items()).backward()
+    gradients = {name: p.grad.clone() for name, p in student.swiftkv_parameters().items() if p.grad is not None}
+    return {name: float(total.detach()) / rows.num_counted_tokens for name, total in sums.items()}, gradients
+
+
+@pytest.mark.parametrize(("name", "backend"), every_setting)
+def test_packed_and_unpacked_rows_give_the_same_step(name: str, backend: str) -> None:
+    student, packed, unpacked = make_student(name, backend), make_rows(packing=True), make_rows(packing=False)
+    assert len(packed) == 2 < len(unpacked) == len(LENGTHS)
+    losses, gradients = step(student, packed)
+    expected_losses, expected_gradients = step(student, unpacked)
+    assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    for parameter, gradient in gradients.items():
+        scale = expected_gradients[parameter].abs().max()
+        assert (gradient - expected_gradients[parameter]).abs().max() <= 1e-4 * scale, parameter
+
+
+@pytest.mark.parametrize(("name", "backend"), every_setting)
+@torch.no_grad()
+def test_no_token_sees_another_sample(name: str, backend: str) -> None:
+    """All tokens of one sample change; of the others no logit does, in either mode, below a window and beyond it."""
+    assert max(LENGTHS) > WINDOW
+    student, row = make_student(name, backend), make_rows(packing=True).batch([0])
+    begins = (row["position_ids"][0] == 0).nonzero().flatten().tolist()
+    assert len(begins) >= 2
+    for swiftkv in (True, False):
+        student.swiftkv(swiftkv)
+        inputs = {"position_ids": row["position_ids"], "use_cache": False}
+        logits = student(row["input_ids"], **inputs).logits[0]
+        for begin, end in zip(begins, [*begins[1:], MAX_LENGTH], strict=True):
+            changed = row["input_ids"].clone()
+            changed[0, begin:end] = (changed[0, begin:end] + 1) % 256
+            difference = (student(changed, **inputs).logits[0] - logits).abs().amax(-1)
+            assert (difference[begin:end] > 1e-3).all()
+            assert torch.cat((difference[:begin], difference[end:])).max() <= 1e-5

@@ -1,0 +1,136 @@
+"""Plans against what really runs: FLOPs of forward passes as PyTorch counts them, bytes of real caches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from swiftkv_platform import planning
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.model import FAMILIES, convert
+from swiftkv_platform.model.cache import cache_bytes, make_cache
+from swiftkv_platform.planning import plan, read_architecture
+from swiftkv_platform.planning.flops import Flops, forward_flops
+from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.parameters import dense_parameters, student_parameters
+from swiftkv_platform.planning.prefill import Components, dense_layer_map
+from swiftkv_platform.specs import DistillationSpec
+from tests.tiny_models import EXPERTS, FAMILY_CONFIGS, SHAPE, WINDOW
+
+MODELS: dict[str, PreTrainedConfig] = FAMILY_CONFIGS | {
+    "llama-biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "mixtral-sliding": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
+    "qwen3_moe-sparse": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_experts=4, decoder_sparse_step=2),
+}
+PROMPT = 20
+
+
+def make_teacher(name: str) -> Any:
+    torch.manual_seed(0)
+    config = copy.deepcopy(MODELS[name])
+    return countable(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
+
+
+def countable(model: Any) -> Any:
+    """Experts as one product for each expert and the tokens sent to it: the counter does not see grouped products."""
+    if model.config.model_type.removesuffix("_swiftkv") in ("mixtral", "qwen3_moe", "deepseek_v2"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+@torch.no_grad()
+def count(model: Any, tokens: torch.Tensor, **arguments: Any) -> tuple[int, int, Any]:
+    """FLOPs of linear maps and of attention, and the cache, of one forward pass over `tokens` [1, num_tokens]."""
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        outputs = model(tokens, use_cache=True, **arguments)
+    products = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}
+    attention = products.pop("aten.bmm", 0)
+    return sum(products.values()), attention, outputs.past_key_values
+
+
+def assert_equal(counted: tuple[int, int, Any], planned: Flops) -> None:
+    assert (counted[0], counted[1]) == (planned.linear, planned.attention)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_dense_plan_is_what_a_teacher_runs(name: str) -> None:
+    teacher = make_teacher(name)
+    model = read_architecture(teacher.config.to_dict())
+    dense = dense_layer_map(model)
+    tokens = torch.arange(PROMPT)[None]
+    prefill = count(teacher, tokens, logits_to_keep=1)
+    planned = forward_flops(model, dense, num_tokens=PROMPT, num_kept=PROMPT, num_logits=1, square=True)
+    assert_equal(prefill, planned)
+    result = plan(teacher.config.to_dict(), sequence_length=PROMPT, kv_cache_dtype="float32")
+    assert cache_bytes(prefill[2]) == PROMPT * result.dense_kv_bytes_per_token
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("l", "g"), [(3, 1), (2, 2), (1, 4)])
+def test_the_executed_plan_is_what_a_student_runs(
+    name: str,
+    l: int,  # noqa: E741  # the paper's l
+    g: int,
+) -> None:
+    student = countable(convert(make_teacher(name), num_key_value_layers=l, key_value_group_size=g))
+    config = student.config.to_dict()
+    model, layer_map = read_architecture(config), LayerMap(5, l, g)
+    tokens = torch.arange(PROMPT)[None]
+    prefill = count(student, tokens, logits_to_keep=1)
+    planned = forward_flops(model, layer_map, num_tokens=PROMPT, num_kept=1, num_logits=1, square=True)
+    assert_equal(prefill, planned)
+    result = plan(config, sequence_length=PROMPT, kv_cache_dtype="float32")
+    assert result.prefill["executed"].swiftkv.total - result.prefill["executed"].swiftkv.attention == pytest.approx(
+        prefill[0] / PROMPT
+    )
+    assert cache_bytes(prefill[2]) == PROMPT * result.kv_bytes_per_token
+    decode = count(student, tokens[:, :1], past_key_values=prefill[2])
+    one_token = {"num_tokens": 1, "num_kept": 1, "num_logits": 1, "past": PROMPT}
+    assert_equal(decode, forward_flops(model, layer_map, **one_token, square=True))
+    assert result.decode.swiftkv == Components.of(forward_flops(model, layer_map, **one_token))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@torch.no_grad()
+def test_a_quantised_cache_has_the_planned_bytes(name: str, kv_cache_dtype: str) -> None:
+    student = convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2)
+    cache = make_cache(student.config, kv_cache_dtype=kv_cache_dtype)
+    student(torch.arange(PROMPT)[None], past_key_values=cache, logits_to_keep=1)
+    result = plan(student.config.to_dict(), sequence_length=PROMPT, kv_cache_dtype=kv_cache_dtype)
+    assert cache_bytes(cache) == PROMPT * result.kv_bytes_per_token
+
+
+def test_every_family_of_the_model_has_a_row() -> None:
+    assert set(planning.FAMILIES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("sharing", ["mqa", "mha"])
+def test_other_heads_above_layer_l(sharing: Any) -> None:
+    student = convert(make_teacher("llama"), num_key_value_layers=3, sharing=sharing)
+    config = student.config.to_dict()
+    prefill = count(student, torch.arange(PROMPT)[None], logits_to_keep=1)
+    model, layer_map = read_architecture(config), student.config.layer_map
+    assert_equal(prefill, forward_flops(model, layer_map, num_tokens=PROMPT, num_kept=1, num_logits=1, square=True))
+    result = plan(config, sequence_length=PROMPT, kv_cache_dtype="float32")
+    assert cache_bytes(prefill[2]) == PROMPT * result.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("trainable", ["qkv", "tail"])
+def test_parameters_are_those_of_the_fork(name: str, trainable: Any) -> None:
+    teacher = make_teacher(name)
+    model = read_architecture(teacher.config.to_dict())
+    assert dense_parameters(model) == sum(p.numel() for p in teacher.parameters())
+    student = convert(teacher, num_key_value_layers=2, key_value_group_size=2, early_exit=True)
+    fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.bfloat16)
+    planned = student_parameters(model, LayerMap(5, 2, 2), early_exit=True, trainable=trainable)
+    trained = sum(p.numel() for p in fork.parameters() if p.requires_grad)
+    assert (planned.trained, planned.total) == (trained, sum(p.numel() for p in fork.parameters()))

@@ -1,0 +1,101 @@
+"""Keys and values in 8 bits: how near they come back, what a row weighs, and what becomes of odd rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.quantization import (
+    PAYLOAD_DTYPES,
+    dequantize,
+    pack,
+    payload_dtype,
+    quantize,
+    unpack,
+)
+
+MODEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HALF_A_STEP = {torch.float8_e4m3fn: 16 / 448, torch.int8: 0.5 / 127}
+"""Largest rounding error relative to a row's largest element."""
+
+
+@pytest.fixture(params=PAYLOAD_DTYPES.values(), ids=PAYLOAD_DTYPES)
+def payload(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 48), (7, 1, 96), (1, 1, 4, 17)])
+def test_rows_come_back_within_half_a_step(payload: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    magnitude = torch.exp2(torch.randint(-12, 12, (*shape[:-1], 1), generator=generator))  # each row has its own
+    x = (torch.randn(shape, generator=generator) * magnitude).to(dtype)
+    values, scale = quantize(x, payload)
+    assert (values.dtype, values.shape) == (payload, shape)
+    assert (scale.dtype, scale.shape) == (torch.bfloat16, shape[:-1])
+    back = dequantize(values, scale, dtype)
+    assert back.dtype == dtype
+    rounding = torch.finfo(dtype).eps  # of the product
+    error = (back.double() - x.double()).abs().amax(-1) / x.double().abs().amax(-1)
+    assert error.max() <= HALF_A_STEP[payload] * (1 + 2**-7) + rounding
+    assert torch.equal(unpack(pack(x, payload), payload, dtype), back)
+
+
+def test_a_row_weighs_its_elements_and_two_bytes(payload: torch.dtype) -> None:
+    packed = pack(torch.randn(2, 3, 5, 48), payload)
+    assert (packed.dtype, packed.shape) == (torch.uint8, (2, 3, 5, 50))
+
+
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_the_scale_is_rounded_up_so_that_nothing_saturates(payload: torch.dtype, dtype: torch.dtype) -> None:
+    largest = torch.linspace(1, 2, 257)[:, None].to(dtype)
+    values, scale = quantize(largest, payload)
+    top = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}[payload]
+    assert (scale.double() * top >= largest[:, 0].double()).all()
+    assert values.float().abs().max() <= top
+
+
+def test_every_fp8_number_is_read_as_torch_reads_it() -> None:
+    bits = torch.arange(256, dtype=torch.uint8)
+    bits = bits[(bits & 0x7F) != 0x7F]  # the two NaN, which no payload holds
+    numbers = bits.view(torch.float8_e4m3fn)
+    scale = torch.tensor([2.0**-126, 2.0**-20, 1.0, 2.0**100]).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16):
+        back = dequantize(numbers.expand(4, -1), scale, dtype)
+        assert torch.equal(back, numbers.to(dtype) * scale.to(dtype)[:, None])
+
+
+@pytest.mark.parametrize("dtype", MODEL_DTYPES)
+def test_odd_rows(payload: torch.dtype, dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    x = torch.zeros(5, 8, dtype=dtype)
+    x[1] = limits.smallest_normal / 4  # subnormal
+    x[2] = limits.max
+    x[3, 0], x[3, 1] = -limits.max, limits.max
+    x[4, 0] = limits.max / 2
+    back = unpack(pack(x, payload), payload, dtype)
+    assert torch.equal(back[0], x[0])
+    assert (back[1] - x[1]).abs().max() <= limits.smallest_normal / 4
+    assert back.isfinite().all()
+    assert (back[2:].double() / x[2:].double()).nan_to_num(1.0).min() >= 1 - 1 / 8
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_visible_and_in_its_row(payload: torch.dtype, odd: float) -> None:
+    x = torch.ones(3, 8)
+    x[1, 4] = odd
+    back = unpack(pack(x, payload), payload, torch.float32)
+    assert back.isnan().all(-1).tolist() == [False, True, False]
+    torch.testing.assert_close(back[[0, 2]], x[[0, 2]], atol=0.01, rtol=0)
+
+
+def test_names() -> None:
+    assert payload_dtype("auto") is None
+    assert payload_dtype("fp8") is torch.float8_e4m3fn
+    with pytest.raises(InvalidInputError, match="auto, fp8 or int8") as caught:
+        payload_dtype("fp4")
+    assert (caught.value.field, caught.value.value) == ("kv_cache_dtype", "fp4")

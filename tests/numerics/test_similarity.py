@@ -1,0 +1,129 @@
+"""SimScore against equation 1 written out, the rules on top of it, and the analysis of a real model over real text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftkv_platform.distillation.analysis import AnalysisOptions, analyze
+from swiftkv_platform.distillation.depths import Depth, shallowest
+from swiftkv_platform.distillation.evaluation import Quality, TeacherQuality
+from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.model import convert
+from swiftkv_platform.model.similarity import collect_similarity, recommend_depth
+from swiftkv_platform.planning import read_config
+from tests.tiny_models import random_teacher, save_teacher
+
+
+def naive_scores(sequences: list[torch.Tensor]) -> list[float]:
+    """Equation 1, one token and one pair of layers at a time; each sequence runs by itself."""
+    model = random_teacher()
+    inputs: list[list[torch.Tensor]] = [[] for _ in range(6)]  # by layer, of every token
+    for layer, kept in zip(model.model.layers, inputs, strict=True):
+        layer.register_forward_pre_hook(lambda _module, args, kept=kept: kept.extend(args[0][0].double()))
+    with torch.no_grad():
+        for ids in sequences:
+            model(ids[None], use_cache=False)
+    scores = []
+    for first in range(5):
+        total = 0.0
+        for later in range(first + 1, 6):
+            pairs = list(zip(inputs[first], inputs[later], strict=True))
+            total += float(sum(a @ b / (a.norm() * b.norm()) for a, b in pairs)) / len(pairs)
+        scores.append(total / (5 - first))
+    return scores
+
+
+@pytest.fixture
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(256, (length,), generator=generator) for length in (9, 14)]
+
+
+def test_scores_equal_equation_1(sequences: list[torch.Tensor]) -> None:
+    similarity = collect_similarity(random_teacher(), (ids[None] for ids in sequences))
+    assert similarity.num_tokens == 23
+    assert similarity.scores == pytest.approx(naive_scores(sequences), abs=1e-6)
+    assert max(similarity.scores) - min(similarity.scores) > 0.1
+
+
+def test_padding_and_packing_change_nothing(sequences: list[torch.Tensor]) -> None:
+    expected = pytest.approx(naive_scores(sequences), abs=1e-5)
+    padded = {
+        "input_ids": torch.stack([torch.cat((sequences[0], torch.full((5,), 7))), sequences[1]]),
+        "attention_mask": torch.tensor([[1] * 9 + [0] * 5, [1] * 14]),
+    }
+    assert collect_similarity(random_teacher(), [padded]).scores == expected
+    packed = {
+        "input_ids": torch.cat((*sequences, torch.full((4,), 7)))[None],
+        "position_ids": torch.cat([torch.arange(n) for n in (9, 14, 4)])[None],
+        "loss_mask": torch.tensor([[True] * 23 + [False] * 4]),
+    }
+    student = convert(random_teacher(), num_key_value_layers=3).swiftkv(False)
+    assert collect_similarity(student, [packed]).scores == expected
+
+
+def test_no_tokens() -> None:
+    with pytest.raises(InvalidInputError, match="got no tokens"):
+        collect_similarity(random_teacher(), [])
+
+
+@pytest.mark.parametrize(
+    ("scores", "depth"),
+    [
+        ([0.9] * 7, 4),  # never below half of 8 layers
+        ([0.9, 0.9, 0.9, 0.9, 0.9, 0.4, 0.6], 6),
+        ([0.1] * 7, 7),
+        ([0.1], 1),
+    ],
+)
+def test_the_recommended_depth(scores: list[float], depth: int) -> None:
+    assert recommend_depth(scores) == depth
+
+
+def test_the_shallowest_depth_within_a_kl() -> None:
+    quality = {1: 0.1, 2: 0.5, 3: 0.2, 4: 0.0}
+    depths = [
+        Depth(layers, TeacherQuality(perplexity=9), Quality(perplexity=9, kl=kl, top1_agreement=1))
+        for layers, kl in quality.items()
+    ]
+    assert shallowest(depths, max_kl=0.2) == 3
+    assert shallowest(depths, max_kl=1.0) == 1
+    assert shallowest(depths[:2], max_kl=0.2) is None
+
+
+def test_analysis_of_a_model(tmp_path: Path) -> None:
+    model, text = save_teacher(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("Some text that is long enough to be cut into several windows of thirty-two bytes each.\n" * 8)
+    options = AnalysisOptions(max_length=32, measure=True, depths=(2, 5), key_value_group_size=2, max_kl=1e-6)
+    analysis = analyze("tiny", read_config(model), str(model), [str(text)], options, dtype="float32")
+    assert len(analysis.sim_scores) == 5
+    assert [depth.num_key_value_layers for depth in analysis.depths] == [1, 2, 3, 4, 5]
+    shallow, last = analysis.depths[1], analysis.depths[-1]
+    assert shallow.sim_score == analysis.sim_scores[2]
+    assert shallow.kl is not None
+    assert shallow.kl > 1e-3
+    # The last layer's K and V come from the very input the teacher's come from: calibration finds the same map.
+    assert last.sim_score is None
+    assert last.kl == pytest.approx(0.0, abs=1e-6)
+    assert last.perplexity == pytest.approx(analysis.teacher_perplexity, rel=1e-3)
+    assert analysis.recommended_num_key_value_layers == 5
+    assert analysis.depths[0].kl is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (AnalysisOptions(depths=(6,)), InvalidInputError, r"depth is 6; a model of 6 layers accepts 1\.\.5"),
+        (AnalysisOptions(measure=True), DataError, "measuring holds some out"),
+    ],
+)
+def test_what_an_analysis_refuses(
+    options: AnalysisOptions, error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    model, text = save_teacher(tmp_path / "model"), tmp_path / "text.txt"
+    text.write_text("One document.")
+    with pytest.raises(error, match=message):
+        analyze("tiny", read_config(model), str(model), [str(text)], options)

@@ -1,0 +1,184 @@
+"""Drafts, from the exit head and from the text: the answer of `off` token for token, whatever they come to."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from swiftkv_platform.engine.drafting import DraftCosts
+from swiftkv_platform.engine.loading import LoadedModel, load_model
+from swiftkv_platform.model import convert
+from tests.tiny_models import family_teacher, random_teacher
+
+FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
+"""With which everything that may be drafted is."""
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 0.5, "top_k": 2, "top_p": 0.95, "min_p": 0.01}
+PROCESSED = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.2,
+    "frequency_penalty": 0.3,
+    "logit_bias": {3: 4.0, 5: -2.0},
+}
+
+
+def saved(model: Any, directory: Path) -> LoadedModel:
+    """A student whose exit head agrees with the whole model often, not always."""
+    student = convert(model, num_key_value_layers=2, key_value_group_size=2, early_exit=True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, module in student.model.layers[2:].named_modules():
+            if name.endswith(("o_proj", "down_proj")):
+                module.weight.mul_(0.3)  # what the upper layers add is small beside x
+        student.exit_head.weight.add_(torch.randn(student.exit_head.weight.shape, generator=generator) * 0.02)
+    student.save_pretrained(directory)
+    return load_model(directory, EngineConfig())
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return saved(random_teacher(seed=1), tmp_path_factory.mktemp("student"))
+
+
+def make_engine(loaded: LoadedModel, **config: Any) -> LLMEngine:
+    return LLMEngine(loaded, EngineConfig(**{"kv_cache_bytes": 1 << 22, "block_size": 4, **config}))
+
+
+@contextmanager
+def free_drafts() -> Iterator[None]:
+    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+        yield
+
+
+def prompts(count: int, vocab_size: int) -> list[list[int]]:
+    draw = random.Random(count)
+    return [[draw.randrange(vocab_size) for _ in range(draw.randrange(2, 12))] * 2 for _ in range(count)]
+
+
+def answers(engine: LLMEngine, asked: list[list[int]], params: dict[str, Any], **drafts: Any) -> list[RequestOutput]:
+    each = [
+        SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "seed": number, **params, **drafts})
+        for number in range(len(asked))
+    ]
+    outputs = engine.generate(asked, each)
+    engine.check()
+    assert engine.num_free_blocks == engine.num_blocks
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [sample.token_ids for output in outputs for sample in (output.samples or (output,))]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PROCESSED], ids=["greedy", "sampled", "processed"])
+def test_drafts_leave_the_answer_of_off(student: LoadedModel, params: dict[str, Any]) -> None:
+    accepted, rejected = Counter[str](), Counter[str]()
+    for batch in (1, 5):
+        asked = prompts(batch, student.model.config.vocab_size)
+        expected = answers(make_engine(student), asked, params)
+        for k in (1, 2, 4, 8):
+            with free_drafts():
+                engine = make_engine(student, max_num_batched_tokens=64)
+            exits = answers(engine, asked, params, early_exit=EarlyExit("lossless", 0.0, k))
+            text = answers(engine, asked, params, num_lookup_tokens=k)
+            both = answers(engine, asked, params, early_exit=EarlyExit("lossless", 0.3, k), num_lookup_tokens=k)
+            assert tokens(exits) == tokens(text) == tokens(both) == tokens(expected)
+            for source, outputs in (("exit", exits), ("text", text)):
+                accepted[source] += sum(output.num_accepted_tokens for output in outputs)
+                rejected[source] += sum(output.num_draft_tokens - output.num_accepted_tokens for output in outputs)
+    sources = ["exit"] if params is PROCESSED else ["exit", "text"]  # penalties leave nothing to look up
+    assert all(accepted[source] and rejected[source] for source in sources), (accepted, rejected)
+
+
+def test_a_request_drafts_beside_others_in_small_caches_with_samples_and_chunks(student: LoadedModel) -> None:
+    asked = prompts(6, student.model.config.vocab_size)
+    modes: list[dict[str, Any]] = [{}, {"early_exit": EarlyExit("lossless", 0.0, 4)}, {"num_lookup_tokens": 4}]
+    plain = [SamplingParams(max_tokens=20, ignore_eos=True, seed=7, n=1 + number % 2) for number in range(6)]
+    drafting = [
+        SamplingParams(max_tokens=20, ignore_eos=True, seed=7, n=1 + number % 2, **modes[number % 3])
+        for number in range(6)
+    ]
+    expected = make_engine(student).generate(asked, plain)
+    with free_drafts():  # the cache holds two or three of the nine sequences
+        engine = make_engine(student, max_num_batched_tokens=13, kv_cache_bytes=48 << 10)
+    outputs = engine.generate(asked, drafting)
+    engine.check()
+    assert tokens(outputs) == tokens(expected)
+    assert engine.num_preemptions > 0
+    assert engine.num_free_blocks == engine.num_blocks
+
+
+def test_logprobs_are_those_of_off(student: LoadedModel) -> None:
+    asked = prompts(3, student.model.config.vocab_size)
+    params = {**SAMPLED, "logprobs": 3, "prompt_logprobs": 1}
+    expected = answers(make_engine(student), asked, params)
+    with free_drafts():
+        engine = make_engine(student)
+    drafts = {"early_exit": EarlyExit("lossless", 0.0, 4), "num_lookup_tokens": 3}
+    for output, wanted in zip(answers(engine, asked, params, **drafts), expected, strict=True):
+        assert output.num_accepted_tokens
+        assert output.logprobs is not None
+        assert wanted.logprobs is not None
+        assert len(output.logprobs) == len(output.token_ids)
+        for found, right in zip(output.logprobs, wanted.logprobs, strict=True):
+            assert found == pytest.approx(right, abs=1e-4)
+
+
+def test_a_stop_within_accepted_drafts_ends_the_answer_there(student: LoadedModel) -> None:
+    asked = prompts(4, student.model.config.vocab_size)
+    whole = answers(make_engine(student), asked, GREEDY)
+    with free_drafts():
+        engine = make_engine(student)
+    for at in (3, 4, 5, 6):
+        stops = {"stop_token_ids": tuple(output.token_ids[at] for output in whole)}
+        expected = answers(make_engine(student), asked, GREEDY, **stops)
+        found = answers(engine, asked, GREEDY, early_exit=EarlyExit("lossless", 0.0, 8), **stops)
+        assert tokens(found) == tokens(expected)
+        assert [output.finish_reason for output in found] == [output.finish_reason for output in expected]
+        assert all(output.num_accepted_tokens <= len(output.token_ids) for output in found)
+
+
+def test_the_exit_head_is_only_asked_by_requests_that_draft_from_it(student: LoadedModel) -> None:
+    asked = prompts(2, student.model.config.vocab_size)
+    with patch.object(student.model, "exit_logits", wraps=student.model.exit_logits) as exit_logits, free_drafts():
+        engine = make_engine(student)
+        answers(engine, asked, GREEDY)
+        answers(engine, asked, GREEDY, num_lookup_tokens=4)
+        assert exit_logits.call_count == 0
+        answers(engine, asked, GREEDY, early_exit=EarlyExit("lossless", 0.0, 2))
+        assert exit_logits.call_count > 0
+
+
+def test_an_exit_head_that_is_never_right_is_soon_left_alone(student: LoadedModel) -> None:
+    """It is sure of token 3, against a bias with which the whole model never chooses it."""
+    wrong = torch.zeros(1, student.model.config.vocab_size)
+    wrong[0, 3] = 1e11
+    params = {**GREEDY, "max_tokens": 100, "logit_bias": {3: -1e9}}
+    with patch.object(student.model, "exit_logits", side_effect=lambda x: wrong.expand(len(x), -1)) as asked:
+        output = answers(make_engine(student), [[1, 2]], params, early_exit=EarlyExit("lossless", 0.9, 4))[0]
+    assert output.num_draft_tokens < 10
+    assert asked.call_count < 20
+    assert output.token_ids == answers(make_engine(student), [[1, 2]], params)[0].token_ids
+
+
+@pytest.mark.parametrize("family", ["mistral", "deepseek_v2", "qwen3"])
+def test_every_kind_of_attention_verifies(tmp_path: Path, family: str) -> None:
+    loaded = saved(family_teacher(family), tmp_path)
+    asked = prompts(3, loaded.model.config.vocab_size)
+    expected = answers(make_engine(loaded), asked, GREEDY)
+    with free_drafts():
+        engine = make_engine(loaded)
+    found = answers(engine, asked, GREEDY, early_exit=EarlyExit("lossless", 0.0, 3), num_lookup_tokens=5)
+    assert tokens(found) == tokens(expected)
+    assert sum(output.num_draft_tokens for output in found)

@@ -1,0 +1,160 @@
+"""Training plans against real steps of the fork: FLOPs as PyTorch counts them, live bytes as its profiler does."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.optimizer import build_optimizer
+from swiftkv_platform.engine.kv_cache import bytes_per_block
+from swiftkv_platform.engine.memory import layer_shapes, storage_format
+from swiftkv_platform.model import convert
+from swiftkv_platform.planning import TrainingSetup, plan_training, read_architecture
+from swiftkv_platform.planning.parameters import served_parameters
+from swiftkv_platform.planning.serving import ServingSetup, plan_serving
+from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
+from tests.numerics.test_planning import MODELS, countable, make_teacher
+from tests.tiny_models import random_teacher
+
+SPECS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "all of layers >= l": {"trainable": "tail"},
+    "language modelling": {"objective": "lm"},
+    "hidden states": {"objective": "lm", "hidden_loss_weight": 1.0},
+}
+
+
+def make_batch(vocab_size: int, batch: int, length: int, *, packed: bool) -> dict[str, torch.Tensor]:
+    positions = torch.arange(length).repeat(batch, 1)
+    if packed:
+        positions[:, length // 3 :] = torch.arange(length - length // 3)
+    return {
+        "input_ids": torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(1)),
+        "position_ids": positions,
+        "loss_mask": torch.ones(batch, length, dtype=torch.bool),
+    }
+
+
+def count_step(fork: Fork, batch: dict[str, torch.Tensor]) -> int:
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        sum(fork(**batch).values()).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("early_exit", [False, True])
+def test_flops_are_those_of_a_step(name: str, early_exit: bool) -> None:
+    spec = DistillationSpec(**SPECS[name])
+    student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3, early_exit=early_exit)
+    batch = make_batch(student.config.vocab_size, 2, 24, packed=True)
+    setup = TrainingSetup(
+        sequence_length=24,
+        micro_batch_size=2,
+        dtype="float32",
+        early_exit=early_exit,
+        trainable=spec.trainable,
+        objective=spec.objective,
+        hidden_loss=spec.hidden_loss_weight > 0,
+    )
+    counted = count_step(Fork(student, spec, dtype=torch.float32), batch)
+    assert counted == 48 * plan_training(student.config.to_dict(), setup).flops_per_token.total
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_of_every_family(name: str) -> None:
+    student = countable(convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2))
+    setup = TrainingSetup(sequence_length=20, dtype="float32")
+    counted = count_step(Fork(student, DistillationSpec(), dtype=torch.float32), make_batch(258, 1, 20, packed=True))
+    assert counted == 20 * plan_training(student.config.to_dict(), setup).flops_per_token.total
+
+
+def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype, num_micro_batches: int) -> int:
+    """Most bytes alive during a step: parameters and optimizer state, and what the profiler sees come and go."""
+    optimizer = build_optimizer([p for p in fork.parameters() if p.requires_grad], OptimizerSpec())
+
+    def step() -> None:
+        for _ in range(num_micro_batches):
+            with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+                sums = fork(**batch)
+                sum(sums.values()).backward()
+        del sums
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # AdamW makes its state
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    assert now == 0, "the step left something behind"
+    state = [tensor for tensors in optimizer.state.values() for tensor in tensors.values()]
+    return most + sum(tensor.nbytes for tensor in (*fork.parameters(), *state))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"packing": True},
+        {"dtype": "bfloat16", "packing": True},
+        {"dtype": "bfloat16", "key_value_group_size": 1},
+        {"num_micro_batches": 2},
+        {"gradient_checkpointing": True},
+        {"early_exit": True},
+        {"trainable": "tail"},
+        {"sequence_length": 16},
+    ],
+    ids=str,
+)
+def test_memory_is_that_of_a_step(case: dict[str, Any]) -> None:
+    """Within 10%, without the buckets and gathered weights of several workers."""
+    num_micro_batches = case.get("num_micro_batches", 1)
+    options = {"dtype": "float32", "packing": False, "sequence_length": 192, **case}
+    options.pop("num_micro_batches", None)
+    group_size = options.pop("key_value_group_size", 2)
+    setup = TrainingSetup(micro_batch_size=2, batch_size=2 * num_micro_batches, strategy="ddp", device="cpu", **options)
+    dtype = getattr(torch, setup.dtype)
+    shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 8, "vocab_size": 1024}
+    student = convert(
+        random_teacher(**shape), num_key_value_layers=4, key_value_group_size=group_size, early_exit=setup.early_exit
+    )
+    spec = DistillationSpec(trainable=setup.trainable)
+    fork = Fork(student, spec, dtype=dtype, gradient_checkpointing=setup.gradient_checkpointing)
+    batch = make_batch(1024, 2, setup.sequence_length, packed=setup.packing)
+    measured = measure_step(fork, batch, dtype, num_micro_batches)
+    planned = plan_training(student.config.to_dict(), setup).memory
+    buckets = planned.gradients // 2
+    assert planned.frozen + planned.trained == sum(p.nbytes for p in fork.parameters())
+    assert planned.peak - buckets == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("l", "g"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v2"])
+def test_serving_counts_the_engines_blocks_and_the_exported_weights(model_type: str, l: int, g: int) -> None:  # noqa: E741
+    student = convert(make_teacher(model_type), num_key_value_layers=l, key_value_group_size=g)
+    config = student.config.to_dict()
+    planned = plan_serving(config, ServingSetup(memory_bytes=10**6, sequence_length=64)).swiftkv
+    stored = storage_format("auto", torch.bfloat16)
+    assert planned.kv_block_bytes == bytes_per_block(layer_shapes(student.config), 16, stored)
+    kept = [p.numel() for name, p in student.named_parameters() if not _is_teachers(name, l)]
+    assert sum(served_parameters(read_architecture(config), student.config.layer_map)) == sum(kept)
+    assert planned.weights_bytes == 2 * sum(kept)
+
+
+def _is_teachers(name: str, first: int) -> bool:
+    """A projection of a layer >= l that export leaves out."""
+    parts = name.split(".")
+    if "self_attn" not in parts or int(parts[2]) < first:
+        return False
+    return "swiftkv" not in name and parts[4] not in ("o_proj", "q_norm", "k_norm")

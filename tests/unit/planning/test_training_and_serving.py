@@ -1,0 +1,113 @@
+"""How plans of training and serving follow their setup; the numerics tests hold them to real steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.planning import ServingSetup, TrainingSetup, plan_serving, plan_training
+
+CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
+LLAMA_8B = CONFIGS / "llama-3.1-8b.json"
+LATENT = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "first_k_dense_replace": 4,
+    "q_lora_rank": None,
+}
+
+
+def memory(**setup: Any) -> Any:
+    return plan_training(LLAMA_8B, TrainingSetup(num_workers=4, sequence_length=1024, **setup)).memory
+
+
+def test_strategies_hold_less_and_less_on_each_worker() -> None:
+    zero = [memory(strategy="deepspeed", zero_stage=stage) for stage in (1, 2, 3)]
+    ddp, fsdp = memory(strategy="ddp"), memory(strategy="fsdp2")
+    assert ddp.optimizer == 4 * zero[0].optimizer == 4 * zero[2].optimizer == 4 * fsdp.optimizer
+    assert ddp.frozen == zero[0].frozen == zero[1].frozen == 4 * zero[2].frozen == 4 * fsdp.frozen
+    assert zero[1].gradients < zero[0].gradients
+    assert ddp.peak > zero[0].peak > zero[1].peak > zero[2].peak
+    assert ddp.activations == fsdp.activations
+
+
+def test_offloading_moves_bytes_to_the_host() -> None:
+    near, far = memory(), memory(cpu_offload=True)
+    assert far.host == near.frozen + near.trained + near.gradients + near.optimizer
+    assert far.frozen == far.trained == far.gradients == far.optimizer == 0
+    assert far.gathered == near.gathered
+    assert memory(cpu_offload=True, device="cpu").host == 0  # it is all in host memory there
+
+
+def test_checkpointing_trades_arithmetic_for_memory() -> None:
+    plain, recomputed = (
+        plan_training(LLAMA_8B, TrainingSetup(gradient_checkpointing=value)) for value in (False, True)
+    )
+    assert recomputed.memory.activations < plain.memory.activations / 5
+    assert recomputed.flops_per_token.total > plain.flops_per_token.total
+
+
+def test_the_fork_takes_about_two_thirds_of_two_full_passes() -> None:
+    """The reference implementation runs teacher and student from the first layer on, and recomputes activations."""
+    flops = plan_training(LLAMA_8B, TrainingSetup(sequence_length=2048)).flops_per_token
+    separate = (
+        flops.total + flops.lower + flops.lower + flops.student
+    )  # the student's lower layers, recomputation of all
+    assert flops.total / separate == pytest.approx(2 / 3, abs=0.08)
+
+
+def test_time_follows_tokens_workers_and_speed() -> None:
+    setup = TrainingSetup(num_workers=4)
+    planned = plan_training(LLAMA_8B, setup, num_tokens=10**6, flops_per_second=1e14)
+    assert planned.total_flops == 10**6 * planned.flops_per_token.total
+    assert planned.seconds == planned.total_flops / 4e14
+    assert plan_training(LLAMA_8B, setup).seconds is None
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(InvalidInputError, match=r"batch_size is 10; a multiple of .* = 4 would do"):
+        plan_training(LLAMA_8B, TrainingSetup(num_workers=4, batch_size=10))
+
+
+def test_capacity_of_a_gpu() -> None:
+    setup = ServingSetup(memory_bytes=80 << 30, sequence_length=131072)
+    planned = plan_serving(LLAMA_8B, setup, key_value_group_size=2)
+    assert planned.dense.kv_block_bytes == 16 * 131072
+    assert planned.swiftkv.kv_block_bytes == planned.dense.kv_block_bytes * 3 // 4
+    assert planned.swiftkv.num_tokens == planned.swiftkv.num_blocks * 16 > planned.dense.num_tokens
+    used = planned.swiftkv.weights_bytes + planned.swiftkv.num_blocks * planned.swiftkv.kv_block_bytes
+    assert 0 <= 0.9 * (80 << 30) - used < planned.swiftkv.kv_block_bytes
+    assert plan_serving(LLAMA_8B, ServingSetup(memory_bytes=1 << 30, sequence_length=16)).swiftkv.num_sequences == 0
+
+
+def test_tensor_parallel_splits_heads_but_no_latent() -> None:
+    def block(config: Any, ways: int) -> int:
+        setup = ServingSetup(memory_bytes=80 << 30, sequence_length=64, tensor_parallel_size=ways)
+        return plan_serving(config, setup).swiftkv.kv_block_bytes
+
+    assert block(LLAMA_8B, 4) * 4 == block(LLAMA_8B, 1)
+    assert block(LLAMA_8B, 16) == block(LLAMA_8B, 8)
+    assert block(LATENT, 4) == block(LATENT, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"weights_dtype": "int3"}, "weights_dtype"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype"),
+        ({"memory_bytes": 0}, "memory_bytes"),
+        ({"reserved": 1.0}, "reserved"),
+    ],
+)
+def test_what_serving_refuses(changes: dict[str, Any], field: str) -> None:
+    setup = ServingSetup(**({"memory_bytes": 1 << 34, "sequence_length": 64} | changes))
+    with pytest.raises(InvalidInputError) as caught:
+        plan_serving(LLAMA_8B, setup)
+    assert caught.value.field == field

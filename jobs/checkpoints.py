@@ -7,7 +7,8 @@ from itertools import islice
 from pathlib import Path
 
 from swiftkv_platform.attempts import AttemptRequest, Manifest, ManifestFile, checkpoints_prefix
-from swiftkv_platform.distillation.checkpoint import Progress
+from swiftkv_platform.distillation.uploads import Progress
+from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import (
     delete_directory,
     fetch_directory,
@@ -19,6 +20,8 @@ from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 OnCommit = Callable[[str, Manifest, Progress], None]
 """Told about a complete checkpoint: its key, manifest and progress."""
+OnFailure = Callable[[str, Progress, StorageError], None]
+"""Told about a checkpoint that could not be stored: its key, progress and why."""
 
 
 class AttemptCheckpoints:
@@ -29,13 +32,20 @@ class AttemptCheckpoints:
     """
 
     def __init__(
-        self, store: ObjectStore, request: AttemptRequest, *, keep: int, on_commit: OnCommit = lambda *_: None
+        self,
+        store: ObjectStore,
+        request: AttemptRequest,
+        *,
+        keep: int,
+        on_commit: OnCommit = lambda *_: None,
+        on_failure: OnFailure = lambda *_: None,
     ) -> None:
         self._store = store
         self._prefix = checkpoints_prefix(request.job_id, request.attempt)
         self._resume_from = request.resume_from
         self._keep = keep
         self._on_commit = on_commit
+        self._on_failure = on_failure
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
         return upload_files(self._store, directory, join_key(self._prefix, name))
@@ -46,6 +56,9 @@ class AttemptCheckpoints:
         manifest = write_manifest(self._store, key, files, kind="checkpoint", lineage=lineage, metrics={})
         self._on_commit(key, manifest, progress)
         self._prune()
+
+    def failed(self, name: str, progress: Progress, error: StorageError) -> None:
+        self._on_failure(join_key(self._prefix, name), progress, error)
 
     def newest(self) -> str | None:
         """This attempt's newest complete checkpoint; before it has one, the one it was told to resume from."""

@@ -12,24 +12,27 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import ray
 from ulid import ULID
 
 from jobs.events import Reporter
 from jobs.failures import Failure, explain, root_cause
-from jobs.phases import Plan, WorkerConfig, evaluate, prepare
+from jobs.following import following
+from jobs.phases import StoppedError, evaluate
+from jobs.rows import delete_rows
+from jobs.sweep import run_sweep
+from jobs.training import as_task, have_data_written, needed_resources, train, warn_if_too_large
 from swiftkv_platform.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
-from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
-from swiftkv_platform.specs import JobSpec, ResourcesSpec
-from swiftkv_platform.storage.artifacts import fetch_directory, read_manifest
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
@@ -37,7 +40,6 @@ _RAY_TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is noticed sooner than by the default of 2 s
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of a spec mean the same on workers as elsewhere
 }
-_FOLLOW_INTERVAL_S = 0.5
 _LONGEST_TEMP_ROOT = 40
 _TERMINATED = 128 + signal.SIGTERM
 
@@ -67,6 +69,14 @@ def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
     """Run an attempt on the connected cluster; a failure becomes its `error` event and is returned."""
     try:
         distill(store, request)
+    except StoppedError as stopped:
+        if stopped.reason == "paused":
+            Reporter(store, request, "driver").status("paused")
+            return None
+        failure = Failure("preempted", "told to stop while it trained; a checkpoint of that step is complete")
+        driver = Reporter(store, request, "driver")
+        driver.error(failure.message, code=failure.code, field=None, value=None, retryable=True)
+        sys.exit(_TERMINATED)
     except Exception as error:
         failure = explain(error)
         get_logger().error("attempt_failed", code=failure.code, error=failure.message, exc_info=error)
@@ -79,27 +89,28 @@ def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
 
 def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
     """The phases of an attempt; returns the manifest of the published model."""
-    reporter, resources = Reporter(store, request, "driver"), request.spec.resources
+    reporter = Reporter(store, request, "driver")
     reporter.status("running")
-    _warn_if_too_large(reporter, resources)
-    plan_ref, prepared = _as_task(prepare, resources, num_returns=2).remote(request)
-    from jobs.fit import fit  # takes seconds, in which the task has begun
-
-    plan: Plan = ray.get(plan_ref)
-    reporter.message(
-        f"{plan.total_steps} steps, {plan.num_trained_parameters} trained parameters",
-        total_steps=plan.total_steps,
-        num_trained_parameters=plan.num_trained_parameters,
-        data=plan.statistics,
-    )
-    checkpoint = _finished_before(store, request, plan.total_steps)
-    if checkpoint is None:
-        checkpoint = fit(WorkerConfig(request, store.uri, plan.total_steps, prepared))
-    reporter.status("evaluating")
-    task = _as_task(evaluate, resources)
-    manifest: Manifest = ray.get(task.remote(request, store.uri, checkpoint, prepared))
+    warn_if_too_large(reporter, request.spec)
+    have_data_written(store, request, reporter)
+    if request.spec.sweep is not None:
+        manifest = run_sweep(store, request, reporter)
+    else:
+        checkpoint, prepared = train(store, request, reporter)
+        reporter.status("evaluating")
+        task = as_task(evaluate, request.spec.resources)
+        manifest = ray.get(task.remote(request, store.uri, checkpoint, prepared))
     reporter.artifact(artifact_prefix(request.job_id, request.attempt), manifest)
+    _clean_up(store, request)
     return manifest
+
+
+def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
+    """Delete what nobody needs once the artifact is there; a store that is away does not undo that success."""
+    try:
+        delete_rows(store, request)
+    except StorageError as error:
+        get_logger().warning("rows_left_behind", error=error.message)
 
 
 def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent], None] | None = None) -> Path:
@@ -124,9 +135,11 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
         store = open_store(directory)
         name = f"job_{ULID()}"
         request = AttemptRequest(job_id=name, attempt=1, spec=spec, run_id=name)
-        with _local_ray(spec.resources), _following(AttemptStore(store), request, on_event):
+        with _local_ray(spec), following(AttemptStore(store), request, on_event):
             try:
                 distill(store, request)
+            except StoppedError:
+                sys.exit(_TERMINATED)
             except Exception as error:
                 cause = root_cause(error)
                 if cause is None:
@@ -136,42 +149,8 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
     return output
 
 
-def _finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
-    """The checkpoint to resume from, if it is the last step's: then there is nothing left to train."""
-    if request.resume_from is None:
-        return None
-    step = int(read_manifest(store, request.resume_from).lineage["step"])
-    return request.resume_from if step >= total_steps else None
-
-
-def _as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:
-    """`function` as a Ray task with a worker's resources."""
-    return ray.remote(function).options(
-        num_cpus=resources.cpus_per_worker,
-        num_gpus=resources.gpus_per_worker,
-        accelerator_type=resources.accelerator_type,
-        num_returns=num_returns,
-    )
-
-
-def _warn_if_too_large(reporter: Reporter, resources: ResourcesSpec) -> None:
-    """Ray waits for resources that a cluster does not have (it might grow): say so instead of waiting in silence."""
-    available = ray.cluster_resources()
-    needed = {
-        "CPU": resources.cpus_per_worker * resources.num_workers,
-        "GPU": resources.gpus_per_worker * resources.num_workers,
-    }
-    for name, amount in needed.items():
-        if amount > available.get(name, 0.0):
-            reporter.message(
-                f"waiting for the cluster to grow: the workers need {amount:g} {name}s, it has "
-                f"{available.get(name, 0.0):g}; fewer resources.num_workers would do",
-                level="warn",
-            )
-
-
 @contextmanager
-def _local_ray(resources: ResourcesSpec) -> Iterator[None]:
+def _local_ray(spec: JobSpec) -> Iterator[None]:
     """A Ray with room for the workers, in a directory of its own; other Rays of this machine are left alone."""
     root = tempfile.gettempdir()
     # Ray's sockets lie deep below, and the path of a unix socket ends after some 100 characters.
@@ -179,40 +158,12 @@ def _local_ray(resources: ResourcesSpec) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="skv-", dir=parent, ignore_cleanup_errors=True) as directory:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine away
-        num_cpus = max(1, math.ceil(resources.cpus_per_worker * resources.num_workers))
+        num_cpus = max(1, math.ceil(needed_resources(spec)["CPU"]))
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
         try:
             yield
         finally:
             ray.shutdown()
-
-
-@contextmanager
-def _following(
-    store: AttemptStore, request: AttemptRequest, on_event: Callable[[AttemptEvent], None] | None
-) -> Iterator[None]:
-    """Hand every event of the attempt to `on_event`, the last ones before the context ends."""
-    if on_event is None:
-        yield
-        return
-    ended, cursor = threading.Event(), dict[str, int]()
-
-    def follow() -> None:
-        while True:
-            last_round = ended.wait(_FOLLOW_INTERVAL_S)
-            for stored in store.read_events(request.job_id, request.attempt, cursor):
-                cursor[stored.writer] = stored.sequence
-                on_event(stored.event)
-            if last_round:
-                return
-
-    follower = threading.Thread(target=follow, name="events", daemon=True)
-    follower.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        follower.join()
 
 
 def _set_ray_train_environment() -> None:

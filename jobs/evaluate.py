@@ -1,33 +1,33 @@
-"""The last phase of an attempt, in one Ray task: measure the student against its teacher, pass the gate, publish the
-artifact. Knows no Ray itself.
+"""The last phase of an attempt, in one Ray task: measure the student against its teacher, pass the gates, publish the
+artifact. Of a sweep, every trial is measured, and the chosen one published. Knows no Ray itself.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from jobs.measure import compare, measure_student, teacher_kept_apart
 from jobs.prepare import Prepared, load_student, load_tokenizer, set_up_process, task_device
-from jobs.sources import teacher_path
-from jobs.train_loop import tracking_directory
-from swiftkv_platform.attempts import AttemptRequest, Manifest, artifact_prefix
+from jobs.sources import fetch_data, teacher_path
+from jobs.tracking import TrackedRun
+from swiftkv_platform.attempts import AttemptRequest, Manifest, artifact_prefix, attempt_prefix
 from swiftkv_platform.distillation.checkpoint import read_trained
-from swiftkv_platform.distillation.evaluation import Report, Totals, check_gate, evaluate
-from swiftkv_platform.distillation.fork import copy_upper, load_trained
-from swiftkv_platform.distillation.prefill_cost import measure_prefill
+from swiftkv_platform.distillation.fork import load_trained
+from swiftkv_platform.distillation.harness import resolve_tasks
+from swiftkv_platform.distillation.report import Report
+from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
+from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
-from swiftkv_platform.tracking.tracker import create_tracker
-
-_TOKENS_PER_FORWARD = 8192
-_PROMPT_LENGTH = 2048
-"""Tokens of the prompt whose prefill is timed, where the model's context allows them."""
-_PREFILL_ROUNDS = 5
 
 
 def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest:
@@ -37,87 +37,180 @@ def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: st
         DataError: nothing is held out to measure on.
         QualityGateError: the student is too far from its teacher; nothing is published.
     """
-    spec = request.spec
-    set_up_process(spec)
     store = open_store(store_uri)
-    with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
-        workspace = Path(directory)
-        path = teacher_path(spec.model.name_or_path, workspace)
-        trained = fetch_directory(store, checkpoint, workspace / "checkpoint")
-        student = load_student(spec, path).to(task_device(spec))
-        report = _measure(
-            student,
-            spec,
-            prepared,
-            checkpoint=workspace / "checkpoint",
-            tokens_trained=int(trained.lineage["tokens"]),
-        )
-        _track(request, report)
-        check_gate(report, spec.evaluation)
+    with _workspace(request.spec) as workspace:
+        student = _Student.load(request.spec, workspace, store, checkpoint)
+        report, lineage = student.measure(prepared), _lineage(request, prepared.data.fingerprint)
+        files = _report_files(store, request, report, lineage)
+        # Beside the attempt as well, where they stay if a gate refuses the model.
+        for name, text in files.items():
+            store.put_bytes(f"{attempt_prefix(request.job_id, request.attempt)}/{name}", text.encode())
+        with _tracked(store, request) as run:
+            run.log_report(report.model_dump(mode="json"), student.step)
+            report.check_gates()
+            student.save(workspace / "artifact")
+            _write(files, workspace / "artifact")
+            manifest = _publish(store, request, workspace / "artifact", lineage, report.model_dump(mode="json"))
+            run.log_artifact(manifest)
+        return manifest
+
+
+def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest:
+    """Measure a trial of a sweep. What is published is its report, whatever the gates say of it; its lineage names the
+    checkpoint, from which `publish_trial` can make the model."""
+    store = open_store(store_uri)
+    with _workspace(request.spec) as workspace:
+        student = _Student.load(request.spec, workspace, store, checkpoint)
+        report = student.measure(prepared)
+        with _tracked(store, request) as run:
+            run.log_report(report.model_dump(mode="json"), student.step)
+        lineage = _lineage(request, prepared.data.fingerprint) | {"checkpoint": checkpoint}
+        (workspace / "report").mkdir()
+        _write(_report_files(store, request, report, lineage), workspace / "report")
+        return _publish(store, request, workspace / "report", lineage, report.model_dump(mode="json"))
+
+
+def publish_trial(
+    request: AttemptRequest,
+    store_uri: str,
+    spec: JobSpec,
+    trial_store_uri: str,
+    trial: Manifest,
+    files: Mapping[str, str],
+) -> Manifest:
+    """Make the chosen trial's model the artifact of the sweep's attempt.
+
+    Args:
+        spec: the trial's.
+        trial: what `evaluate_trial` published, at this attempt or an earlier one.
+        files: what the sweep has to say, by file name.
+    """
+    trial_store, lineage = open_store(trial_store_uri), trial.lineage
+    with _workspace(spec) as workspace:
         artifact = workspace / "artifact"
-        student.save_pretrained(artifact)
-        load_tokenizer(spec, path).save_pretrained(artifact)
-        (artifact / "evaluation.json").write_text(report.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        return _publish(store, artifact, request, prepared, report)
-
-
-def _measure(student: Any, spec: JobSpec, prepared: Prepared, *, checkpoint: Path, tokens_trained: int) -> Report:
-    """Measure the student before and after training; it ends with its trained parameters."""
-
-    def quality() -> Totals:
-        batch_size = max(1, _TOKENS_PER_FORWARD // spec.data.max_length)
-        return evaluate(student, prepared.data.held_out, max_tokens=spec.evaluation.max_tokens, batch_size=batch_size)
-
-    rewired, calibrated = quality(), None
-    if prepared.calibrated is not None:
-        load_trained(student, prepared.calibrated)
-        calibrated = quality()
-    with _teacher_kept_apart(student) if spec.distillation.trainable == "tail" else nullcontext():
-        load_trained(student, read_trained(checkpoint))
-        prompt_length = min(_PROMPT_LENGTH, student.config.max_position_embeddings)
-        return Report.build(
-            rewired=rewired,
-            calibrated=calibrated,
-            distilled=quality(),
-            cost=measure_prefill(student, prompt_length=prompt_length, rounds=_PREFILL_ROUNDS),
-            tokens_trained=tokens_trained,
-        )
+        _Student.load(spec, workspace, trial_store, lineage["checkpoint"]).finish().save(artifact)
+        measured = artifact_prefix(lineage["job_id"], lineage["attempt"])
+        for name in trial.files:
+            trial_store.download_file(f"{measured}/{name}", artifact / name)
+        _write(files, artifact)
+        lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
+        lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name}
+        return _publish(open_store(store_uri), request, artifact, lineage, trial.metrics)
 
 
 @contextmanager
-def _teacher_kept_apart(student: Any) -> Iterator[None]:
-    """While a trained tail is measured, the layers it started as answer for the teacher; after that there is none."""
-    decoder = student.model
-    decoder.teacher_upper = copy_upper(decoder).teacher_upper
-    yield
-    del decoder.teacher_upper
-    student.config.swiftkv_teacher_weights = False
-    for layer in decoder.layers[student.config.num_key_value_layers :]:
-        for projection in ("q_proj", "k_proj", "v_proj"):
-            delattr(layer.self_attn, projection)
+def _workspace(spec: JobSpec) -> Iterator[Path]:
+    set_up_process(spec)
+    with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
+        yield Path(directory)
 
 
-def _publish(
-    store: ObjectStore, artifact: Path, request: AttemptRequest, prepared: Prepared, report: Report
-) -> Manifest:
+@dataclass(frozen=True)
+class _Student:
+    """The student as it starts, with copied projections, and what was trained of it."""
+
+    spec: JobSpec
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    workspace: Path
+    step: int
+    tokens_trained: int
+
+    @classmethod
+    def load(cls, spec: JobSpec, workspace: Path, store: ObjectStore, checkpoint: str) -> _Student:
+        path = teacher_path(spec.model.name_or_path, workspace)
+        progress = fetch_directory(store, checkpoint, workspace / "checkpoint").lineage
+        model = load_student(spec, path).to(task_device(spec))
+        tokenizer = load_tokenizer(spec, path)
+        return cls(spec, model, tokenizer, workspace, int(progress["step"]), int(progress["tokens"]))
+
+    def measure(self, prepared: Prepared) -> Report:
+        """Measure the student before and after training; it ends with its trained parameters."""
+        spec, rows = self.spec.evaluation, prepared.data.held_out
+        tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, self.workspace / "tasks"))
+        rewired, calibrated = compare(self.model, rows, spec), None
+        if prepared.calibrated is not None:
+            load_trained(self.model, prepared.calibrated)
+            calibrated = compare(self.model, rows, spec)
+        with self._trained():
+            return measure_student(
+                self.model,
+                self.tokenizer,
+                rows,
+                spec,
+                tasks,
+                rewired=rewired,
+                calibrated=calibrated,
+                tokens_trained=self.tokens_trained,
+            )
+
+    def finish(self) -> _Student:
+        """Its trained parameters, without measuring it."""
+        with self._trained():
+            return self
+
+    @contextmanager
+    def _trained(self) -> Iterator[None]:
+        kept_apart = self.spec.distillation.trainable == "tail"
+        with teacher_kept_apart(self.model) if kept_apart else nullcontext():
+            load_trained(self.model, read_trained(self.workspace / "checkpoint"))
+            yield
+
+    def save(self, directory: Path) -> None:
+        self.model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+def _report_files(
+    store: ObjectStore, request: AttemptRequest, report: Report, lineage: Mapping[str, Any]
+) -> dict[str, str]:
+    """The report for programs and for people, by file name."""
+    points: dict[float, dict[str, float]] = {}
+    for attempt in range(1, request.attempt + 1):  # a step that was repeated counts as it was last
+        for stored in AttemptStore(store).read_events(request.job_id, attempt, {}):
+            if stored.event.type == "metrics":
+                points |= {point["step"]: point for point in stored.event.data["points"]}
+    return {
+        "evaluation.json": report.model_dump_json(indent=2) + "\n",
+        "evaluation.html": evaluation_page(
+            report.model_dump(mode="json"), lineage, [points[step] for step in sorted(points)]
+        ),
+    }
+
+
+def _write(files: Mapping[str, str], directory: Path) -> None:
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+def _lineage(request: AttemptRequest, data_fingerprint: str) -> dict[str, Any]:
     spec = request.spec
-    lineage = {
+    return {
         "job_id": request.job_id,
         "attempt": request.attempt,
         "teacher": spec.model.name_or_path,
         "revision": spec.model.revision,
-        "data_fingerprint": prepared.data.fingerprint,
+        "data_fingerprint": data_fingerprint,
         "code_version": version("swiftkv-platform"),
         "spec": spec.model_dump(mode="json"),
     }
+
+
+def _publish(
+    store: ObjectStore,
+    request: AttemptRequest,
+    directory: Path,
+    lineage: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+) -> Manifest:
     prefix = artifact_prefix(request.job_id, request.attempt)
-    metrics = report.model_dump(mode="json")
-    return publish_directory(store, artifact, prefix, kind="artifact", lineage=lineage, metrics=metrics)
+    return publish_directory(store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics)
 
 
-def _track(request: AttemptRequest, report: Report) -> None:
-    """Close the tracked run with the report's figures."""
-    spec = request.spec
-    tracker = create_tracker(spec.tracking, tracking_directory(request), name=spec.name)
-    tracker.start(request.run_id, spec.model_dump(mode="json"))
-    tracker.finish({"evaluation": report.model_dump(mode="json")})
+@contextmanager
+def _tracked(store: ObjectStore, request: AttemptRequest) -> Iterator[TrackedRun]:
+    run = TrackedRun(store, request)
+    try:
+        yield run
+    finally:
+        run.close()

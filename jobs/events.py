@@ -31,7 +31,7 @@ class Reporter:
     def __init__(self, store: ObjectStore, request: AttemptRequest, role: str) -> None:
         self._writer = EventWriter(store, request.job_id, request.attempt, f"{role}-{ULID()}")
 
-    def status(self, status: Literal["running", "evaluating"]) -> None:
+    def status(self, status: Literal["running", "evaluating", "paused"]) -> None:
         self._write("status", status, {"status": status})
 
     def message(self, message: str, *, level: Level = "info", **data: Any) -> None:

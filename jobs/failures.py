@@ -14,6 +14,12 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingErr
 _DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 """What a mistake in a program raises: another attempt would make it again."""
 
+_LESS_MEMORY = (
+    "what takes less: a smaller training.micro_batch_size or data.max_length, training.gradient_checkpointing, "
+    "sharding.strategy fsdp2 or deepspeed with zero_stage 3 over more workers, sharding.cpu_offload; "
+    "`swiftkv plan` says how much"
+)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -36,9 +42,10 @@ def explain(error: BaseException) -> Failure:
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, OutOfMemoryError):
-            return Failure("out_of_memory", f"the machine ran out of memory: {_first_line(cause)}")
-        if type(cause).__name__ == "OutOfMemoryError":  # torch's
-            message = f"a worker ran out of device memory; a smaller training.micro_batch_size may do: {cause}"
+            return Failure("out_of_memory", f"the machine ran out of memory; {_LESS_MEMORY}: {_first_line(cause)}")
+        # torch's on a device, and what its allocator raises on a CPU
+        if type(cause).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(cause):
+            message = f"a worker ran out of memory; {_LESS_MEMORY}: {_first_line(cause)}"
             return Failure("out_of_memory", message, "training.micro_batch_size", retryable=False)
     for cause in causes:
         if isinstance(cause, _DEFECTS):

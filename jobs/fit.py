@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from jobs.phases import Outcome, WorkerConfig
+from jobs.control import checkpoint_on_sigterm
+from jobs.phases import Outcome, StoppedError, WorkerConfig
 from jobs.train_loop import train_loop_per_worker
+from swiftkv_platform.storage.object_store import open_store
 
 _MAX_WORKER_FAILURES = 3
 """Times an attempt brings its workers back from the newest checkpoint before it gives up."""
+
+
+_RESIZE_INTERVAL_S = float(os.environ.get("SWIFTKV_RESIZE_INTERVAL_S", "60"))
+"""Between looks for machines that have come, where the number of workers is elastic."""
 
 
 def fit(worker: WorkerConfig) -> str:
@@ -19,19 +26,23 @@ def fit(worker: WorkerConfig) -> str:
 
     Raises:
         TrainingError: going on is pointless.
+        StoppedError: the attempt is to pause, or has been told to end by SIGTERM.
         ray.train.TrainingFailedError: workers failed too often.
     """
     resources = worker.request.spec.resources
+    elastic = resources.min_workers < resources.max_workers
     on_gpu = resources.gpus_per_worker > 0
     # Checkpoints go to the attempt's own store, not through Ray Train: what Ray Train keeps is scratch of this machine.
-    with tempfile.TemporaryDirectory(prefix="ray-train-") as scratch:
+    store = open_store(worker.store_uri)
+    with tempfile.TemporaryDirectory(prefix="ray-train-") as scratch, checkpoint_on_sigterm(store, worker.request):
         result = TorchTrainer(
             train_loop_per_worker,
             train_loop_config={"worker": worker},
             # Objects travel over gloo; sharded parameters kept in host memory are reduced there as well.
             torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
             scaling_config=ScalingConfig(
-                num_workers=resources.num_workers,
+                num_workers=(resources.min_workers, resources.max_workers) if elastic else resources.max_workers,
+                elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
                 use_gpu=on_gpu,
                 resources_per_worker={"CPU": resources.cpus_per_worker}
                 | ({"GPU": resources.gpus_per_worker} if on_gpu else {}),
@@ -46,5 +57,7 @@ def fit(worker: WorkerConfig) -> str:
     outcome: Outcome = result.return_value
     if outcome.error is not None:
         raise outcome.error
+    if outcome.stopped is not None:
+        raise StoppedError(outcome.stopped)
     assert outcome.checkpoint is not None, "a run that ends well has saved its last step"
     return outcome.checkpoint

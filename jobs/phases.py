@@ -4,17 +4,26 @@ the phases import what they need where they run.
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
+from jobs.rows import StoredPreparation, find_rows, publish_rows
 from swiftkv_platform.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import TrainingError
 from swiftkv_platform.logs import configure_logging
+from swiftkv_platform.specs import JobSpec, ResourcesSpec
+from swiftkv_platform.storage.artifacts import fetch_directory
+from swiftkv_platform.storage.object_store import open_store
 
 if TYPE_CHECKING:
     from jobs.prepare import Prepared
+    from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,10 @@ class Plan:
     num_trained_parameters: int
     statistics: dict[str, Any]
     """Of the data, see `DataStatistics`."""
+    flops_per_token: float | None = None
+    """Of a training step, see `jobs.telemetry`."""
+    messages: tuple[tuple[str, bool], ...] = ()
+    """The same in sentences, and which of them are warnings."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,9 @@ class WorkerConfig:
     store_uri: str
     total_steps: int
     prepared: ray.ObjectRef
-    """A `Prepared`, read from Ray's object store without a copy."""
+    """A `StoredPreparation`."""
+    flops_per_token: float | None = None
+    """See `Plan`."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +61,112 @@ class Outcome:
     """Key of the newest complete checkpoint."""
     error: TrainingError | None = None
     """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
+    stopped: Literal["preempted", "paused"] | None = None
+    """Why the run ended before its last step, with a checkpoint of where it was."""
 
 
-def prepare(request: AttemptRequest) -> tuple[Plan, Prepared]:
-    """The task before training, see `jobs.prepare`."""
+class StoppedError(Exception):
+    """The workers have ended before the last step, as they were asked to; their checkpoint is complete."""
+
+    def __init__(self, reason: Literal["preempted", "paused"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
+    """The task before the first, see `jobs.write`; rows that are prepared already need nothing written."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
+    from jobs.write import write as run
+
+    return 0 if find_rows(open_store(store_uri), request) is not None else run(request, store_uri, worker)
+
+
+def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
+    """The task before training, see `jobs.prepare`. Rows that an earlier attempt prepared are used again."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
     from jobs.prepare import prepare as run
+    from jobs.write import AttemptAnswers
 
-    return run(request.spec)
+    store = open_store(store_uri)
+    with tempfile.TemporaryDirectory(prefix="rows-") as workspace:
+        rows = Path(workspace) / "rows"
+        key = find_rows(store, request)
+        if key is not None:
+            fetch_directory(store, key, rows)
+
+        def publish() -> str:
+            nonlocal key
+            key = key or publish_rows(store, request, rows)
+            return key
+
+        def helpers(num_shares: int) -> Iterator[CalibrationStatistics]:
+            return _collect_elsewhere(request, store.uri, publish(), num_shares)
+
+        plan, prepared = run(request.spec, rows, answers=AttemptAnswers(store, request), helpers=helpers)
+        return plan, StoredPreparation(store.uri, publish(), prepared.calibrated)
 
 
-def evaluate(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest:
+def _collect_elsewhere(
+    request: AttemptRequest, store_uri: str, rows: str, num_shares: int
+) -> Iterator[CalibrationStatistics]:
+    """Collect all shares but the first in tasks of their own, which are under way when this returns."""
+    # The task that asks holds one worker's resources itself: together they take what training will.
+    task = ray.remote(collect_share).options(**task_options(request.spec.resources))
+    pending = [task.remote(request, store_uri, rows, share, num_shares) for share in range(1, num_shares)]
+    return (ray.get(share) for share in pending)
+
+
+def collect_share(
+    request: AttemptRequest, store_uri: str, rows: str, share: int, num_shares: int
+) -> CalibrationStatistics:
+    """A share of the calibration, see `jobs.prepare`."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="calibrate", share=share)
+    from jobs.prepare import collect_share as run
+
+    with tempfile.TemporaryDirectory(prefix="rows-") as directory:
+        fetch_directory(open_store(store_uri), rows, Path(directory))
+        return run(request.spec, Path(directory), share, num_shares)
+
+
+def task_options(resources: ResourcesSpec) -> dict[str, Any]:
+    """A worker's resources, for a task."""
+    return {
+        "num_cpus": resources.cpus_per_worker,
+        "num_gpus": resources.gpus_per_worker,
+        "accelerator_type": resources.accelerator_type,
+    }
+
+
+def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation) -> Manifest:
+    """The task after the training of a sweep's trial, see `jobs.evaluate`."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", trial=request.spec.name)
+    from jobs.evaluate import evaluate_trial as run
+
+    with _fetched(stored) as prepared:
+        return run(request, store_uri, checkpoint, prepared)
+
+
+def publish_trial(
+    request: AttemptRequest, store_uri: str, spec: JobSpec, trial_store_uri: str, trial: Manifest, files: dict[str, str]
+) -> Manifest:
+    """The task after a sweep's last trial, see `jobs.evaluate`."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
+    from jobs.evaluate import publish_trial as run
+
+    return run(request, store_uri, spec, trial_store_uri, trial, files)
+
+
+def evaluate(request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation) -> Manifest:
     """The task after training, see `jobs.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate")
     from jobs.evaluate import evaluate_and_publish
 
-    return evaluate_and_publish(request, store_uri, checkpoint, prepared)
+    with _fetched(stored) as prepared:
+        return evaluate_and_publish(request, store_uri, checkpoint, prepared)
+
+
+@contextmanager
+def _fetched(stored: StoredPreparation) -> Iterator[Prepared]:
+    with tempfile.TemporaryDirectory(prefix="rows-") as workspace:
+        stored.fetch(Path(workspace) / "rows")
+        yield stored.open(Path(workspace) / "rows")

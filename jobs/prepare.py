@@ -6,7 +6,7 @@ What is wrong with a spec, a model or a data set shows here, before any worker s
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,22 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from jobs.phases import Plan
-from jobs.sources import fetch_data, teacher_path
-from swiftkv_platform.distillation.data import PreparedData, prepare_data
+from jobs.sources import StoreFiles, teacher_path
+from jobs.telemetry import training_flops_per_token
+from swiftkv_platform.distillation.calibration_text import calibration_batches, num_calibration_shares
+from swiftkv_platform.distillation.completions import AnswerStore, Teacher, WrittenBy
+from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.fork import hidden_loss_index
-from swiftkv_platform.distillation.packing import PackedRows, batch_rows, total_steps
+from swiftkv_platform.distillation.packing import total_steps
+from swiftkv_platform.distillation.prepared_data import PreparedData
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate, collect
+from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
+from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.specs import JobSpec
 
 
@@ -36,8 +42,19 @@ class Prepared:
     """Parameters of the calibrated start, by the student's names; None for a job that starts from the copies."""
 
 
-def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
+Helpers = Callable[[int], Iterator[CalibrationStatistics]]
+"""Has shares 1, 2, ... of so many collected elsewhere, from the rows as they are now; yields them as they arrive."""
+
+
+def prepare(
+    spec: JobSpec, rows: Path, *, answers: AnswerStore | None = None, helpers: Helpers | None = None
+) -> tuple[Plan, Prepared]:
     """Everything that precedes the first step.
+
+    Args:
+        rows: directory of the prepared rows; they are made there where it does not exist.
+        answers: what the teacher has written, for a spec that asks for it.
+        helpers: other workers that a long calibration is divided among.
 
     Raises:
         InvalidInputError: l, g or a layer out of range.
@@ -54,18 +71,13 @@ def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
         student = load_student(spec, path)
         if spec.distillation.hidden_loss_weight:
             hidden_loss_index(student.config, spec.distillation)
-        data = prepare_data(
-            spec.data,
-            load_tokenizer(spec, path),
-            seed=spec.training.seed,
-            fetch=lambda uri: fetch_data(uri, workspace / "data"),
-        )
+        tokenizer = load_tokenizer(spec, path)
+        if Path(path).is_dir():
+            check_tokenizer(Path(path), student.config.vocab_size)
+        data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers)
         calibrated = None
         if spec.swiftkv.initialization == "calibrated":
-            student.to(task_device(spec))
-            rows = _calibration_rows(data.train, spec.swiftkv.calibration_tokens, seed=spec.training.seed)
-            calibrate(student, collect(student, rows))
-            calibrated = {name: p.detach().cpu().clone() for name, p in student.swiftkv_parameters().items()}
+            calibrated = _calibrate(spec, student, data, helpers)
     plan = Plan(
         total_steps=total_steps(
             len(data.train),
@@ -75,21 +87,75 @@ def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
         ),
         num_trained_parameters=sum(p.numel() for p in student.swiftkv_parameters().values()),
         statistics=data.statistics.model_dump(mode="json"),
+        messages=tuple(data.statistics.messages()),
+        flops_per_token=training_flops_per_token(spec, student.config),
     )
     return plan, Prepared(data, calibrated)
 
 
+def _calibrate(spec: JobSpec, student: Any, data: PreparedData, helpers: Helpers | None) -> dict[str, Tensor]:
+    num_shares = 1 if helpers is None else calibration_shares(spec, data)
+    others = iter(()) if helpers is None or num_shares == 1 else helpers(num_shares)  # they begin now
+    statistics = _collect(spec, student, data, 0, num_shares)
+    for other in others:
+        statistics.add_(other)
+    calibrate(student, statistics)
+    return {name: p.detach().cpu().clone() for name, p in student.swiftkv_parameters().items()}
+
+
+def calibration_shares(spec: JobSpec, data: PreparedData) -> int:
+    """Workers among which the calibration of a job is divided."""
+    return num_calibration_shares(
+        data.train,
+        spec.swiftkv.calibration_tokens,
+        seed=spec.training.seed,
+        num_workers=spec.resources.max_workers,
+    )
+
+
+def collect_share(spec: JobSpec, rows: Path, share: int, num_shares: int) -> CalibrationStatistics:
+    """One helper's part of a calibration, over the prepared rows in the directory `rows`."""
+    set_up_process(spec)
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as directory:
+        student = load_student(spec, teacher_path(spec.model.name_or_path, Path(directory)))
+        return _collect(spec, student, PreparedData.load(rows), share, num_shares).cpu()
+
+
+def _collect(spec: JobSpec, student: Any, data: PreparedData, share: int, num_shares: int) -> CalibrationStatistics:
+    batches = calibration_batches(
+        data.train,
+        spec.swiftkv.calibration_tokens,
+        seed=spec.training.seed,
+        share=share,
+        num_shares=num_shares,
+    )
+    return collect(student.to(task_device(spec)), batches)
+
+
+def _prepare_rows(
+    spec: JobSpec, tokenizer: PreTrainedTokenizerBase, rows: Path, path: str, answers: AnswerStore | None
+) -> PreparedData:
+    rows.mkdir(parents=True)
+    written = None if answers is None else WrittenBy(writer(spec, path), answers)
+    with tempfile.TemporaryDirectory(prefix="objects-") as directory:
+        remote = StoreFiles(Path(directory))
+        return prepare_data(spec.data, tokenizer, rows, seed=spec.training.seed, remote=remote, written=written)
+
+
 def load_student(spec: JobSpec, path: str) -> Any:
     """The student with copied projections, in the spec's dtype."""
-    return convert(
-        path,
-        num_key_value_layers=spec.swiftkv.num_key_value_layers,
-        prefill_reduction=spec.swiftkv.prefill_reduction,
-        key_value_group_size=spec.swiftkv.key_value_group_size,
-        early_exit=spec.swiftkv.early_exit,
-        dtype=compute_dtype(spec),
-        revision=spec.model.revision,
-    )
+    return convert(path, **student_shape(spec), dtype=compute_dtype(spec), revision=spec.model.revision)
+
+
+def student_shape(spec: JobSpec) -> dict[str, Any]:
+    """What makes a student of a teacher, as arguments of `convert`."""
+    return {
+        "num_key_value_layers": spec.swiftkv.num_key_value_layers,
+        "prefill_reduction": spec.swiftkv.prefill_reduction,
+        "key_value_group_size": spec.swiftkv.key_value_group_size,
+        "early_exit": spec.swiftkv.early_exit,
+        "sharing": spec.swiftkv.sharing,
+    }
 
 
 def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
@@ -103,6 +169,19 @@ def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
             value=spec.model.name_or_path,
         ) from error
     return tokenizer
+
+
+def writer(spec: JobSpec, path: str) -> Teacher:
+    """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
+    try:
+        config = AutoConfig.from_pretrained(path, revision=spec.model.revision).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"cannot read the configuration of {spec.model.name_or_path!r}: {str(error).splitlines()[0]}",
+            field="model.name_or_path",
+            value=spec.model.name_or_path,
+        ) from error
+    return Teacher(spec.model.name_or_path, spec.model.revision, spec.model.dtype, config.max_position_embeddings)
 
 
 def compute_dtype(spec: JobSpec) -> torch.dtype:
@@ -120,14 +199,3 @@ def set_up_process(spec: JobSpec) -> None:
     draw no progress bars into its log."""
     torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
     transformers.utils.logging.disable_progress_bar()
-
-
-def _calibration_rows(rows: PackedRows, num_tokens: int, *, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Rows of the first epoch without their padding, one at a time, until `num_tokens` tokens."""
-    lengths = rows.samples.lengths
-    for index in batch_rows(len(rows), batch_size=len(rows), seed=seed, step=0):
-        length = int(lengths[rows.members[rows.row_starts[index] : rows.row_starts[index + 1]]].sum())
-        yield {name: tensor[:, :length] for name, tensor in rows.batch([index]).items()}
-        num_tokens -= length
-        if num_tokens <= 0:
-            return

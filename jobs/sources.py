@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import builtins
 from pathlib import Path
 
 import swiftkv_platform.demo
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.specs import BUILTIN_TEACHER
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import open_store
 
 
 def teacher_path(name_or_path: str, workspace: Path, *, fetch: bool = True) -> str:
@@ -37,33 +37,55 @@ def teacher_path(name_or_path: str, workspace: Path, *, fetch: bool = True) -> s
     return str(target)
 
 
+class StoreFiles:
+    """Objects at `s3://` addresses as files below `workspace`: the `RemoteFiles` of data sources."""
+
+    def __init__(self, workspace: Path) -> None:
+        self._workspace = workspace
+
+    def list(self, uri: str) -> builtins.list[str]:
+        """Raises `DataError` if there is no object at `uri` and none below it."""
+        parent, _, name = uri.rstrip("/").rpartition("/")
+        if parent != "s3:/" and open_store(parent).head(name) is not None:
+            return [uri.rstrip("/")]
+        return [f"{uri.rstrip('/')}/{key}" for key in _keys_below(uri, DataError, field="data.sources")]
+
+    def fetch(self, uri: str) -> Path:
+        """Download one object, unless it is there."""
+        parent, _, name = uri.rpartition("/")
+        store, path = open_store(parent), self.path(uri)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.download_file(name, path)
+        return path
+
+    def path(self, uri: str) -> Path:
+        """Where the object at `uri`, or what lies below it, goes."""
+        return self._workspace / uri.removeprefix("s3://").rstrip("/")
+
+
 def fetch_data(uri: str, workspace: Path) -> Path:
-    """The file or directory that an `s3://` data source becomes below `workspace`.
+    """The file or directory that an `s3://` address becomes below `workspace`.
 
     Raises:
         DataError: nothing is there.
     """
-    target = workspace / hashlib.sha256(uri.encode()).hexdigest()[:16]
-    parent, _, name = uri.rstrip("/").rpartition("/")
-    if parent != "s3:/":
-        store = open_store(parent)
-        if store.head(name) is not None:
-            _download(store, [name], target)
-            return target / name
-    _download_below(uri, target, DataError, field="data.sources")
-    return target
+    files = StoreFiles(workspace)
+    for address in files.list(uri):
+        files.fetch(address)
+    return files.path(uri)
 
 
 def _download_below(uri: str, target: Path, missing: type[InvalidInputError], *, field: str) -> None:
     store = open_store(uri.rstrip("/"))
-    keys = [info.key for info in store.list("")]
-    if not keys:
-        raise missing(f"{field}: there is no object at {uri!r} and none below it", field=field, value=uri)
-    _download(store, keys, target)
-
-
-def _download(store: ObjectStore, keys: list[str], target: Path) -> None:
-    for key in keys:
+    for key in _keys_below(uri, missing, field=field):
         path = target / key
         path.parent.mkdir(parents=True, exist_ok=True)
         store.download_file(key, path)
+
+
+def _keys_below(uri: str, missing: type[InvalidInputError], *, field: str) -> list[str]:
+    keys = [info.key for info in open_store(uri.rstrip("/")).list("")]
+    if not keys:
+        raise missing(f"{field}: there is no object at {uri!r} and none below it", field=field, value=uri)
+    return keys

@@ -4,36 +4,43 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 from uuid import uuid4
 
 import ray
 import ray.train
 import ray.train.torch
 import torch.distributed as dist
+from torch import Tensor
 
 from jobs.checkpoints import AttemptCheckpoints
+from jobs.control import ControlWatcher
 from jobs.events import MetricsBuffer, Reporter
 from jobs.phases import Outcome, WorkerConfig
-from jobs.prepare import Prepared, compute_dtype, load_student, set_up_process
+from jobs.prepare import compute_dtype, load_student, set_up_process, student_shape
+from jobs.rows import StoredPreparation
 from jobs.sources import teacher_path
-from swiftkv_platform.attempts import AttemptRequest, Manifest
+from jobs.telemetry import Telemetry
+from jobs.tracking import TrackedRun
+from swiftkv_platform.attempts import Manifest
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
-from swiftkv_platform.distillation.fork import Fork, load_trained
-from swiftkv_platform.distillation.optimizer import build_optimizer
-from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, TrainerListener
-from swiftkv_platform.errors import TrainingError
+from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
+from swiftkv_platform.distillation.parallel import Parallel, parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, TrainerListener, Wish
+from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.logs import configure_logging, get_logger
-from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
-from swiftkv_platform.tracking.tracker import create_tracker
+
+_STOPPED: dict[Wish, Literal["preempted", "paused"]] = {Wish.STOP: "preempted", Wish.PAUSE: "paused"}
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
@@ -45,46 +52,63 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     set_up_process(spec)
     store = open_store(worker.store_uri)
     listener: _Listener = _RankZero(store, worker) if rank == 0 else _Silent()
-    checkpoints = AttemptCheckpoints(store, request, keep=spec.checkpoint.keep, on_commit=listener.on_commit)
+    checkpoints = AttemptCheckpoints(
+        store, request, keep=spec.checkpoint.keep, on_commit=listener.on_commit, on_failure=listener.on_failure
+    )
+    wish = Wish.NONE
     try:
-        _build_trainer(worker, checkpoints, listener).run()
+        wish = _build_trainer(worker, checkpoints, listener).run()
     except TrainingError as error:  # raised on every worker alike
         return Outcome(checkpoints.newest(), error)
     finally:
         listener.close()
-    return Outcome(checkpoints.newest())
+    return Outcome(checkpoints.newest(), stopped=_STOPPED.get(wish))
 
 
 def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listener: _Listener) -> Trainer:
-    spec, dtype = worker.request.spec, compute_dtype(worker.request.spec)
-    prepared: Prepared = ray.get(worker.prepared)
+    spec = worker.request.spec
+    stored: StoredPreparation = ray.get(worker.prepared)
     local_rank = ray.train.get_context().get_local_rank()
-    with _teacher_on_this_machine(spec, local_rank) as path:
-        student = load_student(spec, path)
-    fork = Fork(student, spec.distillation, dtype=dtype, gradient_checkpointing=spec.training.gradient_checkpointing)
-    if prepared.calibrated is not None:
-        load_trained(student, prepared.calibrated)
-    parallel = Parallel(fork, spec.sharding, dtype=dtype, device=ray.train.torch.get_device())
-    optimizer = build_optimizer(parallel.trained(), spec.optimizer)
+    with _on_this_machine(worker, stored, local_rank) as (path, rows):
+        prepared = stored.open(rows)
+        parallel = _spread(spec, path, prepared.calibrated)
     return Trainer(
         parallel,
-        optimizer,
         prepared.data.train,
-        Checkpointer(parallel.module, optimizer, checkpoints, local_rank=local_rank),
+        Checkpointer(parallel, checkpoints, local_rank=local_rank),
         spec,
         total_steps=worker.total_steps,
         listener=listener,
     )
 
 
+def _spread(spec: JobSpec, path: str, start: dict[str, Tensor] | None) -> Parallel:
+    """The fork over the workers. Where parameters are sharded, a worker reads what it shards, module by module."""
+    lazy, dtype = None, compute_dtype(spec)
+    if spec.sharding.shards_parameters:
+        lazy = LazyStudent.open(path, start or {}, revision=spec.model.revision, **student_shape(spec))
+    student = lazy.model if lazy else load_student(spec, path)
+    fork = Fork(student, spec.distillation, dtype=dtype, gradient_checkpointing=spec.training.gradient_checkpointing)
+    if lazy is not None:
+        lazy.attach(fork)
+    elif start is not None:
+        load_trained(student, start)
+    if spec.training.compile:
+        compile_layers(fork)
+    device = ray.train.torch.get_device()
+    return parallelize(fork, spec, dtype=dtype, device=device, fill=lazy.fill if lazy else None)
+
+
 @contextmanager
-def _teacher_on_this_machine(spec: JobSpec, local_rank: int) -> Iterator[str]:
-    """A path to the teacher; one worker of each machine fetches a remote one for all of them."""
-    workspace = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"teacher-{uuid4().hex}")
+def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank: int) -> Iterator[tuple[str, Path]]:
+    """Paths to the teacher and to the prepared rows; one worker of each machine fetches them for all of its workers."""
+    workspace = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"train-{uuid4().hex}")
     try:
-        path = teacher_path(spec.model.name_or_path, workspace, fetch=local_rank == 0)
+        path = teacher_path(worker.request.spec.model.name_or_path, workspace, fetch=local_rank == 0)
+        if local_rank == 0:
+            stored.fetch(workspace / "rows")
         dist.barrier()
-        yield path
+        yield path, workspace / "rows"
         dist.barrier()
     finally:
         if local_rank == 0:
@@ -96,11 +120,19 @@ class _Listener(TrainerListener, Protocol):
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None: ...
 
+    def on_failure(self, key: str, progress: Progress, error: StorageError) -> None: ...
+
     def close(self) -> None: ...
 
 
 class _Silent:
     """Of the workers other than rank 0."""
+
+    def __init__(self) -> None:
+        self._drain = _Drain()
+
+    def wish(self) -> Wish:
+        return self._drain.wish()
 
     def on_start(self, progress: Progress) -> None:
         """Rank 0 reports for all."""
@@ -111,41 +143,69 @@ class _Silent:
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
         """Only rank 0 completes checkpoints."""
 
+    def on_failure(self, key: str, progress: Progress, error: StorageError) -> None:
+        """Only rank 0 completes checkpoints."""
+
     def close(self) -> None:
         """Nothing is open."""
 
 
+class _Drain:
+    """Says once that a machine of the workers is about to go, which Ray Train knows. Its question is collective."""
+
+    def __init__(self) -> None:
+        self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
+
+    def wish(self) -> Wish:
+        if not self._watched or ray.train.get_preemption_info() is None:
+            return Wish.NONE
+        self._watched = False  # Ray Train starts the workers again when the machine is gone
+        return Wish.SAVE
+
+
 class _RankZero:
-    """Turns steps and checkpoints into events, tracked metrics and log lines."""
+    """Turns steps and checkpoints into events, tracked metrics and log lines. Checkpoints are complete on a thread."""
 
     def __init__(self, store: ObjectStore, worker: WorkerConfig) -> None:
-        request, spec = worker.request, worker.request.spec
+        request = worker.request
         self._reporter = Reporter(store, request, "rank0")
         self._metrics = MetricsBuffer(self._reporter, worker.total_steps)
-        self._tracker = create_tracker(spec.tracking, tracking_directory(request), name=spec.name)
-        self._tracker.start(request.run_id, spec.model_dump(mode="json"))
-        if self._tracker.info is not None:
-            self._reporter.tracking(self._tracker.info)
+        self._run = TrackedRun(store, request)
+        self._telemetry = Telemetry(request.spec, worker.flops_per_token, ray.train.torch.get_device())
+        if self._run.info is not None:
+            self._reporter.tracking(self._run.info)
+        self._lock = threading.Lock()
+        self._control = ControlWatcher(store, request)
+        self._drain = _Drain()
+
+    def wish(self) -> Wish:
+        return max(self._drain.wish(), self._control.wish)
 
     def on_start(self, progress: Progress) -> None:
+        self._telemetry.begin(progress.tokens)
         self._reporter.message(f"training begins at step {progress.step}", step=progress.step)
         get_logger().info("training_begins", step=progress.step)
 
     def on_step(self, metrics: StepMetrics) -> None:
-        point = metrics.point()
-        self._metrics.add(point)
-        self._tracker.log(point, metrics.step)
+        point = metrics.point() | self._telemetry.point(metrics)
+        with self._lock:
+            self._metrics.add(point)
+            self._run.log(point, metrics.step)
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
-        self._metrics.flush()
-        self._reporter.checkpoint(key, manifest, progress.step)
+        with self._lock:
+            self._metrics.flush()
+            self._run.save()
+            self._reporter.checkpoint(key, manifest, progress.step)
         get_logger().info("checkpoint_saved", key=key, step=progress.step, size=manifest.size)
 
+    def on_failure(self, key: str, progress: Progress, error: StorageError) -> None:
+        get_logger().error("checkpoint_lost", key=key, step=progress.step, error=error.message)
+        message = f"checkpoint of step {progress.step} could not be stored; training goes on: {error.message}"
+        with self._lock, suppress(StorageError):  # the same store
+            self._reporter.message(message, level="warn", step=progress.step)
+
     def close(self) -> None:
+        self._control.close()
         self._metrics.flush()
-        self._tracker.finish({})
-
-
-def tracking_directory(request: AttemptRequest) -> Path:
-    """Where a job's tracker keeps its files on this machine."""
-    return Settings().home / "tracking" / request.job_id
+        self._run.close()

@@ -2,9 +2,14 @@
 
     attempt.json                          what to do (`AttemptRequest`), written by the control plane before it submits
     events/{writer}/{sequence}.json       what happened (`AttemptEvent`), numbered from 1 by each writer without gaps
-    control/{name}                        the control plane's wishes (none yet)
+    control/pause.json                    the control plane's wish that the attempt checkpoints and ends
+    control/preempt.json                  the driver's, which has been told to stop: the same, and it ends as failed
+    data/...                              prepared rows, until the artifact is there; `manifest.json` is written last
+    answers/{key}.jsonl                   what the teacher wrote to the prompts of its data
     checkpoints/{name}/...                sharded training state; its `manifest.json` is written last
+    evaluation.json, evaluation.html      the report, also of a model that a gate refused; of a sweep `sweep.*`
     artifact/...                          the distilled model; its `manifest.json` is written last
+    tracking/...                          W&B's files of an offline run, for `wandb sync`
     logs.txt                              the entrypoint's log, saved when the attempt has ended
 
 Workers have no other channel to the control plane. An attempt writes below its own prefix only, so a stale one writes
@@ -43,7 +48,8 @@ class AttemptEvent(_Record):
 
     `data` by type:
 
-    - `status`: `{"status": "running" | "evaluating"}`, sent by the driver when that phase begins.
+    - `status`: `{"status": "running" | "evaluating"}`, sent by the driver when that phase begins, or
+      `{"status": "paused"}`: the attempt has been asked to pause, its checkpoint is complete, and it ends.
     - `metrics`: `{"points": [{"step", "tokens", "logits_loss", "loss", "lr", "grad_norm", "tokens_per_second", ...}],
       "total_steps": int}`; several steps may share an event.
     - `checkpoint`: `{"step": int, "key": str, "size": int, "sha256": str}` (of its manifest).
@@ -61,6 +67,9 @@ class AttemptEvent(_Record):
     data: dict[str, Any] = {}
 
 
+ManifestKind = Literal["artifact", "checkpoint", "data"]
+
+
 class ManifestFile(_Record):
     """One file of an artifact or checkpoint."""
 
@@ -73,7 +82,7 @@ class Manifest(_Record):
     """What makes a directory of objects complete: it is written after every file it names."""
 
     format_version: Literal[1] = 1
-    kind: Literal["artifact", "checkpoint"]
+    kind: ManifestKind
     files: dict[str, ManifestFile]
     """By path relative to the directory, the manifest itself left out."""
     created_at: float
@@ -98,6 +107,16 @@ def request_key(job_id: str, attempt: int) -> str:
     return f"{attempt_prefix(job_id, attempt)}/attempt.json"
 
 
+def preempt_key(job_id: str, attempt: int) -> str:
+    """The object whose existence says that the attempt's machines are taken away."""
+    return f"{attempt_prefix(job_id, attempt)}/control/preempt.json"
+
+
+def pause_key(job_id: str, attempt: int) -> str:
+    """The object whose existence asks an attempt to pause."""
+    return f"{attempt_prefix(job_id, attempt)}/control/pause.json"
+
+
 def events_prefix(job_id: str, attempt: int) -> str:
     return f"{attempt_prefix(job_id, attempt)}/events"
 
@@ -110,8 +129,20 @@ def checkpoints_prefix(job_id: str, attempt: int) -> str:
     return f"{attempt_prefix(job_id, attempt)}/checkpoints"
 
 
+def data_prefix(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/data"
+
+
+def answers_key(job_id: str, attempt: int, key: str) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/answers/{key}.jsonl"
+
+
 def artifact_prefix(job_id: str, attempt: int) -> str:
     return f"{attempt_prefix(job_id, attempt)}/artifact"
+
+
+def tracking_prefix(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/tracking"
 
 
 def logs_key(job_id: str, attempt: int) -> str:

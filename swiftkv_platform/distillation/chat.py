@@ -55,6 +55,14 @@ class ChatRenderer:
         """
         return self._render(messages)[0]
 
+    def render_prompt(self, messages: Conversation) -> str:
+        """The conversation up to where the assistant's answer begins.
+
+        Raises:
+            RowError: the template refuses the messages.
+        """
+        return self._render(messages, add_generation_prompt=True)[0]
+
     def render_with_spans(self, messages: Conversation) -> tuple[str, list[Span]]:
         """The text, and the [begin, end) characters of each assistant turn, its closing marker included.
 

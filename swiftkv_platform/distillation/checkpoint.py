@@ -2,7 +2,7 @@
 business, behind a protocol.
 
 A run needs no other state: the learning rate and the rows of a batch are functions of the step, and a step draws no
-random numbers. Another number of workers, or the other sharding strategy, may take a checkpoint over.
+random numbers. Another number of workers, or another sharding strategy, may take a checkpoint over.
 """
 
 from __future__ import annotations
@@ -10,90 +10,60 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import TypeVar, cast
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.optim import Optimizer
 
-from swiftkv_platform.attempts import ManifestFile
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.uploads import CheckpointStore, Progress, Retries, Uploader
+
+__all__ = ["CheckpointStore", "Checkpointer", "Progress", "Retries", "from_rank_0", "read_trained"]
 
 T = TypeVar("T")
-_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 _STUDENT = "student."
 """Prefix of the student's parameters in the fork's names."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is."""
-
-    step: int = 0
-    """Optimizer steps done."""
-    tokens: int = 0
-    """Positions the loss has counted."""
-
-
-class CheckpointStore(Protocol):
-    """Where checkpoints live; one is complete or invisible."""
-
-    def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
-        """Add one worker's files to checkpoint `name`."""
-
-    def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
-        """Make `name`, all of whose `files` are there, complete, and drop what is older than the newest few."""
-
-    def newest(self) -> str | None:
-        """Key of the newest complete checkpoint, if there is one."""
-
-    def fetch(self, key: str, directory: Path) -> None:
-        """Download a complete checkpoint to `directory`, which does not exist yet."""
 
 
 class Checkpointer:
     """Saves and restores one run. Its methods are collective: every worker calls them at the same time.
 
     Args:
-        module: the fork, spread over the workers.
+        parallel: the fork, spread over the workers, and its optimizer.
         local_rank: this worker's rank on its machine; the first of a machine downloads for all of it.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, store: CheckpointStore, *, local_rank: int) -> None:
-        self._module = module
-        self._optimizer = optimizer
+    def __init__(
+        self, parallel: Parallel, store: CheckpointStore, *, local_rank: int, retries: Retries | None = None
+    ) -> None:
+        self._parallel = parallel
         self._store = store
         self._local_rank = local_rank
+        self._uploader = Uploader(store, retries or Retries())
 
     def save(self, progress: Progress) -> None:
-        """Write a checkpoint; each worker uploads its own files, the first one completes it when all are there."""
-        world_size = dist.get_world_size()
+        """Write a checkpoint to this machine; it goes to the store while training goes on.
+
+        One that cannot be stored is reported, and the one before it stays the newest.
+        """
         # A step may be saved twice, by a run that died before it could complete the first: the names must differ.
-        name = from_rank_0(lambda: f"step-{progress.step:08d}-w{world_size}-{uuid4().hex[:8]}")
-        with tempfile.TemporaryDirectory(prefix="checkpoint-") as workspace:
-            directory = Path(workspace)
-            save(self._state(progress), storage_writer=FileSystemWriter(directory))
-            files = self._store.upload(directory, name) if any(directory.iterdir()) else {}
-        uploaded: list[dict[str, ManifestFile] | None] = [None] * world_size
-        dist.all_gather_object(uploaded, files)
-        if dist.get_rank() == 0:
-            merged = {path: file for part in uploaded if part for path, file in part.items()}
-            self._store.commit(name, merged, progress, world_size)
+        name = from_rank_0(lambda: f"step-{progress.step:08d}-w{dist.get_world_size()}-{uuid4().hex[:8]}")
+        directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+        progressed = {"step": torch.tensor(progress.step), "tokens": torch.tensor(progress.tokens)}
+        save({**self._parallel.state(), "progress": progressed}, storage_writer=FileSystemWriter(directory))
+        self._uploader.start(directory, name, progress)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is in the store. Raises `StorageError` if it cannot be stored."""
+        self._uploader.finish()
 
     def restore(self) -> Progress:
         """Load the newest complete checkpoint; a fresh `Progress` where there is none."""
@@ -105,29 +75,14 @@ class Checkpointer:
             if self._local_rank == 0:
                 self._store.fetch(key, directory)
             dist.barrier()
-            state = self._state(Progress())
-            load(state, storage_reader=FileSystemReader(directory))
+            step, tokens = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+            load({"progress": {"step": step, "tokens": tokens}}, storage_reader=FileSystemReader(directory))
+            self._parallel.load_state(lambda state: load(state, storage_reader=FileSystemReader(directory)))
             dist.barrier()
         finally:
             if self._local_rank == 0:
                 shutil.rmtree(directory, ignore_errors=True)
-        set_model_state_dict(self._module, state["model"], options=_TRAINED)
-        set_optimizer_state_dict(self._module, self._optimizer, state["optimizer"], options=_TRAINED)
-        return Progress(**state["progress"])
-
-    def _state(self, progress: Progress) -> dict[str, Any]:
-        return {
-            "model": self._trained_tensors(),
-            "optimizer": get_optimizer_state_dict(self._module, self._optimizer, options=_TRAINED),
-            "progress": {"step": progress.step, "tokens": progress.tokens},
-        }
-
-    def _trained_tensors(self) -> dict[str, Any]:
-        """By name. Torch leaves out frozen parameters, but not the second name of one that is tied to another."""
-        named = self._module.named_parameters(remove_duplicate=False)
-        frozen = {name.removeprefix("module.") for name, parameter in named if not parameter.requires_grad}
-        state = get_model_state_dict(self._module, options=_TRAINED)
-        return {name: tensor for name, tensor in state.items() if name not in frozen}
+        return Progress(int(step), int(tokens))
 
 
 def read_trained(directory: Path) -> dict[str, Tensor]:

@@ -55,13 +55,17 @@ class RowReader:
         return self.format.parse([row[column] for column in self.required], row)
 
 
-def find_format(name: str, columns: Sequence[str], *, origin: str, path: str) -> RowReader:
-    """The reader for a table with `columns`: of the format `name`, or the first that fits where it is `auto`.
+def find_format(
+    name: str, columns: Sequence[str], *, origin: str, path: str, formats: Sequence[RowFormat] | None = None
+) -> RowReader:
+    """The reader for rows with `columns`: of the format `name`, or the first of `formats` (all) that fits where it is
+    `auto`.
 
     Raises:
         DataError: the columns of no format, or not those of `name`, are there.
     """
-    candidates = FORMATS if name == "auto" else [f for f in FORMATS if f.name == name]
+    formats = FORMATS if formats is None else formats
+    candidates = formats if name == "auto" else [f for f in formats if f.name == name]
     for candidate in candidates:
         required = candidate.match(columns)
         if required is not None:
@@ -76,9 +80,13 @@ def find_format(name: str, columns: Sequence[str], *, origin: str, path: str) ->
 
 
 def content_digest(content: Content) -> int:
-    """64 bits of what a sample says, whatever file, format or tokenizer it comes through."""
+    """64 bits of what a sample says, whatever file, format or tokenizer it comes through.
+
+    Raises:
+        UnicodeEncodeError: half of a surrogate pair, which JSON can write but no text holds.
+    """
     data = content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
-    return int.from_bytes(hashlib.blake2b(data.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(data.encode("utf-8"), digest_size=8).digest(), "big")
 
 
 def _text(value: Any, what: str) -> str:
@@ -161,9 +169,45 @@ def _parse_prompt_completion(values: list[Any], _row: Row) -> Content:
 
 def _parse_alpaca(values: list[Any], row: Row) -> Content:
     instruction, output = (_text(v, what) for v, what in zip(values, ("instruction", "output"), strict=True))
+    return _dialogue(_text(row.get("system"), "system"), _instruction(instruction, row), output)
+
+
+def _instruction(instruction: str, row: Row) -> str:
     context = _text(row.get("input"), "input")
-    prompt = f"{instruction}\n\n{context}" if context else instruction
-    return _dialogue(_text(row.get("system"), "system"), prompt, output)
+    return f"{instruction}\n\n{context}" if context else instruction
+
+
+def _unanswered(messages: Conversation) -> Conversation:
+    """Up to the last message that is not the assistant's."""
+    end = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
+    return messages[:end]
+
+
+def _question(prompt: str, system: str = "") -> Conversation:
+    if not prompt:
+        return []
+    opening = [{"role": "system", "content": system}] if system else []
+    return [*opening, {"role": "user", "content": prompt}]
+
+
+def _prompt_of_messages(values: list[Any], _row: Row) -> Content:
+    return _unanswered(_conversation(values[0], "messages"))
+
+
+def _prompt_of_sharegpt(values: list[Any], row: Row) -> Content:
+    messages = _parse_sharegpt(values, row)
+    assert not isinstance(messages, str)
+    return _unanswered(messages)
+
+
+def _prompt_of_prompt(values: list[Any], _row: Row) -> Content:
+    if isinstance(values[0], list):
+        return _unanswered(_conversation(values[0], "prompt"))
+    return _question(_text(values[0], "the prompt"))
+
+
+def _prompt_of_alpaca(values: list[Any], row: Row) -> Content:
+    return _question(_instruction(_text(values[0], "instruction"), row), _text(row.get("system"), "system"))
 
 
 _SHAREGPT_ROLES = {
@@ -182,10 +226,25 @@ FORMATS = (
     RowFormat("sharegpt", (("conversations",),), _parse_sharegpt, optional=("system",)),
     RowFormat(
         "prompt_completion",
-        (("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
+        (
+            ("prompt", "completion"),
+            ("prompt", "response"),
+            ("question", "answer"),
+            ("question", "answer_with_tags"),
+            ("problem", "solution"),
+        ),
         _parse_prompt_completion,
     ),
     RowFormat("alpaca", (("instruction", "output"),), _parse_alpaca, optional=("input", "system")),
     RowFormat("text", (("text",),), _parse_text),
 )
 """In the order `auto` tries them: what says most about a sample first."""
+
+PROMPT_FORMATS = (
+    RowFormat("messages", (("messages",),), _prompt_of_messages),
+    RowFormat("sharegpt", (("conversations",),), _prompt_of_sharegpt, optional=("system",)),
+    RowFormat("prompt_completion", (("prompt",), ("question",), ("problem",)), _prompt_of_prompt),
+    RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=("input", "system")),
+    RowFormat("text", (("text",),), _parse_text),
+)
+"""The same for rows of which only the prompt is read, because the teacher answers it."""

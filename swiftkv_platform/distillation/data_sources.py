@@ -1,120 +1,90 @@
-"""Where samples come from: a hub data set, local files, fetched objects or the standard library, as tables of rows.
-Knows no tokenizer and no row format.
+"""Where rows come from: hub data sets, local files, objects of a store, the standard library, each as tables that are
+read row by row. Knows no tokenizer and no row format.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Protocol
 
 from swiftkv_platform.demo.corpus import standard_library_modules
+from swiftkv_platform.distillation.data_files import READERS, FileReader, NumberedRow, Row, reader_for
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
-from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
+from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec, looks_like_a_path
 
-if TYPE_CHECKING:
-    from datasets import Dataset
+_SUFFIXES = ", ".join(READERS)
+_ROWS_PER_BATCH = 512
+_HUB_SHARD = re.compile(r".+-\d{5}-of-\d{5}(-\w+)?\.parquet")
+"""How the hub names the Parquet files of a split."""
+_CARD_LISTS_DATA = re.compile(r"^(configs|dataset_info):", re.MULTILINE)
 
-Fetch = Callable[[str], Path]
-"""Brings an `s3://` object or prefix to this machine and returns its local path."""
 
-Row = dict[str, Any]
+class RemoteFiles(Protocol):
+    """Objects at `s3://` addresses, brought to this machine."""
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".py": "text"}
-_SUFFIXES = ", ".join(_BUILDERS)
-_ROWS_PER_CHUNK = 512
+    def list(self, uri: str) -> Sequence[str]:
+        """Addresses of the object at `uri`, or of those below it, sorted. Raises `DataError` if there are none."""
+
+    def fetch(self, uri: str) -> Path:
+        """Download one object; the same address again finds it there."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with the same columns."""
+    """Rows of one origin, read from the beginning each time, in the same order."""
 
     origin: str
-    """What messages call it: a hub id, or the file or directory."""
-    files: tuple[Path, ...]
-    """The local files the rows were read from, where there are any."""
-    rows: Dataset
+    """What messages call it: a hub id, or a file."""
+    columns: tuple[str, ...] | None
+    """Of every row; None where each row has its own."""
+    rows: Callable[[Sequence[str] | None], Iterator[NumberedRow]]
+    """The rows with these columns, or all."""
+    count: Callable[[], int]
+    """Number of rows; not asked of a streamed source."""
+    unit: str = "row"
+    """What rows are counted in."""
     held_out: bool | None = None
     """The side of the hold-out the source itself puts these rows on; None leaves it to `validation_fraction`."""
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.rows.column_names)
 
-    def chunks(
-        self, columns: Sequence[str], indices: npt.NDArray[np.int64] | None, *, path: str
-    ) -> Iterator[tuple[int, list[Row]]]:
-        """Yield (offset of the first row, rows) over the rows `indices`, or all; rows hold `columns` only.
-
-        Raises:
-            DataError: a string is not UTF-8, which the reader of JSON and Parquet does not look at.
-        """
-        rows = self.rows.select_columns(list(columns))
-        if indices is not None:
-            rows = rows.select(indices)
-        offset = 0
-        try:
-            for chunk in rows.iter(batch_size=_ROWS_PER_CHUNK):
-                values = [dict(zip(chunk, row, strict=True)) for row in zip(*chunk.values(), strict=True)]
-                yield offset, values
-                offset += len(values)
-        except UnicodeDecodeError as error:
-            for file in self.files:
-                if _BUILDERS[file.suffix] == "json":
-                    check_json(file, path)
-            raise DataError(
-                f"{path}: {self.origin} holds text that is not UTF-8 ({error.reason}); UTF-8 text would do",
-                field=path,
-                value=self.origin,
-            ) from error
-
-
-def read_source(source: DataSourceSpec, *, path: str, fetch: Fetch | None) -> list[Table]:
-    """Open a source.
+def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None) -> list[Table]:
+    """Open a source; rows are read when tables are asked for them.
 
     Args:
         path: the source's place in the spec, e.g. `data.sources[0]`, for error messages.
-        fetch: needed for `s3://` alone.
+        remote: needed for `s3://` alone.
 
     Raises:
         DataError: nothing is there, or it cannot be read.
-        InvalidInputError: an `s3://` source without `fetch`.
+        InvalidInputError: an `s3://` source without `remote`.
         StorageError: the hub does not answer.
     """
     name, field = source.name_or_path, f"{path}.name_or_path"
     if name.startswith("builtin:"):
-        tables = _builtin(source, path)
-    elif name.startswith("s3://"):
-        if fetch is None:
+        return _builtin(source, path)
+    if name.startswith("s3://"):
+        if remote is None:
             raise InvalidInputError(
                 f"{field} is {name!r}, but this process has no object store to fetch it from; a local path would do",
                 field=field,
                 value=name,
             )
-        tables = _local(fetch(name), name, field)
-    elif Path(name).expanduser().exists():
-        tables = _local(Path(name).expanduser(), name, field)
-    elif _looks_like_a_path(name):
+        return _remote(remote, source, field)
+    location = Path(name).expanduser()
+    if location.is_dir() and (saved := _saved(location, source, path)) is not None:
+        return saved
+    if location.exists():
+        return _local(location, name, field)
+    if looks_like_a_path(name, READERS):
         raise DataError(f"{field} is {name!r}: no such file or directory", field=field, value=name)
-    else:
-        tables = _hub(source, path)
-    if not any(len(table.rows) for table in tables if not table.held_out):
-        raise DataError(f"{field} is {name!r}, which holds no rows; at least one is needed", field=field, value=name)
-    return tables
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix in _BUILDERS
+    return _hub(name, source, path)
 
 
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
-    from datasets import Dataset
-
     if source.name_or_path != BUILTIN_DATA:
         raise DataError(
             f"{path}.name_or_path is {source.name_or_path!r}; the only built-in data set is {BUILTIN_DATA!r}",
@@ -129,22 +99,100 @@ def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
         )
     modules = list(standard_library_modules())
     return [
-        Table(
-            BUILTIN_DATA,
-            (),
-            Dataset.from_dict({"text": [module.text for module in modules if module.held_out is held_out]}),
-            held_out,
-        )
-        for held_out in (False, True)
+        _listed(BUILTIN_DATA, [{"text": module.text} for module in modules if module.held_out is side], held_out=side)
+        for side in (False, True)
     ]
 
 
-def _hub(source: DataSourceSpec, path: str) -> list[Table]:
+def _listed(origin: str, rows: Sequence[Row], *, held_out: bool) -> Table:
+    return Table(origin, ("text",), lambda _columns: enumerate(rows, start=1), lambda: len(rows), held_out=held_out)
+
+
+def _local(location: Path, name: str, field: str) -> list[Table]:
+    files = sorted(p for p in location.rglob("*") if p.suffix in READERS) if location.is_dir() else [location]
+    readers = [(file, reader_for(file)) for file in files]
+    tables = [_file_table(file, reader, field) for file, reader in readers if reader is not None]
+    if not tables:
+        what = "a directory without readable files" if location.is_dir() else "not a readable file"
+        raise DataError(f"{field} is {name!r}, {what}; {_SUFFIXES} would do", field=field, value=name)
+    return tables
+
+
+def _file_table(file: Path, reader: FileReader, field: str) -> Table:
+    return Table(
+        str(file),
+        reader.columns(file, field) if file.stat().st_size else None,
+        lambda columns: reader.rows(file, columns, field) if file.stat().st_size else iter(()),
+        lambda: reader.count(file, field) if file.stat().st_size else 0,
+        reader.unit,
+    )
+
+
+def _remote(remote: RemoteFiles, source: DataSourceSpec, field: str) -> list[Table]:
+    """One table an object. A streamed one is fetched when it is read and deleted when that is done."""
+    name = source.name_or_path
+    uris = [uri for uri in remote.list(name) if Path(uri).suffix in READERS]
+    if not uris:
+        raise DataError(
+            f"{field} is {name!r}, which has no readable objects; {_SUFFIXES} would do", field=field, value=name
+        )
+    return [_object_table(remote, uri, field, keep=not source.streaming) for uri in uris]
+
+
+def _object_table(remote: RemoteFiles, uri: str, field: str, *, keep: bool) -> Table:
+    def table() -> Table:
+        file = remote.fetch(uri)
+        reader = reader_for(file)
+        assert reader is not None, "the address ends like a readable file"
+        return _file_table(file, reader, field)
+
+    def rows(columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+        opened = table()
+        try:
+            yield from opened.rows(columns)
+        finally:
+            if not keep:
+                Path(opened.origin).unlink(missing_ok=True)
+
+    return Table(uri, None, rows, lambda: table().count(), READERS[Path(uri).suffix].unit)
+
+
+def _saved(location: Path, source: DataSourceSpec, path: str) -> list[Table] | None:
+    """The split of a directory that `datasets` or the hub laid out; None for any other directory."""
+    if (location / "dataset_dict.json").is_file() or (location / "state.json").is_file():
+        return _from_disk(location, source, path)
+    card = location / "README.md"
+    has_card = card.is_file() and _CARD_LISTS_DATA.search(card.read_text(encoding="utf-8", errors="replace"))
+    if has_card or any(_HUB_SHARD.fullmatch(file.name) for file in location.rglob("*.parquet")):
+        return _hub(str(location), source, path)
+    return None
+
+
+def _from_disk(location: Path, source: DataSourceSpec, path: str) -> list[Table]:
     import datasets
 
-    name = source.name_or_path
+    name = str(location)
     try:
-        rows = datasets.load_dataset(name, split=source.split)
+        found = datasets.load_from_disk(name)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: data set {name!r}: {error}", field=path, value=name) from error
+    if isinstance(found, datasets.DatasetDict):
+        if source.split not in found:
+            raise DataError(
+                f"{path}.split is {source.split!r}; {name} has {', '.join(found)}",
+                field=f"{path}.split",
+                value=source.split,
+            )
+        found = found[source.split]
+    return [_dataset_table(name, found, path)]
+
+
+def _hub(name: str, source: DataSourceSpec, path: str) -> list[Table]:
+    """A split of a hub data set, or of a directory laid out like one."""
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name, split=source.split, streaming=source.streaming)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"{path}.name_or_path is {name!r}: no such path here and no such data set on the hub ({error})",
@@ -153,7 +201,8 @@ def _hub(source: DataSourceSpec, path: str) -> list[Table]:
         ) from error
     except ConnectionError as error:
         raise StorageError(
-            f"{path}.name_or_path is {name!r}: no such path here, and the hub does not answer ({error})",
+            f"{path}.name_or_path is {name!r}: no such path here, and the hub does not answer ({error}); a local copy "
+            "of the data set's directory would do",
             field=f"{path}.name_or_path",
             value=name,
         ) from error
@@ -161,92 +210,28 @@ def _hub(source: DataSourceSpec, path: str) -> list[Table]:
         raise DataError(
             f"{path} cannot be read: data set {name!r}, split {source.split!r}: {error}", field=path, value=name
         ) from error
-    return [Table(name, (), rows)]
+    return [_dataset_table(name, found, path)]
 
 
-def _local(location: Path, name: str, field: str) -> list[Table]:
-    files = sorted(p for p in location.rglob("*") if p.suffix in _BUILDERS) if location.is_dir() else [location]
-    if not files or files[0].suffix not in _BUILDERS:
-        what = "a directory without readable files" if location.is_dir() else "not a readable file"
-        raise DataError(f"{field} is {name!r}, {what}; {_SUFFIXES} would do", field=field, value=name)
-    tables = []
-    for builder in ("json", "parquet", "text"):
-        group = tuple(file for file in files if _BUILDERS[file.suffix] == builder)
-        if group:
-            origin = str(group[0]) if len(group) == 1 else str(location)
-            rows = _read_text(group, field) if builder == "text" else _load(builder, group, field)
-            tables.append(Table(origin, group, rows))
-    return tables
+def _dataset_table(name: str, dataset: Any, path: str) -> Table:
+    """The table of a `Dataset`, or of an `IterableDataset`, whose rows come as they are read."""
+    columns = dataset.column_names or tuple(next(iter(dataset), {}))
+    return Table(name, tuple(columns), partial(_dataset_rows, dataset, name, path), lambda: len(dataset))
 
 
-def _read_text(files: Sequence[Path], field: str) -> Dataset:
-    from datasets import Dataset
-
-    texts = []
-    for file in files:
-        try:
-            texts.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise not_utf8(file, None, error, field) from error
-    return Dataset.from_dict({"text": texts})
-
-
-def _load(builder: str, files: Sequence[Path], field: str) -> Dataset:
-    """Read `files` of one kind, which must agree on their columns."""
-    import datasets
-
-    filled = [str(file) for file in files if not _is_empty(file)]
-    if not filled:
-        return datasets.Dataset.from_dict({})
-    options = {"parse_agent_traces": False} if builder == "json" else {}
+def _dataset_rows(dataset: Any, name: str, path: str, columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+    number = 1
     try:
-        return datasets.load_dataset(builder, data_files=filled, split="train", **options)
-    except (ValueError, datasets.exceptions.DatasetsError) as error:
-        if builder == "json":
-            for file in files:
-                check_json(file, field)
+        for batch in (dataset if columns is None else dataset.select_columns(list(columns))).iter(_ROWS_PER_BATCH):
+            for values in zip(*batch.values(), strict=True):
+                yield number, dict(zip(batch, values, strict=True))
+                number += 1
+    except ConnectionError as error:
+        raise StorageError(f"{path}: the hub stopped answering after row {number - 1} of {name!r} ({error})") from error
+    except UnicodeDecodeError as error:
         raise DataError(
-            f"{field}: {_name(files)} cannot be read as {builder}: {error.__cause__ or error}",
-            field=field,
-            value=_name(files),
+            f"{path}: {name}, row {number} or one soon after it, holds text that is not UTF-8 ({error.reason}); UTF-8 "
+            "text would do",
+            field=path,
+            value=f"{name}:{number}",
         ) from error
-
-
-def _is_empty(file: Path) -> bool:
-    """No rows, in ways that the reader of JSON takes for damage."""
-    return file.stat().st_size < 64 and file.read_bytes().strip() in {b"", b"[]"}
-
-
-def _name(files: Sequence[Path]) -> str:
-    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-
-
-def check_json(file: Path, field: str) -> None:
-    """Raise the DataError that names the first undecodable place of a JSON or JSON Lines file, if there is one."""
-    with file.open("rb") as stream:
-        is_array = stream.read(1024).lstrip().startswith(b"[")
-        stream.seek(0)
-        for number, text in enumerate([stream.read()] if is_array else stream, start=1):
-            try:
-                if text.strip():
-                    json.loads(text.rstrip())
-            except UnicodeDecodeError as error:
-                raise not_utf8(file, None if is_array else number, error, field) from error
-            except json.JSONDecodeError as error:
-                line, column = (error.lineno, error.colno) if is_array else (number, error.colno)
-                raise DataError(
-                    f"{field}: {file}, line {line}, column {column} is not JSON: {error.msg}; "
-                    "one object a line, or one array of objects, would do",
-                    field=field,
-                    value=f"{file}:{line}",
-                ) from error
-
-
-def not_utf8(file: Path, line: int | None, error: UnicodeDecodeError, field: str) -> DataError:
-    """The error for a file in another encoding."""
-    place = f"{file}, line {line}" if line else str(file)
-    return DataError(
-        f"{field}: {place}, byte {error.start} is not UTF-8 ({error.reason}); UTF-8 text would do",
-        field=field,
-        value=f"{file}:{line}" if line else str(file),
-    )

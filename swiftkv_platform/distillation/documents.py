@@ -4,16 +4,19 @@ format.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from swiftkv_platform.distillation.chat import ChatRenderer, Span
-from swiftkv_platform.distillation.data_formats import Content, content_digest
+from swiftkv_platform.distillation.data_formats import Content, RowError, content_digest
 from swiftkv_platform.distillation.packing import BoolArray, IntArray, Samples
+from swiftkv_platform.distillation.prepared_data import open_tokens
 from swiftkv_platform.errors import DataError
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ class Encoded:
 
     samples: list[tuple[TokenIds, BoolArray]]
     """Token ids, and which positions the loss counts (see `packing.Samples.counts`)."""
+    num_tokens: int
+    """Of the whole document."""
     was_cut: bool
     """A text was split into windows, or a conversation lost its end."""
 
@@ -53,16 +58,19 @@ class DocumentEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._renderer = ChatRenderer.for_tokenizer(tokenizer)
-        self._max_length = max_length
+        self.max_length = max_length
         self._assistant_only = train_on == "assistant"
 
     def draft(self, content: Content) -> Draft:
         """Render a sample.
 
         Raises:
-            RowError: the chat template refuses it.
+            RowError: the chat template refuses it, or it holds what is no text.
         """
-        digest = content_digest(content)
+        try:
+            digest = content_digest(content)
+        except UnicodeEncodeError as error:
+            raise RowError(f"character {error.start} is half of a surrogate pair; whole characters would do") from error
         if isinstance(content, str):
             return Draft(content, digest, assistant=None, is_conversation=False, is_framed=True)
         if self._assistant_only:
@@ -99,6 +107,31 @@ class DocumentEncoder:
             for draft, ids, characters in zip(drafts, encoding["input_ids"], offsets, strict=True)
         ]
 
+    def encode_prompt(self, content: Content) -> TokenIds:
+        """The tokens that the teacher goes on from: of a text itself, of a conversation up to where the answer begins.
+
+        Raises:
+            RowError: the chat template refuses it.
+        """
+        if isinstance(content, str):
+            text, is_framed = content, True
+        else:
+            text, is_framed = self._renderer.render_prompt(content), self._renderer.is_plain
+        ids = np.array(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+        bos = self._tokenizer.bos_token_id
+        return np.insert(ids, 0, bos) if is_framed and bos is not None and (not len(ids) or ids[0] != bos) else ids
+
+    def encode_written(self, prompt: Sequence[int], answer: Sequence[int]) -> Encoded:
+        """A prompt with the answer the teacher wrote to it, token for token."""
+        ids = np.array([*prompt, *answer], dtype=np.int32)
+        is_target = np.ones(len(ids), dtype=np.bool_)
+        if self._assistant_only:
+            is_target[: len(prompt)] = False
+        kept = ids[: self.max_length]
+        counts = np.append(is_target[1 : len(kept)], False)
+        samples = [(kept, counts)] if counts.any() else []
+        return Encoded(samples, len(ids), was_cut=len(ids) > self.max_length)
+
     def _encode(self, draft: Draft, ids: TokenIds, offsets: list[Span] | None) -> Encoded:
         if draft.assistant is None:
             is_target = np.ones(len(ids), dtype=np.bool_)
@@ -107,16 +140,16 @@ class DocumentEncoder:
             is_target = _inside(np.array(offsets, dtype=np.int64).reshape(-1, 2), draft.assistant)
         if draft.is_framed:
             ids, is_target = self._frame(ids, is_target)
-        was_cut = len(ids) > self._max_length
+        num_tokens = len(ids)
         if draft.is_conversation:
-            ids, is_target = ids[: self._max_length], is_target[: self._max_length]
+            ids, is_target = ids[: self.max_length], is_target[: self.max_length]
         samples = []
-        for begin in range(0, len(ids), self._max_length):
-            window = slice(begin, begin + self._max_length)
+        for begin in range(0, len(ids), self.max_length):
+            window = slice(begin, begin + self.max_length)
             counts = np.append(is_target[window][1:], False)
             if counts.any():
                 samples.append((ids[window], counts))
-        return Encoded(samples, was_cut)
+        return Encoded(samples, num_tokens, was_cut=num_tokens > self.max_length)
 
     def _frame(self, ids: TokenIds, is_target: BoolArray) -> tuple[TokenIds, BoolArray]:
         """BOS in front and EOS behind, where the tokenizer has them and the text does not. EOS counts if what it ends
@@ -163,41 +196,55 @@ class Documents:
 
     def samples_of(self, documents: IntArray) -> IntArray:
         """Indices of the samples of `documents`, in their order."""
-        parts = [np.arange(self.first_samples[i], self.first_samples[i + 1], dtype=np.int64) for i in documents]
-        return np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        first = self.first_samples[documents]
+        counts = self.first_samples[documents + 1] - first
+        before = np.cumsum(counts) - counts
+        return np.repeat(first - before, counts) + np.arange(counts.sum())
 
 
-@dataclass
 class DocumentCollector:
-    """Gathers documents while sources are read."""
+    """Writes documents to the token files of `directory` while sources are read. In memory it keeps some 20 bytes of
+    each.
+    """
 
-    _samples: list[tuple[TokenIds, BoolArray]] = field(default_factory=list)
-    _num_samples: list[int] = field(default_factory=list)
-    _digests: list[int] = field(default_factory=list)
-    _sources: list[int] = field(default_factory=list)
-    _held_out: list[bool | None] = field(default_factory=list)
+    def __init__(self, directory: Path, *, vocab_size: int) -> None:
+        self._directory = directory
+        fits_16_bits = vocab_size <= np.iinfo(np.uint16).max + 1
+        self._dtype: np.dtype[Any] = np.dtype(np.uint16 if fits_16_bits else np.int32)
+        self._tokens = (directory / "tokens.bin").open("wb")
+        self._counts = (directory / "counts.bin").open("wb")
+        self._lengths = array("q")
+        self._num_samples = array("i")
+        self._digests = array("Q")
+        self._sources = array("i")
+        self._sides = array("b")  # what the source says of the hold-out: -1 nothing, 0 train, 1 held out
 
     def add(self, encoded: Encoded, *, digest: int, source: int, held_out: bool | None) -> None:
         """`held_out` is the source's own word, None where it has none."""
-        self._samples += encoded.samples
+        for tokens, counts in encoded.samples:
+            self._tokens.write(tokens.astype(self._dtype).tobytes())
+            self._counts.write(counts.tobytes())
+            self._lengths.append(len(tokens))
         self._num_samples.append(len(encoded.samples))
         self._digests.append(digest)
         self._sources.append(source)
-        self._held_out.append(held_out)
+        self._sides.append(-1 if held_out is None else int(held_out))
 
-    def finish(self, *, vocab_size: int) -> Documents:
-        """Everything gathered, token ids in 16 bits where the vocabulary allows it."""
-        dtype = np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.int32
-        starts = np.cumsum([0, *(len(tokens) for tokens, _ in self._samples)], dtype=np.int64)
-        tokens, counts = np.empty(starts[-1], dtype=dtype), np.empty(starts[-1], dtype=np.bool_)
-        for begin, (sample_tokens, sample_counts) in zip(starts, self._samples, strict=False):
-            tokens[begin : begin + len(sample_tokens)] = sample_tokens
-            counts[begin : begin + len(sample_counts)] = sample_counts
+    def finish(self) -> Documents:
+        """Everything gathered; the tokens are mapped from their files."""
+        self._tokens.close()
+        self._counts.close()
+        sides = np.array(self._sides, dtype=np.int8)
         return Documents(
-            samples=Samples(tokens, counts, starts),
-            first_samples=np.cumsum([0, *self._num_samples], dtype=np.int64),
+            samples=Samples(*open_tokens(self._directory, self._dtype), _starts(self._lengths)),
+            first_samples=_starts(self._num_samples),
             digests=np.array(self._digests, dtype=np.uint64),
             sources=np.array(self._sources, dtype=np.int64),
-            held_out=np.array([side is True for side in self._held_out], dtype=np.bool_),
-            is_settled=np.array([side is not None for side in self._held_out], dtype=np.bool_),
+            held_out=sides == 1,
+            is_settled=sides >= 0,
         )
+
+
+def _starts(lengths: array[int]) -> IntArray:
+    """[len(lengths) + 1]: where each begins, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])

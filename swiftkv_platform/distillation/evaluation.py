@@ -1,5 +1,5 @@
-"""How close a student is to its teacher on held-out rows, the report of a job, and its quality gate. Knows neither the
-training step nor where reports are kept.
+"""How close a student, and its exit head, are to the teacher on held-out rows. Knows neither the training step nor what
+is made of the figures.
 """
 
 from __future__ import annotations
@@ -7,33 +7,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.distillation.packing import PackedRows
-from swiftkv_platform.distillation.prefill_cost import PrefillCost
-from swiftkv_platform.errors import DataError, QualityGateError
-from swiftkv_platform.specs import EvaluationSpec
+from swiftkv_platform.errors import DataError
 
 _LOGITS_PER_CHUNK = 1 << 22
 """Elements of a [chunk, vocab] buffer: 16 MiB in float32. Smaller chunks run faster on CPU, and only a sum is kept."""
 
 
-class _Report(BaseModel):
+NUM_EXIT_BINS = 20
+"""Bins of equal width over the exit head's largest probability; the last begins at 0.95, the paper's threshold."""
+
+
+class Figures(BaseModel):
+    """Part of a report."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class TeacherQuality(_Report):
+class TeacherQuality(Figures):
     """The teacher on held-out text."""
 
     perplexity: float
 
 
-class Quality(_Report):
+class Quality(Figures):
     """A student against its teacher on held-out text."""
 
     perplexity: float
@@ -41,6 +45,18 @@ class Quality(_Report):
     """Mean KL(teacher || student) over positions, in nats, at temperature 1."""
     top1_agreement: float
     """Share of the positions where the student's most likely token is the teacher's."""
+
+
+@dataclass(frozen=True)
+class ExitCounts:
+    """Positions by the exit head's largest probability, in `NUM_EXIT_BINS` bins."""
+
+    positions: tuple[int, ...] = (0,) * NUM_EXIT_BINS
+    agreements: tuple[int, ...] = (0,) * NUM_EXIT_BINS
+    """Positions where its most likely token is the student's."""
+
+    def __add__(self, other: ExitCounts) -> ExitCounts:
+        return ExitCounts(_sum(self.positions, other.positions), _sum(self.agreements, other.agreements))
 
 
 @dataclass(frozen=True)
@@ -53,9 +69,11 @@ class Totals:
     student_nll: float = 0.0
     kl: float = 0.0
     agreements: int = 0
+    exit_head: ExitCounts = field(default_factory=ExitCounts)
+    """All zero for a model without an exit head."""
 
     def __add__(self, other: Totals) -> Totals:
-        return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
     @property
     def teacher(self) -> TeacherQuality:
@@ -105,7 +123,7 @@ def evaluate(model: Any, rows: PackedRows, *, max_tokens: int, batch_size: int) 
 def measure(model: Any, rows: PackedRows, indices: Sequence[int], *, batch_size: int) -> Totals:
     """The sums over the rows `indices`; workers may take a share each."""
     totals = Totals()
-    with _evaluation_mode(model):
+    with evaluation_mode(model):
         for start in range(0, len(indices), batch_size):
             batch = rows.batch(indices[start : start + batch_size])
             totals += _measure_batch(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
@@ -121,12 +139,30 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor]) -> Totals:
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
     teacher = decoder.teacher_upper(x, context)[counted]  # [num_positions, hidden_size]
     student = decoder.student_upper(x, context)[counted]
+    exits = x[counted] if model.config.early_exit else None
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
     totals = Totals()
     for start in range(0, len(targets), chunk_size):
         chunk = slice(start, start + chunk_size)
-        totals += _compare(model.lm_head(teacher[chunk]), model.lm_head(student[chunk]), targets[chunk])
+        logits = model.lm_head(student[chunk])
+        totals += _compare(model.lm_head(teacher[chunk]), logits, targets[chunk])
+        if exits is not None:
+            totals += Totals(exit_head=_exit_counts(model.exit_logits(exits[chunk]), logits.argmax(-1)))
     return totals
+
+
+def _exit_counts(logits: torch.Tensor, student: torch.Tensor) -> ExitCounts:
+    """For the exit head's logits [num_positions, vocab_size] and the student's most likely tokens [num_positions]."""
+    confidence, tokens = logits.float().softmax(-1).max(-1)
+    bins = (confidence * NUM_EXIT_BINS).long().clamp(max=NUM_EXIT_BINS - 1)
+    positions, agreements = (
+        tuple(torch.bincount(which, minlength=NUM_EXIT_BINS).tolist()) for which in (bins, bins[tokens == student])
+    )
+    return ExitCounts(positions, agreements)
+
+
+def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
 def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> Totals:
@@ -144,75 +180,11 @@ def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor
 
 
 @contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """Without dropout; the model is left as it came."""
     was_training = model.training
     model.eval()
     try:
         yield
     finally:
         model.train(was_training)
-
-
-class TimeToFirstToken(_Report):
-    """Milliseconds, medians."""
-
-    dense: float
-    swiftkv: float
-
-
-class Report(_Report):
-    """`evaluation.json` and `demo-report.json`."""
-
-    teacher: TeacherQuality
-    rewired: Quality
-    """The student as it starts with copied projections."""
-    calibrated: Quality | None
-    """As it starts with calibrated ones; null for a job that starts from the copies."""
-    distilled: Quality
-    kl_recovered: float
-    """1 - distilled.kl / rewired.kl; 0 where rewiring costs nothing."""
-    prefill_flops_ratio: float
-    """SwiftKV / dense, counted on a forward pass."""
-    kv_bytes_ratio: float
-    """SwiftKV / dense, of the caches of a forward pass."""
-    ttft_ms: TimeToFirstToken
-    tokens_trained: int
-
-    @classmethod
-    def build(
-        cls,
-        *,
-        rewired: Totals,
-        calibrated: Totals | None,
-        distilled: Totals,
-        cost: PrefillCost,
-        tokens_trained: int,
-    ) -> Self:
-        """The report from what was measured on the same rows before and after training."""
-        return cls(
-            teacher=distilled.teacher,
-            rewired=rewired.student,
-            calibrated=calibrated.student if calibrated else None,
-            distilled=distilled.student,
-            kl_recovered=1.0 - distilled.student.kl / rewired.student.kl if rewired.student.kl else 0.0,
-            prefill_flops_ratio=cost.flops_ratio,
-            kv_bytes_ratio=cost.kv_bytes_ratio,
-            ttft_ms=TimeToFirstToken(dense=cost.dense.ttft_ms, swiftkv=cost.swiftkv.ttft_ms),
-            tokens_trained=tokens_trained,
-        )
-
-
-def check_gate(report: Report, spec: EvaluationSpec) -> None:
-    """Refuse a student that is too far from its teacher.
-
-    Raises:
-        QualityGateError: with the figures that decided.
-    """
-    if spec.max_kl is not None and not report.distilled.kl <= spec.max_kl:
-        raise QualityGateError(
-            f"held-out KL is {report.distilled.kl:.4f} nats; evaluation.max_kl allows {spec.max_kl:g} (perplexity "
-            f"{report.distilled.perplexity:.3f} against the teacher's {report.teacher.perplexity:.3f}, top-1 agreement "
-            f"{report.distilled.top1_agreement:.1%}); more training or fewer skipped layers would do",
-            field="evaluation.max_kl",
-            value=report.distilled.kl,
-        )

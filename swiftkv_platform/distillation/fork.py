@@ -20,8 +20,6 @@ from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_lo
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import DistillationSpec
 
-_TEACHER_PROJECTIONS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
-
 
 class Fork(nn.Module):
     """Losses of a student against its teacher, over one set of frozen weights.
@@ -64,7 +62,7 @@ class Fork(nn.Module):
         if self._hidden_index is not None:
             weights["hidden_loss"] = self._spec.hidden_loss_weight
         if self.student.config.early_exit:
-            weights["exit_loss"] = 1.0
+            weights["exit_loss"] = self._spec.exit_loss_weight
         return weights
 
     def units(self) -> Iterator[nn.Module | list[nn.Module]]:
@@ -72,10 +70,14 @@ class Fork(nn.Module):
         decoder = self.student.model
         leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
         # K and V of all groups run before the layers that own their projections.
-        yield [projection for leader in leaders for projection in (leader.k_proj_swiftkv, leader.v_proj_swiftkv)]
+        yield [module for leader in leaders for module in leader.shared_modules()]
         yield from decoder.layers
         if self.tail_teacher is not None:
             yield from self.tail_teacher.layers[self._first :]
+
+    def heads(self) -> list[nn.Module]:
+        """Whose weights the losses use themselves."""
+        return [self.student.lm_head, *([self.student.exit_head] if self.student.config.early_exit else [])]
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
         """Sums of the losses over the positions where `loss_mask` is set, by name, in nats (`hidden_loss`: squared).
@@ -120,6 +122,16 @@ class Fork(nn.Module):
         return spec.objective == "logits" or self._hidden_index is not None or self.student.config.early_exit
 
 
+def compile_layers(fork: Fork) -> None:
+    """Compile every layer in place (`training.compile`); layers of one kind share the compiled code.
+
+    Before the fork is spread over workers: a layer is what FSDP2 gathers, and is compiled without its communication.
+    """
+    tail = [] if fork.tail_teacher is None else fork.tail_teacher.layers[fork.student.config.num_key_value_layers :]
+    for layer in [*fork.student.model.layers, *tail]:
+        layer.compile(dynamic=False)
+
+
 def trained_parameters(student: Any, spec: DistillationSpec) -> dict[str, nn.Parameter]:
     """What `spec.trainable` names: the SwiftKV projections, norm and exit head, or with them every parameter of the
     student's layers >= l (table 6b)."""
@@ -127,8 +139,9 @@ def trained_parameters(student: Any, spec: DistillationSpec) -> dict[str, nn.Par
     if spec.trainable == "tail":
         first = student.config.num_key_value_layers
         for i, layer in enumerate(student.model.layers[first:], start=first):
+            idle = tuple(f"self_attn.{name}." for name in layer.self_attn.teacher_modules())
             for name, parameter in layer.named_parameters():
-                if not name.startswith(_TEACHER_PROJECTIONS):  # the student does not run them
+                if not name.startswith(idle):  # the student does not run them
                     trained[f"model.layers.{i}.{name}"] = parameter
     return trained
 

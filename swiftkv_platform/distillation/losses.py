@@ -21,6 +21,8 @@ LOGITS_PER_CHUNK = 1 << 25
 """Elements of a [chunk, vocab] buffer: 128 MiB in float32."""
 LOGITS_PER_CHUNK_ON_CPU = 1 << 19
 """2 MiB, which a core's cache holds: up to 2.7 times as fast as buffers that go through memory."""
+_FEWEST_ROWS = 16
+"""Of a chunk, however large the vocabulary: a product with fewer spends its time on reading the head."""
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(logits [chunk, vocab] in float32, its rows) -> (summed loss, gradient with respect to the logits)."""
@@ -76,7 +78,7 @@ def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
 def _head_loss(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_size: int | None) -> Tensor:
     """Apply `head` in its own dtype, outside autocast: the chunks' products are the same in forward and backward."""
     elements = LOGITS_PER_CHUNK_ON_CPU if head.device.type == "cpu" else LOGITS_PER_CHUNK
-    chunk_size = chunk_size or max(1, elements // head.shape[0])
+    chunk_size = chunk_size or max(_FEWEST_ROWS, elements // head.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
         loss: Tensor = _FusedHeadLoss.apply(hidden.to(head.dtype), head, chunk_loss, chunk_size)  # type: ignore[no-untyped-call]
     return loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -32,10 +33,13 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
 
 def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> AdamW:
     """AdamW over the trained parameters; weight decay spares vectors (norms and biases)."""
-    trained = list(parameters)
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in parameters:
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO stage 3 leaves an empty vector in its place
+        (matrices if len(shape) >= 2 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": spec.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return AdamW([group for group in groups if group["params"]], lr=spec.learning_rate, betas=spec.betas)
 

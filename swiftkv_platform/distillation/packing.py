@@ -9,22 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from swiftkv_platform.errors import InvalidInputError
-
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
+_SAMPLES_PER_FIT = 1 << 20
+"""Packed together; a million samples leave best fit nothing to gain from more."""
+
 
 @dataclass(frozen=True)
 class Samples:
-    """Token ids of many samples end to end, each at most a row long."""
+    """Token ids of many samples end to end, each at most a row long. The arrays may be memory-mapped files."""
 
     tokens: TokenArray
     """[num_tokens]"""
@@ -68,8 +69,10 @@ class PackedRows:
     @cached_property
     def num_counted_tokens(self) -> int:
         """Positions of all rows that the loss counts."""
-        counted_before = np.concatenate([[0], np.cumsum(self.samples.counts)])[self.samples.starts]
-        return int(np.diff(counted_before)[self.members].sum())
+        if not len(self.members):
+            return 0
+        counted = np.add.reduceat(self.samples.counts, self.samples.starts[:-1], dtype=np.int32)
+        return int(counted[self.members].sum(dtype=np.int64))
 
     @property
     def packing_efficiency(self) -> float:
@@ -106,38 +109,39 @@ class PackedRows:
             "loss_mask": torch.from_numpy(loss_mask),
         }
 
-    def update_digest(self, digest: Any) -> None:
-        """Feed what the rows hold (tokens, positions that count, borders) to a `hashlib` object."""
-        for member in self.members:
-            span = slice(self.samples.starts[member], self.samples.starts[member + 1])
-            digest.update(np.ascontiguousarray(self.samples.tokens[span], dtype="<i4").tobytes())
-            digest.update(self.samples.counts[span].tobytes())
-        digest.update(self.samples.lengths[self.members].astype("<i8").tobytes())
-        digest.update(self.row_starts.astype("<i8").tobytes())
-
 
 def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: int, packing: bool = True) -> PackedRows:
     """Lay the samples `chosen` (indices, repeats allowed) into rows.
 
-    Best fit, longest sample first: each goes where it leaves the least room. Without `packing` every sample has a row
-    of its own. The same input gives the same rows.
+    Best fit, longest sample first: each goes where it leaves the least room. Of very many samples each
+    `_SAMPLES_PER_FIT` are packed by themselves, which bounds the memory it takes. Without `packing` every sample has a
+    row of its own. The same input gives the same rows.
     """
     lengths = samples.lengths[chosen]
     if len(lengths) and lengths.max() > max_length:
         raise ValueError(f"a sample of {lengths.max()} tokens does not fit a row of {max_length}")
-    rows = _best_fit(lengths, max_length) if packing else [[i] for i in range(len(chosen))]
-    members = [i for row in rows for i in row]
+    if packing:
+        fits = [
+            (begin, _best_fit(lengths[begin : begin + _SAMPLES_PER_FIT], max_length))
+            for begin in range(0, len(chosen), _SAMPLES_PER_FIT)
+        ]
+        order = np.concatenate([np.empty(0, dtype=np.int64), *(begin + members for begin, (members, _) in fits)])
+        sizes = np.concatenate([np.empty(0, dtype=np.int64), *(sizes for _, (_, sizes) in fits)])
+    else:
+        order, sizes = np.arange(len(chosen)), np.ones(len(chosen), dtype=np.int64)
     return PackedRows(
         samples=samples,
-        members=chosen[np.array(members, dtype=np.int64)],
-        row_starts=np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64),
+        members=chosen[order],
+        row_starts=np.concatenate([[0], np.cumsum(sizes)]),
         max_length=max_length,
         pad_token_id=pad_token_id,
     )
 
 
-def _best_fit(lengths: IntArray, capacity: int) -> list[list[int]]:
-    """Rows of indices into `lengths`, by best-fit decreasing, in about constant time a sample."""
+def _best_fit(lengths: IntArray, capacity: int) -> tuple[IntArray, IntArray]:
+    """Indices into `lengths` row after row, and the number in each row: best-fit decreasing, in about constant time a
+    sample.
+    """
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # by_room[r]: rows with room for r more tokens
     open_rooms = 0  # bit r is set where by_room[r] is not empty
@@ -156,7 +160,8 @@ def _best_fit(lengths: IntArray, capacity: int) -> list[list[int]]:
         if room > length:
             by_room[room - length].append(row)
             open_rooms |= 1 << (room - length)
-    return rows
+    members = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=len(lengths))
+    return members, np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
 
 
 def batch_rows(num_rows: int, *, batch_size: int, seed: int, step: int) -> list[int]:
@@ -179,18 +184,7 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> IntArray:
 
 
 def rank_rows(rows: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """This worker's share of a batch; all shares are equally long.
-
-    Raises:
-        InvalidInputError: the batch does not divide by `world_size`.
-    """
-    if len(rows) % world_size:
-        raise InvalidInputError(
-            f"training.batch_size is {len(rows)}, which {world_size} workers cannot share equally; "
-            f"a multiple of {world_size} would do",
-            field="training.batch_size",
-            value=len(rows),
-        )
+    """This worker's share of a batch. Where the batch does not divide, the last workers have one row less."""
     return list(rows[rank::world_size])
 
 

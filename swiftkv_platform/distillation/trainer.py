@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import torch
 
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
-from swiftkv_platform.distillation.optimizer import learning_rate, set_learning_rate
+from swiftkv_platform.distillation.optimizer import learning_rate
 from swiftkv_platform.distillation.packing import PackedRows, batch_rows, rank_rows
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.errors import LossNotFiniteError
@@ -33,6 +34,7 @@ class StepMetrics:
     grad_norm: float
     """Before clipping."""
     tokens_per_second: float
+    world_size: int
 
     def point(self) -> dict[str, float]:
         """A flat mapping, for events and trackers."""
@@ -43,17 +45,33 @@ class StepMetrics:
             "lr": self.lr,
             "grad_norm": self.grad_norm,
             "tokens_per_second": self.tokens_per_second,
+            "world_size": self.world_size,
         }
 
 
+class Wish(IntEnum):
+    """What somebody outside wants of a run; the largest wish of all workers counts."""
+
+    NONE = 0
+    SAVE = 1
+    """A checkpoint now, out of turn."""
+    STOP = 2
+    """A checkpoint, then the end: the machines are taken away."""
+    PAUSE = 3
+    """A checkpoint, then the end: the job is to go on later."""
+
+
 class TrainerListener(Protocol):
-    """Hears, on every worker, how a run gets on."""
+    """Hears, on every worker, how a run gets on, and speaks for the world outside."""
 
     def on_start(self, progress: Progress) -> None:
         """The run begins, at step 0 or where its newest checkpoint is."""
 
     def on_step(self, metrics: StepMetrics) -> None:
         """A step is done."""
+
+    def wish(self) -> Wish:
+        """What this worker has been told since the last step."""
 
 
 class Trainer:
@@ -66,7 +84,6 @@ class Trainer:
     def __init__(
         self,
         parallel: Parallel,
-        optimizer: torch.optim.Optimizer,
         rows: PackedRows,
         checkpointer: Checkpointer,
         spec: JobSpec,
@@ -75,28 +92,36 @@ class Trainer:
         listener: TrainerListener,
     ) -> None:
         self._parallel = parallel
-        self._optimizer = optimizer
         self._rows = rows
         self._checkpointer = checkpointer
         self._spec = spec
         self._total_steps = total_steps
         self._listener = listener
 
-    def run(self) -> Progress:
-        """Go on from the newest checkpoint to the last step; returns how far the run is.
+    def run(self) -> Wish:
+        """Go on from the newest checkpoint to the last step, or until told to stop; a checkpoint says where that was.
+
+        Returns the wish that ended the run, `NONE` at the last step.
 
         Raises:
-            LossNotFiniteError: on every worker alike, before the step changed a weight; checkpoints stay.
+            LossNotFiniteError: on every worker alike; checkpoints stay.
+            StorageError: the last checkpoint cannot be stored.
         """
         progress = self._checkpointer.restore()
         self._listener.on_start(progress)
-        while progress.step < self._total_steps:
-            metrics = self.train_step(progress)
-            progress = Progress(metrics.step, metrics.tokens)
-            self._listener.on_step(metrics)
-            if progress.step % self._spec.checkpoint.every_steps == 0 or progress.step == self._total_steps:
-                self._checkpointer.save(progress)
-        return progress
+        wish = Wish.NONE
+        try:
+            while progress.step < self._total_steps and wish < Wish.STOP:
+                metrics = self.train_step(progress)
+                progress = Progress(metrics.step, metrics.tokens)
+                self._listener.on_step(metrics)
+                wish = Wish(self._parallel.agree(self._listener.wish()))
+                last = progress.step == self._total_steps
+                if last or wish or progress.step % self._spec.checkpoint.every_steps == 0:
+                    self._checkpointer.save(progress)
+        finally:
+            self._checkpointer.finish()
+        return wish if progress.step < self._total_steps else Wish.NONE
 
     def train_step(self, progress: Progress) -> StepMetrics:
         """One optimizer step over `training.batch_size` rows, shared by the workers and cut into micro batches.
@@ -114,19 +139,16 @@ class Trainer:
         for number, batch in enumerate(micro_batches, start=1):
             with parallel.micro_batch(last=number == len(micro_batches)):
                 sums = parallel(batch)
-                torch.stack([weight * scale * sums[name] for name, weight in weights.items()]).sum().backward()
+                loss = torch.stack([weight * scale * sums[name] for name, weight in weights.items()]).sum()
+                parallel.backward(loss)
             totals += torch.stack([sums[name].detach() for name in weights])
 
         means = (parallel.sum(totals) / max(num_counted, 1)).tolist()
         losses = dict(zip(weights, means, strict=True))
         losses = {"loss": sum(weights[name] * mean for name, mean in losses.items()), **losses}
-        grad_norm = parallel.clip_gradients(self._spec.optimizer.max_grad_norm)
-        self._check_finite(progress.step, losses["loss"], grad_norm)
-
         rate = learning_rate(self._spec.optimizer, progress.step, self._total_steps)
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        grad_norm = parallel.update(rate)
+        self._check_finite(progress.step, losses["loss"], grad_norm)
         return StepMetrics(
             step=progress.step + 1,
             tokens=progress.tokens + num_counted,
@@ -134,15 +156,22 @@ class Trainer:
             lr=rate,
             grad_norm=grad_norm,
             tokens_per_second=num_counted / (time.perf_counter() - started),
+            world_size=parallel.world_size,
         )
 
     def _micro_batches(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """This worker's rows of a step, `micro_batch_size` at a time."""
-        training = self._spec.training
+        """This worker's rows of a step, `micro_batch_size` at a time. Every worker has equally many: one whose share is
+        shorter fills it up with a row that no loss counts."""
+        training, parallel = self._spec.training, self._parallel
         batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
-        mine = rank_rows(batch, self._parallel.rank, self._parallel.world_size)
-        size = training.micro_batch_size
-        return [self._rows.batch(mine[start : start + size]) for start in range(0, len(mine), size)]
+        mine = rank_rows(batch, parallel.rank, parallel.world_size)
+        places = [*mine, *batch[: -(-len(batch) // parallel.world_size) - len(mine)]]
+        micro_batches = []
+        for start in range(0, len(places), training.micro_batch_size):
+            rows = self._rows.batch(places[start : start + training.micro_batch_size])
+            rows["loss_mask"][max(len(mine) - start, 0) :] = False
+            micro_batches.append(rows)
+        return micro_batches
 
     def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from swiftkv_platform.attempts import MANIFEST, Manifest, ManifestFile
+from swiftkv_platform.attempts import MANIFEST, Manifest, ManifestFile, ManifestKind
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ConflictError,
@@ -38,7 +38,7 @@ def publish_directory(
     directory: Path,
     prefix: str,
     *,
-    kind: Literal["artifact", "checkpoint"],
+    kind: ManifestKind,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> Manifest:
@@ -85,7 +85,7 @@ def write_manifest(
     prefix: str,
     files: Mapping[str, ManifestFile],
     *,
-    kind: Literal["artifact", "checkpoint"],
+    kind: ManifestKind,
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> Manifest:

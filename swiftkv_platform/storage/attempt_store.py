@@ -19,6 +19,8 @@ from swiftkv_platform.attempts import (
     event_key,
     events_prefix,
     logs_key,
+    pause_key,
+    preempt_key,
     request_key,
 )
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
@@ -82,6 +84,22 @@ class AttemptStore:
             raise StorageError(
                 f"attempt request {key!r} cannot be understood: {error}", field="key", value=key
             ) from error
+
+    def request_pause(self, job_id: str, attempt: int) -> None:
+        """Ask the attempt to checkpoint and end; asking again changes nothing."""
+        self._store.put_bytes(pause_key(job_id, attempt), b"{}")
+
+    def pause_requested(self, job_id: str, attempt: int) -> bool:
+        """Whether the attempt has been asked to pause."""
+        return self._store.head(pause_key(job_id, attempt)) is not None
+
+    def announce_preemption(self, job_id: str, attempt: int) -> None:
+        """Ask the attempt's workers to checkpoint and end, since their machines are taken away."""
+        self._store.put_bytes(preempt_key(job_id, attempt), b"{}")
+
+    def preemption_announced(self, job_id: str, attempt: int) -> bool:
+        """Whether the attempt's machines are taken away."""
+        return self._store.head(preempt_key(job_id, attempt)) is not None
 
     def read_events(self, job_id: str, attempt: int, cursor: Mapping[str, int]) -> list[StoredEvent]:
         """Events after `cursor` (writer -> last sequence seen), merged by time, each writer's own order kept.

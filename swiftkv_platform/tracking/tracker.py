@@ -24,12 +24,24 @@ class TrackingInfo:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table for people to sort and compare."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | float | None, ...], ...]
+
+
 class Tracker(Protocol):
-    """One run: `start`, any number of `log`, `finish`. Used by one process and thread."""
+    """One run: `start`, any number of records, `finish`. Used by one process and thread."""
 
     @property
     def info(self) -> TrackingInfo | None:
         """None before `start`, and while nothing is recorded."""
+
+    @property
+    def files(self) -> Path | None:
+        """Directory of a run that nobody has uploaded, also after `finish`; None where there is none."""
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin the run, or go on with it: every attempt of a job starts the same `run_id`."""
@@ -37,8 +49,16 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record metrics of an optimizer step."""
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Record the final figures and hand everything over."""
+    def log_report(
+        self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
+    ) -> None:
+        """Record final figures, tables and PNG images, at a step after the last one trained."""
+
+    def log_artifact(self, name: str, uri: str, digest: str) -> None:
+        """Record where the model is; nothing is copied."""
+
+    def finish(self) -> None:
+        """Hand everything over."""
 
 
 class NullTracker:
@@ -48,13 +68,25 @@ class NullTracker:
     def info(self) -> TrackingInfo | None:
         return None
 
+    @property
+    def files(self) -> Path | None:
+        return None
+
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Nothing to begin."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Nothing to record."""
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def log_report(
+        self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
+    ) -> None:
+        """Nothing to record."""
+
+    def log_artifact(self, name: str, uri: str, digest: str) -> None:
+        """Nothing to record."""
+
+    def finish(self) -> None:
         """Nothing to hand over."""
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import WandbSpec
-from swiftkv_platform.tracking.tracker import TrackingInfo
+from swiftkv_platform.tracking.tracker import Table, TrackingInfo
 
 _KEY = "WANDB_API_KEY"
 
@@ -26,6 +27,11 @@ class WandbTracker:
         self._timeout_s = timeout_s
         self._run: Any = None
         self._info: TrackingInfo | None = None
+        self._files: Path | None = None
+
+    @property
+    def files(self) -> Path | None:
+        return self._files
 
     @property
     def info(self) -> TrackingInfo | None:
@@ -58,6 +64,7 @@ class WandbTracker:
                 ),
             )
             url = self._run.url if mode == "online" else None
+            self._files = Path(self._run.settings.sync_dir) if mode == "offline" else None
             self._info = TrackingInfo(provider="wandb", run_id=run_id, mode=mode, url=url)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -65,10 +72,37 @@ class WandbTracker:
             with self._guarded("log"):
                 self._run.log(dict(metrics), step=step)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def log_report(
+        self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
+    ) -> None:
+        if self._run is not None:
+            with self._guarded("log_report"):
+                import wandb
+                from PIL import Image
+
+                media: dict[str, Any] = {
+                    name: wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+                    for name, table in tables.items()
+                }
+                media |= {name: wandb.Image(Image.open(BytesIO(png))) for name, png in images.items()}
+                if media:
+                    self._run.log(media, step=step)
+                self._run.summary.update(dict(summary))
+
+    def log_artifact(self, name: str, uri: str, digest: str) -> None:
+        if self._run is not None:
+            with self._guarded("log_artifact"):
+                import wandb
+
+                self._run.summary.update({"artifact": {"uri": uri, "sha256": digest}})
+                address = uri if "://" in uri else Path(uri).absolute().as_uri()
+                artifact = wandb.Artifact(name, type="model", metadata={"uri": uri, "sha256": digest})
+                artifact.add_reference(address, checksum=False)  # W&B neither reads nor copies the weights
+                self._run.log_artifact(artifact)
+
+    def finish(self) -> None:
         if self._run is not None:
             with self._guarded("finish"):
-                self._run.summary.update(dict(summary))
                 self._run.finish()
 
     @contextmanager

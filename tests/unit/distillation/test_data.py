@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from swiftkv_platform.distillation.data import PreparedData, prepare_data
+from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.packing import PackedRows
+from swiftkv_platform.distillation.prepared_data import PreparedData
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.specs import DataSpec
 from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
@@ -29,6 +31,7 @@ Write = Callable[..., str]
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
@@ -54,7 +57,12 @@ def spec(*sources: str | dict[str, Any], **settings: Any) -> DataSpec:
 def prepare(
     *sources: str | dict[str, Any], seed: int = 0, template: str | None = None, **settings: Any
 ) -> PreparedData:
-    return prepare_data(spec(*sources, **settings), byte_tokenizer(chat_template=template), seed=seed)
+    tokenizer = byte_tokenizer(chat_template=template)
+    return prepare_data(spec(*sources, **settings), tokenizer, new_directory(), seed=seed)
+
+
+def new_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="rows-"))
 
 
 def texts(rows: PackedRows) -> list[str]:
@@ -81,7 +89,7 @@ def test_a_document_has_bos_in_front_and_eos_behind_and_all_of_it_counts(write: 
     assert texts(prepared.train) == ["^one$", "^two$"]
     assert targets(prepared.train) == ["one$", "two$"]
     source = prepared.statistics.sources[0]
-    assert (source.formats, source.rows, source.documents, source.dropped) == (("text",), 4, 2, 2)
+    assert (source.formats, source.rows, source.documents, source.dropped) == ({"text": 4}, 4, 2, 2)
     assert prepared.statistics.train.model_dump() == {
         "documents": 2, "samples": 2, "tokens": 10, "counted_tokens": 8, "rows": 1, "packing_efficiency": 10 / 64,
     }  # fmt: skip
@@ -92,7 +100,7 @@ def test_special_tokens_the_text_has_are_not_doubled(write: Write) -> None:
 
 
 def test_a_tokenizer_without_special_tokens_adds_none(write: Write) -> None:
-    prepared = prepare_data(spec(write([{"text": "one"}])), byte_tokenizer(special=False), seed=0)
+    prepared = prepare_data(spec(write([{"text": "one"}])), byte_tokenizer(special=False), new_directory(), seed=0)
     assert texts(prepared.train) == ["one"]
 
 
@@ -165,7 +173,7 @@ def test_every_kind_of_file_is_read_and_formats_are_reported(write: Write, tmp_p
     prepared = prepare(str(tmp_path / "all"))
     conversation = "^### User:\nask\n### Assistant:\nsay\n$"
     assert texts(prepared.train) == sorted(["^lines$", "^array$", "^array 2$", "^plain$", "^x = 1$", conversation])
-    assert prepared.statistics.sources[0].formats == ("text", "prompt_completion")
+    assert prepared.statistics.sources[0].formats == {"text": 5, "prompt_completion": 1}
 
 
 def test_the_standard_library_brings_its_own_held_out_modules() -> None:
@@ -173,18 +181,34 @@ def test_the_standard_library_brings_its_own_held_out_modules() -> None:
     prepared = prepare(source, validation_fraction=0.5, max_length=4096)
     assert prepared.statistics.train.documents == 3
     assert prepared.statistics.held_out.documents > 3
-    assert prepared.statistics.sources[0].formats == ("text",)
+    assert prepared.statistics.sources[0].formats.keys() == {"text"}
 
 
-def test_s3_sources_come_through_the_given_fetch(write: Write) -> None:
-    asked, path = [], Path(write([{"text": "remote"}], "fetched/rows.jsonl"))
+@pytest.mark.parametrize("streaming", [False, True])
+def test_s3_sources_come_through_the_given_remote(write: Write, streaming: bool) -> None:
+    objects = {"a.jsonl": NUMBERED[:6], "b.txt": "plain", "c.bin": "no rows"}
+    fetched = dict[str, Path]()
 
-    def fetch(uri: str) -> Path:
-        asked.append(uri)
-        return path.parent
+    class Remote:
+        def list(self, uri: str) -> list[str]:
+            return [f"{uri}/{name}" for name in objects]
 
-    prepared = prepare_data(spec("s3://bucket/prefix"), byte_tokenizer(), seed=0, fetch=fetch)
-    assert (texts(prepared.train), asked) == (["^remote$"], ["s3://bucket/prefix"])
+        def fetch(self, uri: str) -> Path:
+            name = uri.removeprefix("s3://bucket/prefix/")
+            fetched[name] = Path(write(objects[name], f"fetched/{name}"))
+            return fetched[name]
+
+    def prepared(sample_count: int | None) -> list[str]:
+        source = {"name_or_path": "s3://bucket/prefix", "streaming": streaming, "sample_count": sample_count}
+        data = prepare_data(spec(source), byte_tokenizer(), new_directory(), seed=0, remote=Remote())
+        return texts(data.train)
+
+    if streaming:
+        assert prepared(3) == [f"^document {i}$" for i in range(3)]
+    else:
+        assert len(prepared(3)) == 3
+    assert prepared(None) == ["^document 0$", *(f"^document {i}$" for i in range(1, 6)), "^plain$"]
+    assert {name: path.exists() for name, path in fetched.items()} == dict.fromkeys(("a.jsonl", "b.txt"), not streaming)
     with pytest.raises(InvalidInputError, match="no object store"):
         prepare("s3://bucket/prefix")
 
@@ -265,14 +289,19 @@ def test_token_ids_take_two_bytes_where_the_vocabulary_allows(write: Write) -> N
     [
         ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl", "bad.jsonl, line 2, column 13 is not JSON", "name_or_path"),
         ('[{"text": "a"},\n {"text" "b"}]', "bad.json", "bad.json, line 2, column 10 is not JSON", "name_or_path"),
-        ('{"text": "a"}\n{"text": "é"}\n'.encode("latin-1"), "latin.jsonl", "latin.jsonl, line 2, byte 10", ""),
-        ("é".encode("latin-1"), "latin.txt", "latin.txt, byte 0 is not UTF-8", "name_or_path"),
+        (
+            '{"text": "a"}\n{"text": "é"}\n'.encode("latin-1"),
+            "latin.jsonl",
+            "latin.jsonl, line 2, byte 10",
+            "name_or_path",
+        ),
+        ("é".encode("latin-1"), "latin.txt", "latin.txt, line 1, byte 0 is not UTF-8", "name_or_path"),
         ("", "empty.jsonl", "holds no rows", "name_or_path"),
         ("[]", "empty.json", "holds no rows", "name_or_path"),
         ("rubbish", "rubbish.parquet", "rubbish.parquet cannot be read as parquet", "name_or_path"),
         ("a,b", "table.csv", "not a readable file; .jsonl, .json, .parquet", "name_or_path"),
         ('{"body": "a", "title": "b"}', "columns.jsonl", "has the columns body, title", "format"),
-        ('{"text": "a"}\n{"text": 3}\n', "mixed.jsonl", "row 2, read as text: text is 3", ""),
+        ('{"text": "a"}\n{"text": 3}\n', "mixed.jsonl", "line 2, read as text: text is 3", ""),
     ],
 )
 def test_unreadable_files_are_named_with_the_place(
@@ -308,6 +337,97 @@ def test_a_hub_that_does_not_answer_is_no_fault_of_the_data(monkeypatch: pytest.
     assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", "nobody/nothing")
 
 
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train_sft, path: chat/train.parquet}
+  - {split: test_sft, path: chat/test.parquet}
+---
+"""
+
+
+@pytest.fixture
+def repository(write: Write, tmp_path: Path) -> Path:
+    """A directory as the hub lays out a data set with two splits."""
+    write(CARD, "repository/README.md")
+    (tmp_path / "repository" / "chat").mkdir()
+    for side in ("train", "test"):
+        rows = datasets.Dataset.from_dict({"prompt": [f"{side} {i}" for i in range(4)], "completion": ["say"] * 4})
+        rows.to_parquet(tmp_path / "repository" / "chat" / f"{side}.parquet")
+    return tmp_path / "repository"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_directory_laid_out_as_on_the_hub_gives_the_split(repository: Path, streaming: bool) -> None:
+    source = {"name_or_path": str(repository), "split": "test_sft", "streaming": streaming, "sample_count": 3}
+    found = prepare(source, template=CHAT)
+    assert len(found.train.members) == 3
+    assert all(text.startswith("<user>test ") for text in texts(found.train))
+    if streaming:
+        assert texts(found.train) == [f"<user>test {i}|<assistant>say|" for i in range(3)]
+    with pytest.raises(DataError, match="split 'train'"):
+        prepare({"name_or_path": str(repository), "streaming": streaming})
+
+
+def test_shards_named_as_on_the_hub_are_a_data_set_with_splits(tmp_path: Path) -> None:
+    for side in ("train", "test"):
+        rows = datasets.Dataset.from_dict({"text": [side]})
+        rows.to_parquet(tmp_path / "data" / f"{side}-00000-of-00001.parquet")
+    assert texts(prepare(str(tmp_path / "data")).train) == ["^train$"]
+
+
+def test_what_datasets_saved_to_disk_is_read(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["saved"]})
+    datasets.DatasetDict(train=rows).save_to_disk(tmp_path / "both")
+    rows.save_to_disk(tmp_path / "one")
+    assert texts(prepare(str(tmp_path / "both"), str(tmp_path / "one")).train) == ["^saved$", "^saved$"]
+    with pytest.raises(DataError, match="has train") as caught:
+        prepare({"name_or_path": str(tmp_path / "both"), "split": "test"})
+    assert caught.value.field == "data.sources[0].split"
+
+
+def test_every_row_of_a_file_may_have_its_own_format(write: Write) -> None:
+    path = write([{"text": "one"}, {"messages": TALK[:2], "text": "two"}, {"question": "q", "answer": "a"}])
+    assert prepare(path, max_length=128).statistics.sources[0].formats == {
+        "text": 1,
+        "messages": 1,
+        "prompt_completion": 1,
+    }
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2, has the columns body") as caught:
+        prepare(write([{"text": "one"}, {"body": "two"}]))
+    assert caught.value.field == "data.sources[0].format"
+
+
+def test_half_a_surrogate_pair_is_no_text(write: Write) -> None:
+    with pytest.raises(DataError, match="line 1, read as text: character 1 is half of a surrogate pair"):
+        prepare(write('{"text": "a\\ud800"}\n'))
+
+
+def test_token_lengths_and_losses_are_counted(write: Write) -> None:
+    late = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "late"}]
+    path = write([{"messages": TALK}] * 3 + [{"messages": late}])
+    source = prepare(path, template=CHAT, max_length=24).statistics.sources[0]
+    rendered = len("<user>" + "x" * 40 + "|<assistant>late|")
+    assert source.lengths.model_dump() == {"median": len(RENDERED), "p95": len(RENDERED), "longest": rendered}
+    assert source.tokens == 3 * len(RENDERED) + rendered
+    assert (source.truncated, source.truncated_tokens) == (4, source.tokens - 4 * 24)
+
+
+def test_tokens_are_mapped_from_files_that_can_be_opened_again(write: Write) -> None:
+    directory = new_directory()
+    made = prepare_data(spec(write(NUMBERED), validation_fraction=0.2), byte_tokenizer(), directory, seed=0)
+    opened = PreparedData.load(directory)
+    assert isinstance(made.train.samples.tokens, np.memmap)
+    assert (opened.statistics, opened.fingerprint) == (made.statistics, made.fingerprint)
+    for side in ("train", "held_out"):
+        ours, theirs = getattr(made, side), getattr(opened, side)
+        assert len(ours) == len(theirs) > 0
+        for index in range(len(ours)):
+            for name, tensor in ours[index].items():
+                assert tensor.equal(theirs[index][name])
+
+
 def test_an_empty_directory_lists_what_would_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a directory without readable files; \.jsonl"):
         prepare(str(tmp_path))
@@ -330,7 +450,7 @@ def test_rows_the_template_refuses_are_named_by_their_number_in_the_file(write: 
     rows = [{"messages": TALK}] * 20 + [{"messages": TALK[1:]}]
     source = {"name_or_path": write(rows), "sample_count": 20}
     seed = next(s for s in range(50) if 20 in np.random.default_rng((s, 0)).choice(21, size=20, replace=False))
-    with pytest.raises(DataError, match=r"row 21, read as messages: .*user first"):
+    with pytest.raises(DataError, match=r"line 21, read as messages: .*user first"):
         prepare(source, template=refusing, seed=seed)
 
 

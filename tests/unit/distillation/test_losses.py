@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
 
@@ -127,6 +131,53 @@ def test_bfloat16_sums_in_float32() -> None:
     per_position = _naive_kl(student[:1].double(), teacher[:1].double(), head.double(), head.double(), 1.0).item()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(2000 * per_position, rel=1e-3)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made by operations held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self.live -= num_bytes
+
+
+def _peak_bytes(num_tokens: int, *, fused: bool) -> int:
+    """Of forward and backward with a vocabulary of 128K, student and teacher of the same width."""
+    hidden, vocab = 4, 1 << 17
+    student = _random(num_tokens, hidden, seed=0).requires_grad_()
+    teacher, head = _random(num_tokens, hidden, seed=1), _random(vocab, hidden, seed=2)
+    with _LiveBytes() as memory:
+        if fused:
+            logits_loss(student, teacher, head, head, temperature=2.0).backward()
+        else:
+            _naive_kl(student, teacher, head, head, 2.0).backward()
+    return memory.peak
+
+
+def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
+    """From 64 to 256 tokens the logits of one model would take 96 MiB more; the loss keeps [tokens, hidden] only."""
+    few, many = _peak_bytes(64, fused=True), _peak_bytes(256, fused=True)
+
+    assert many - few < 64 * (256 - 64) * 4
+    assert few < 8 * 16 * (1 << 17) * 4, "a handful of buffers of one chunk"
+    assert _peak_bytes(64, fused=False) > 64 * (1 << 17) * 4 * 4, "the measurement sees whole logits"
 
 
 def test_hidden_loss_is_the_mean_over_features_summed_over_positions() -> None:

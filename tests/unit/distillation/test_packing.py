@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import chain, pairwise
 
 import numpy as np
@@ -11,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.distillation.packing import PackedRows, Samples, batch_rows, pack, rank_rows, total_steps
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.distillation.packing import Samples, batch_rows, pack, rank_rows, total_steps
 
 MAX_LENGTH = 16
 PAD = 9999
@@ -104,23 +102,6 @@ def test_without_samples_there_are_no_rows() -> None:
     assert (len(rows), rows.num_tokens, rows.packing_efficiency) == (0, 0, 0.0)
 
 
-def digest(rows: PackedRows) -> str:
-    sha = hashlib.sha256()
-    rows.update_digest(sha)
-    return sha.hexdigest()
-
-
-def test_the_digest_sees_tokens_borders_and_counted_positions() -> None:
-    def rows(lengths: list[int], token: int = 3, counted: bool = True) -> PackedRows:
-        samples = make_samples(lengths)
-        samples.tokens[3], samples.counts[1] = token, counted
-        return pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
-
-    changed = [rows([5, 6], token=4), rows([6, 5]), rows([5, 6], counted=False), rows([5, 7])]
-    assert digest(rows([5, 6])) == digest(rows([5, 6]))
-    assert len({digest(r) for r in [rows([5, 6]), *changed]}) == 5
-
-
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(0, 3), st.integers(1, 4))
 def test_every_epoch_takes_every_row_once(num_rows: int, batch_size: int, seed: int, epochs: int) -> None:
     steps = total_steps(num_rows, batch_size=batch_size, num_epochs=epochs, max_steps=None)
@@ -138,18 +119,12 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(set(orders)) == 4
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_workers_share_a_batch_without_overlap_whatever_their_number(world_size: int) -> None:
     batch = batch_rows(50, batch_size=8, seed=3, step=5)
     shares = [rank_rows(batch, rank, world_size) for rank in range(world_size)]
-    assert {len(share) for share in shares} == {8 // world_size}
+    assert {len(share) for share in shares} <= {8 // world_size, -(-8 // world_size)}
     assert sorted(chain.from_iterable(shares)) == sorted(batch)
-
-
-def test_a_batch_that_cannot_be_shared_equally_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="a multiple of 3 would do") as caught:
-        rank_rows(list(range(8)), 0, 3)
-    assert (caught.value.field, caught.value.value) == ("training.batch_size", 8)
 
 
 def test_a_step_limit_overrides_epochs() -> None:

@@ -58,8 +58,15 @@ def test_a_lost_worker_is_worth_another_try(failures: dict[int, Exception], code
 def test_a_batch_that_does_not_fit_the_device_is_not() -> None:
     import torch
 
-    failure = explain(WorkerGroupError("workers failed", {0: torch.OutOfMemoryError("CUDA out of memory")}))
-    assert (failure.code, failure.field, failure.retryable) == ("out_of_memory", "training.micro_batch_size", False)
+    causes = [torch.OutOfMemoryError("CUDA out of memory")]
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    causes.append(caught.value)
+
+    for cause in causes:
+        failure = explain(WorkerGroupError("workers failed", {0: cause}))
+        assert (failure.code, failure.field, failure.retryable) == ("out_of_memory", "training.micro_batch_size", False)
+        assert "training.gradient_checkpointing" in failure.message
 
 
 def test_a_controller_that_cannot_start_workers_is_seen_through() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.evaluate import evaluate_and_publish
-from jobs.prepare import Prepared, load_student, prepare
+from jobs.phases import Plan
+from jobs.prepare import Prepared, collect_share, load_student
+from jobs.prepare import prepare as prepare_in
 from swiftkv_platform.attempts import AttemptRequest, artifact_prefix
+from swiftkv_platform.distillation import calibration_text
 from swiftkv_platform.distillation.evaluation import evaluate
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, QualityGateError
+from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from tests.tiny_models import save_teacher
 
 
 @pytest.fixture
@@ -49,6 +56,11 @@ def _spec(teacher: Path, corpus: Path, **sections: Any) -> JobSpec:
             **sections,
         }
     )
+
+
+def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
+    with tempfile.TemporaryDirectory() as directory:
+        return prepare_in(spec, Path(directory) / "rows")
 
 
 def _checkpoint(store: ObjectStore, spec: JobSpec, teacher: Path, tmp_path: Path, noise: float = 0.0) -> str:
@@ -113,6 +125,42 @@ def test_padding_does_not_change_the_calibration(tiny_teacher: Path, corpus: Pat
         torch.testing.assert_close(starts[1][name], tensor, msg=name)
 
 
+def test_a_job_may_share_heads(tiny_teacher: Path, corpus: Path) -> None:
+    spec = _spec(tiny_teacher, corpus, swiftkv={"sharing": "mqa", "calibration_tokens": 1024})
+    _, prepared = prepare(spec)
+    assert prepared.calibrated is not None
+    assert prepared.calibrated["model.layers.3.self_attn.k_proj_swiftkv.weight"].shape == (8, 64)
+
+
+def test_a_tokenizer_of_another_model_is_refused(corpus: Path, tmp_path: Path) -> None:
+    save_teacher(tmp_path / "teacher", vocab_size=200, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
+        prepare(_spec(tmp_path / "teacher", corpus))
+
+
+def test_a_calibration_divided_among_workers_is_the_same(
+    tiny_teacher: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration_text, "_TOKENS_PER_SHARE", 256)
+    spec = _spec(tiny_teacher, corpus, resources={"num_workers": 3}, training={"max_steps": 4, "batch_size": 3})
+    _, alone = prepare_in(spec, tmp_path / "rows")
+    seen: list[int] = []
+
+    def helpers(num_shares: int) -> Iterator[CalibrationStatistics]:
+        for share in range(1, num_shares):
+            statistics = collect_share(spec, tmp_path / "rows", share, num_shares)
+            seen.append(statistics.num_tokens)
+            yield statistics
+
+    _, together = prepare_in(spec, tmp_path / "rows", helpers=helpers)
+    assert len(seen) == 2
+    assert min(seen) > 256
+    assert alone.calibrated is not None
+    assert together.calibrated is not None
+    for name, tensor in alone.calibrated.items():
+        torch.testing.assert_close(together.calibrated[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+
+
 def test_a_job_may_start_from_the_copies(tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path) -> None:
     spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"})
     _, prepared = prepare(spec)
@@ -145,6 +193,8 @@ def test_the_artifact_is_the_trained_student_with_its_teacher(
     assert manifest.lineage["data_fingerprint"] == prepared.data.fingerprint
     assert JobSpec.model_validate(manifest.lineage["spec"]) == spec
     assert json.loads((tmp_path / "artifact" / "evaluation.json").read_text()) == manifest.metrics
+    assert manifest.metrics["continuations"]["num_prompts"] > 1
+    assert prepared.data.fingerprint in (tmp_path / "artifact" / "evaluation.html").read_text()
 
 
 def test_a_trained_tail_is_measured_against_the_teacher_it_came_from_and_published_without_it(
@@ -173,6 +223,9 @@ def test_the_gate_keeps_a_bad_student_from_being_published(
     with pytest.raises(QualityGateError, match="max_kl"):
         _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
     assert not is_complete(store, artifact_prefix("job", 1))
+    report = json.loads(store.get_bytes("jobs/job/attempts/1/evaluation.json"))
+    assert [(gate["field"], gate["passed"]) for gate in report["gates"]] == [("evaluation.max_kl", False)]
+    assert b">failed<" in store.get_bytes("jobs/job/attempts/1/evaluation.html")
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,111 @@
-"""The specs that ship with the package."""
+"""The specs that ship with the package: each fits the teacher it names, checked without network."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import jobs
-from swiftkv_platform.specs import load_spec
+from swiftkv_platform.cli.app import app
+from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
 
 RECIPES = sorted((Path(jobs.__path__[0]) / "recipes").glob("*.yaml"))
 
+TEACHERS = {
+    "meta-llama/Llama-3.1-8B-Instruct": {
+        "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    },
+    "meta-llama/Llama-3.1-70B-Instruct": {
+        "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    },
+    "meta-llama/Llama-3.1-405B-Instruct-FP8": {
+        "model_type": "llama", "num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "quantization_config": {"quant_method": "fbgemm_fp8"},
+    },
+    "meta-llama/Llama-3.2-3B-Instruct": {
+        "model_type": "llama", "num_hidden_layers": 28, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    },
+    "mistralai/Mistral-Small-Instruct-2409": {
+        "model_type": "mistral", "num_hidden_layers": 56, "hidden_size": 6144, "intermediate_size": 16384,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 32768,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "model_type": "qwen2", "num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+    },
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": {
+        "model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10944,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400, "max_position_embeddings": 163840,
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    },
+}  # fmt: skip
+"""What the public `config.json` of each teacher says of its shape."""
+
+LAYERS = {
+    "builtin-python-5m": (6, 9),
+    "builtin-python-5m-sweep": (9, 12),
+    "builtin-python-5m-teacher-written": (6, 9),
+    "llama-3.1-8b": (16, 32),
+    "llama-3.1-8b-math-code": (16, 32),
+    "llama-3.1-70b": (40, 50),
+    "llama-3.1-405b-fp8": (63, 126),
+    "llama-3.2-3b": (17, 28),
+    "mistral-small": (28, 42),
+    "qwen2.5-7b": (21, 28),
+    "deepseek-v2-lite": (15, 21),
+}
+"""l, and the layers of the KV cache: l + ceil((L - l) / g)."""
+
+
+def test_every_recipe_is_known_here() -> None:
+    assert {path.stem for path in RECIPES} == LAYERS.keys()
+
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_a_valid_spec(path: Path) -> None:
+def test_a_recipe_fits_its_teacher(path: Path, tmp_path: Path) -> None:
+    spec, arguments = load_spec(path), ["jobs", "validate", "-f", str(path), "--json"]
+    if spec.model.name_or_path != BUILTIN_TEACHER:
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(TEACHERS[spec.model.name_or_path]))
+        assert spec.data.max_length <= TEACHERS[spec.model.name_or_path]["max_position_embeddings"]
+        arguments += ["--config", str(config)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    estimate = json.loads(result.stdout)
+    assert (estimate["num_key_value_layers"], estimate["num_kv_cache_layers"]) == LAYERS[path.stem]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if not path.stem.startswith("builtin-")], ids=lambda p: p.stem
+)
+def test_a_recipe_of_a_published_model_has_the_papers_hyperparameters(path: Path) -> None:
     spec = load_spec(path)
-    assert spec.name
+    assert (spec.optimizer.learning_rate, spec.optimizer.weight_decay, spec.optimizer.warmup_ratio) == (
+        3e-4,
+        0.05,
+        0.05,
+    )
+    assert (spec.training.num_epochs, spec.training.batch_size, spec.training.max_steps) == (2, 32, None)
+    assert (spec.data.max_length, spec.data.packing, spec.distillation.temperature) == (8192, True, 2.0)
+    assert spec.evaluation.tasks == ("paper",)
+    assert spec.evaluation.has_gate
+    sources = [source.name_or_path for source in spec.data.sources]
+    assert sources[:2] == ["HuggingFaceH4/ultrachat_200k", "teknium/OpenHermes-2.5"]
 
 
-def test_the_demo_has_its_recipe() -> None:
-    assert "builtin-python-5m" in {path.stem for path in RECIPES}
+def test_validating_loads_no_torch() -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from swiftkv_platform.cli.app import app;"
+        f"result = CliRunner().invoke(app, ['jobs', 'validate', '-f', {str(RECIPES[0])!r}]);"
+        "print(result.output); sys.exit(result.exit_code or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

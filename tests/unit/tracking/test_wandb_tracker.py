@@ -83,7 +83,8 @@ tracker = WandbTracker(WandbSpec(project="p", entity="team", tags=("a", "b")), d
 tracker.start("job-1", {"learning_rate": 0.5})
 print(tracker.info)
 tracker.log({"logits_loss": loss}, step)
-tracker.finish({"kl": loss / 10})
+tracker.log_report({"kl": loss / 10}, {}, {}, step + 1)
+tracker.finish()
 """
 """Each attempt is a process; W&B's file is whole when that has ended."""
 
@@ -116,7 +117,8 @@ def test_auto_is_online_where_a_key_is_set_and_a_dead_server_fails_nothing(
     with structlog.testing.capture_logs() as logs:
         tracker.start("job-1", {})
         tracker.log({"loss": 1.0}, 1)
-        tracker.finish({"kl": 1.0})
+        tracker.log_report({"kl": 1.0}, {}, {}, 2)
+        tracker.finish()
     assert [(line["event"], line["action"], line["log_level"]) for line in logs] == [
         ("tracking_disabled", "start", "warning")
     ]
@@ -131,9 +133,50 @@ def test_a_failure_in_the_middle_ends_the_tracking_alone(tmp_path: Path) -> None
     with structlog.testing.capture_logs() as logs:
         tracker.log({"loss": 1.0}, "not a step")  # type: ignore[arg-type]
         tracker.log({"loss": 1.0}, 1)
-        tracker.finish({})
+        tracker.finish()
     assert [(line["event"], line["action"]) for line in logs] == [("tracking_disabled", "log")]
     assert tracker.info is None
+
+
+REPORT = """
+import sys
+from pathlib import Path
+from swiftkv_platform.reports.charts import as_png, loss_chart
+from swiftkv_platform.specs import WandbSpec
+from swiftkv_platform.tracking.tracker import Table
+from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+
+tracker = WandbTracker(WandbSpec(mode="offline"), Path(sys.argv[1]), name="x")
+tracker.start("job-3", {})
+tracker.log({"loss": 1.0}, 4)
+table = Table(("task", "score"), (("gsm8k", 0.5), ("mmlu", None)))
+png = as_png(loss_chart([{"tokens": 1, "loss": 1.0}, {"tokens": 2, "loss": 0.5}]))
+tracker.log_report({"evaluation": {"kl": 0.25}}, {"scores": table}, {"losses": png}, 5)
+tracker.log_artifact("my-model", "s3://bucket/jobs/1/artifact", "abc")
+tracker.finish()
+assert tracker.info is not None, "nothing failed"
+print(tracker.files)
+"""
+
+
+def test_a_report_brings_its_tables_plots_and_artifact(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", REPORT, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    files = Path(done.stdout.strip())
+    assert list(tmp_path.glob("wandb/offline-run-*")) == [files]
+
+    rows, summary, _ = read_back(tmp_path)
+
+    assert [row["_step"] for row in rows] == [4, 5]
+    assert summary["artifact"] == {"uri": "s3://bucket/jobs/1/artifact", "sha256": "abc"}
+    assert summary["evaluation"] == {"kl": 0.25}
+    (table,) = files.glob("files/media/table/scores*.table.json")
+    assert json.loads(table.read_text())["data"] == [["gsm8k", 0.5], ["mmlu", None]]
+    (image,) = files.glob("files/media/images/losses*.png")
+    assert image.read_bytes().startswith(b"\x89PNG")
+    recorded = records(next(files.glob("run-*.wandb")))
+    artifacts = [record.artifact for record in recorded if record.WhichOneof("record_type") == "artifact"]
+    assert "my-model" in {artifact.name for artifact in artifacts}
 
 
 def test_the_spec_chooses_the_tracker(tmp_path: Path) -> None:
@@ -141,7 +184,7 @@ def test_the_spec_chooses_the_tracker(tmp_path: Path) -> None:
     assert isinstance(disabled, NullTracker)
     disabled.start("job-1", {})
     disabled.log({"loss": 1.0}, 1)
-    disabled.finish({})
+    disabled.finish()
     assert disabled.info is None
     assert list(tmp_path.iterdir()) == []
     assert isinstance(create_tracker(TrackingSpec(), tmp_path, name="x"), WandbTracker)

@@ -1,0 +1,79 @@
+"""What the outside wants of an attempt while its workers train: to pause, or to save before its machines go. Wishes are
+objects in the store; `jobs.fit` turns SIGTERM into one. Knows no Ray Train.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.distillation.trainer import Wish
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import ObjectStore
+
+_INTERVAL_S = 1.0
+
+
+class ControlWatcher:
+    """Looks for control objects of an attempt, on a thread of its own, so that no step waits for the store."""
+
+    def __init__(self, store: ObjectStore, request: AttemptRequest, *, interval_s: float = _INTERVAL_S) -> None:
+        self._store = AttemptStore(store)
+        self._request = request
+        self._interval_s = interval_s
+        self._closed = threading.Event()
+        self._wish = Wish.NONE
+        self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
+        self._thread.start()
+
+    @property
+    def wish(self) -> Wish:
+        """The largest wish seen so far."""
+        return self._wish
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            try:
+                self._wish = self._look()
+            except StorageError as error:
+                get_logger().warning("control_unreadable", error=error.message)
+
+    def _look(self) -> Wish:
+        job, attempt = self._request.job_id, self._request.attempt
+        if self._store.pause_requested(job, attempt):
+            return Wish.PAUSE
+        return Wish.STOP if self._store.preemption_announced(job, attempt) else Wish.NONE
+
+
+@contextmanager
+def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterator[None]:
+    """The first SIGTERM asks the workers for a checkpoint, after which they end; the next one does what it did before.
+
+    Elsewhere than on the main thread, which alone may handle signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+    def announce(_signal: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, before)
+        get_logger().warning("preempted")
+        with suppress(StorageError):  # the checkpoints there are will do
+            AttemptStore(store).announce_preemption(request.job_id, request.attempt)
+
+    signal.signal(signal.SIGTERM, announce)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

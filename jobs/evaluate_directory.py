@@ -1,0 +1,104 @@
+"""The report of a SwiftKV directory against its own teacher mode, in this process. Knows no Ray and no job; where the
+directory is a job's artifact, the job's held-out text and limits are the default.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+import swiftkv_platform.model  # noqa: F401 (registers the classes)
+from jobs.measure import measure_student
+from jobs.sources import StoreFiles, fetch_data
+from swiftkv_platform.attempts import MANIFEST, Manifest
+from swiftkv_platform.distillation.data import prepare_data
+from swiftkv_platform.distillation.harness import resolve_tasks
+from swiftkv_platform.distillation.packing import PackedRows
+from swiftkv_platform.distillation.report import Report
+from swiftkv_platform.errors import DataError, ModelError
+from swiftkv_platform.model.config import SwiftKVConfigMixin
+from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec
+
+_LONGEST_ROW = 2048
+"""Tokens a row of other text than the job's, where the model's context allows them."""
+
+
+def evaluate_directory(
+    path: Path, *, data: Sequence[str] = (), evaluation: dict[str, Any] | None = None
+) -> tuple[Report, dict[str, Any]]:
+    """Measure the student in `path` against its teacher mode.
+
+    Args:
+        data: text to measure on, all of it, as `data.sources` names it; empty takes what the job held out.
+        evaluation: fields of `EvaluationSpec` in place of the job's or the defaults.
+
+    Returns:
+        The report, without the stages before training, and the artifact's lineage (empty where there is none).
+
+    Raises:
+        ModelError: no SwiftKV model, or one without its teacher.
+        DataError: no text: the directory is no job's artifact and `data` is empty, or nothing is held out.
+        InvalidInputError: a task that the harness cannot run.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    lineage = _lineage(path)
+    job = JobSpec.model_validate(lineage["spec"]) if "spec" in lineage else None
+    settings = (job.evaluation if job else EvaluationSpec()).model_dump(mode="json") | (evaluation or {})
+    spec = EvaluationSpec.model_validate(settings)
+    student, tokenizer = _load(path)
+    with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
+        workspace = Path(directory)
+        tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, workspace / "tasks"))
+        rows = _rows(student, tokenizer, job, data, workspace)
+        return measure_student(student, tokenizer, rows, spec, tasks), lineage
+
+
+def _lineage(path: Path) -> dict[str, Any]:
+    manifest = path / MANIFEST
+    return Manifest.model_validate_json(manifest.read_bytes()).lineage if manifest.is_file() else {}
+
+
+def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+    try:
+        config = AutoConfig.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path} holds no model: {str(error).splitlines()[0]}", field="path", value=str(path)
+        ) from error
+    if not isinstance(config, SwiftKVConfigMixin):
+        raise ModelError(
+            f"{path} holds a {config.model_type} model, which has no student; one that `swiftkv distill` or "
+            "`swiftkv convert` wrote would do",
+            field="path",
+            value=str(path),
+        )
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def _rows(
+    student: Any, tokenizer: PreTrainedTokenizerBase, job: JobSpec | None, data: Sequence[str], workspace: Path
+) -> PackedRows:
+    if data:
+        sources = tuple(DataSourceSpec(name_or_path=name) for name in data)
+        max_length = min(_LONGEST_ROW, student.config.max_position_embeddings)
+        spec, seed = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0), 0
+    elif job is not None:
+        spec, seed = job.data, job.training.seed
+    else:
+        raise DataError("the directory is no job's artifact: name text to measure on with --data", field="data")
+    rows = workspace / "rows"
+    rows.mkdir()
+    prepared = prepare_data(spec, tokenizer, rows, seed=seed, remote=StoreFiles(workspace / "objects"))
+    # A source may bring held-out text of its own; of any other all is measured.
+    return prepared.train if data and not len(prepared.held_out) else prepared.held_out

@@ -1,0 +1,201 @@
+"""Trials of a sweep on the connected cluster, one after the other or several at a time, and the choice among them.
+
+A trial is an attempt like any other, in an object store of its own below the job's: its checkpoints, events and report
+have the keys they always have, and an attempt that takes over a sweep goes on from them. Ray Tune would keep a second
+record of what is done, on the driver's disk or in a storage of its own, which the control plane could neither fence nor
+resume; what is left of a grid without it is the loop below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ray
+
+from jobs.events import Reporter
+from jobs.failures import explain, root_cause
+from jobs.following import following
+from jobs.phases import StoppedError, evaluate_trial, publish_trial
+from jobs.training import as_task, train
+from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix
+from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
+from swiftkv_platform.logs import configure_logging
+from swiftkv_platform.reports.sweep import sweep_page
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
+from swiftkv_platform.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a trial ended."""
+
+    manifest: Manifest | None
+    """Of its report."""
+    error: str | None = None
+
+
+def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> Manifest:
+    """Run every trial that no earlier attempt ended, and publish the model of the one to take.
+
+    Raises:
+        StoppedError: the job is to pause; the trials that were running have ended.
+        QualityGateError: no trial passes the gates; `sweep.json` beside the attempt says what each came to.
+    """
+    trials = expand(request.spec)
+    outcomes = _run_trials(store, request, trials, reporter)
+    report = summarise([_point(trial, outcomes[trial.name]) for trial in trials])
+    files = {
+        "sweep.json": report.model_dump_json(indent=2) + "\n",
+        "sweep.html": sweep_page(request.spec.name, report),
+    }
+    for name, text in files.items():
+        store.put_bytes(f"{attempt_prefix(request.job_id, request.attempt)}/{name}", text.encode())
+    trial = _choose(report, trials)
+    reporter.message(f"trial {trial.name} is the cheapest within the budget", sweep=_table(report))
+    reporter.status("evaluating")
+    manifest = outcomes[trial.name].manifest
+    assert manifest is not None, "a trial within the budget has a report"
+    task = as_task(publish_trial, trial.spec.resources)
+    trial_uri = _trial_store(store, request, trial).uri
+    published: Manifest = ray.get(task.remote(request, store.uri, trial.spec, trial_uri, manifest, files))
+    return published
+
+
+def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
+    """Train and measure one trial. What it says goes on to the job's own events, its steps after those of the trials
+    before it."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, trial=trial.name)
+    store = open_store(store_uri)
+    reporter = Reporter(store, request, f"trial-{trial.name}")
+    trial_store = _trial_store(store, request, trial)
+    attempts = AttemptStore(trial_store)
+    own = AttemptRequest(
+        job_id=request.job_id,
+        attempt=request.attempt,
+        spec=trial.spec,
+        resume_from=attempts.newest_checkpoint(request.job_id, before_attempt=request.attempt),
+        run_id=f"{request.run_id}-{trial.name}",
+    )
+    attempts.write_request(own)
+    num_trials = len(expand(request.spec))
+
+    def forward(event: AttemptEvent) -> None:
+        if event.type == "metrics":
+            total = int(event.data["total_steps"])
+            points = [
+                {**p, "step": trial.index * total + p["step"], "trial": trial.index} for p in event.data["points"]
+            ]
+            reporter.metrics(points, num_trials * total)
+        elif event.type in ("message", "tracking"):
+            reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
+
+    with following(attempts, own, forward):
+        try:
+            checkpoint, prepared = train(trial_store, own, Reporter(trial_store, own, "driver"), rows_store=store)
+        except Exception as error:
+            if not _is_a_result(error):
+                raise
+            message = explain(error).message
+            trial_store.put_bytes(_failure_key(request.job_id, request.attempt), message.encode())
+            return Outcome(None, message)
+        task = as_task(evaluate_trial, trial.spec.resources)
+        manifest: Manifest = ray.get(task.remote(own, trial_store.uri, checkpoint, prepared))
+    return Outcome(manifest)
+
+
+def _is_a_result(error: Exception) -> bool:
+    """Whether it says something of the trial's values, e.g. a learning rate too high, and nothing of the job."""
+    cause = root_cause(error)
+    if isinstance(cause, InvalidInputError):
+        return cause.field == GROUP_SIZE_FIELD  # too large for this trial's l
+    return isinstance(cause, TrainingError) or explain(error).code == "out_of_memory"
+
+
+def _run_trials(
+    store: ObjectStore, request: AttemptRequest, trials: tuple[Trial, ...], reporter: Reporter
+) -> dict[str, Outcome]:
+    sweep = request.spec.sweep
+    assert sweep is not None, "called for sweeps"
+    outcomes: dict[str, Outcome] = {}
+    for trial in trials:
+        before = _outcome_before(store, request, trial)
+        if before is not None:
+            reporter.message(f"[{trial.name}] was run by an earlier attempt")
+            outcomes[trial.name] = before
+    waiting = [trial for trial in trials if trial.name not in outcomes]
+    running: dict[ray.ObjectRef, Trial] = {}
+    # The task waits for the workers it starts, so it takes no core from them.
+    task = ray.remote(run_trial).options(num_cpus=0, max_retries=0)
+    paused = False
+    while waiting or running:
+        if waiting and AttemptStore(store).pause_requested(request.job_id, request.attempt):
+            waiting, paused = [], True  # the trials that run end first
+            continue
+        while waiting and len(running) < sweep.max_concurrent:
+            trial = waiting.pop(0)
+            running[task.remote(request, store.uri, trial)] = trial
+        (done, *_), _ = ray.wait(list(running))
+        trial = running.pop(done)
+        outcomes[trial.name] = outcome = ray.get(done)
+        if outcome.error is not None:
+            reporter.message(f"[{trial.name}] failed: {outcome.error}", level="warn")
+    if paused:
+        raise StoppedError("paused")
+    return outcomes
+
+
+def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> ObjectStore:
+    return open_store(join_key(store.uri, f"jobs/{request.job_id}/trials/{trial.name}"))
+
+
+def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -> Outcome | None:
+    """What the trial came to under whichever attempt ended it."""
+    trial_store = _trial_store(store, request, trial)
+    for attempt in range(request.attempt, 0, -1):
+        manifest = AttemptStore(trial_store).artifact_manifest(request.job_id, attempt)
+        if manifest is not None:
+            return Outcome(manifest)
+        failure = _failure_key(request.job_id, attempt)
+        if trial_store.head(failure) is not None:
+            return Outcome(None, trial_store.get_bytes(failure).decode())
+    return None
+
+
+def _failure_key(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/failed.txt"
+
+
+def _point(trial: Trial, outcome: Outcome) -> Point:
+    return point(trial, report=outcome.manifest.metrics if outcome.manifest else None, error=outcome.error)
+
+
+def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
+    chosen = report.chosen
+    if chosen is not None:
+        return next(trial for trial in trials if trial.name == chosen.name)
+    measured = [candidate for candidate in report.points if candidate.report is not None]
+    if not measured:
+        raise TrainingError(f"every trial of the sweep failed, the first: {report.points[0].error}", field="sweep")
+    best = min(measured, key=lambda candidate: candidate.cost[-1])
+    assert best.report is not None
+    failed = next(gate for gate in best.report["gates"] if not gate["passed"])
+    raise QualityGateError(
+        f"no trial of the sweep passes the gates; of {best.name}, whose KL is the lowest, {failed['subject']} is "
+        f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}; more training or a larger l may do",
+        field=failed["field"],
+        value=failed["value"],
+    )
+
+
+def _table(report: SweepReport) -> list[dict[str, object]]:
+    """The figures a reader compares, for the job's events."""
+    rows: list[dict[str, object]] = []
+    for candidate in report.points:
+        row: dict[str, object] = {"trial": candidate.name, "error": candidate.error}
+        if candidate.report is not None:
+            prefill, cache, kl = candidate.cost
+            row |= {"prefill_flops_ratio": prefill, "kv_bytes_ratio": cache, "kl": kl}
+            row |= {"perplexity_ratio": candidate.report["perplexity_ratio"], "within_budget": candidate.within_budget}
+        rows.append(row)
+    return rows

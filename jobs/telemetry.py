@@ -1,0 +1,88 @@
+"""How busy a worker is, beside the metrics of its steps: arithmetic, share of the device's peak, memory. FLOPs follow
+from the model's shape (`planning.training`); time and memory are measured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import torch
+
+from swiftkv_platform.distillation.trainer import StepMetrics
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.planning.training import TrainingSetup, plan_training
+from swiftkv_platform.specs import JobSpec
+
+_PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bfloat16 operations a second, by a part of CUDA's name of the device, as their maker states them."""
+
+
+class Telemetry:
+    """Figures of one worker, a step at a time.
+
+    Args:
+        flops_per_token: of a training step; None where it is not known.
+        device: the worker's own.
+    """
+
+    def __init__(self, spec: JobSpec, flops_per_token: float | None, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+        self._tokens = 0
+        tokens_per_step = spec.training.batch_size * spec.data.max_length
+        self._flops_per_step = None if flops_per_token is None else tokens_per_step * flops_per_token  # of all workers
+        self._peak = spec.resources.peak_flops_per_second or _known_peak(spec, device)
+
+    def point(self, metrics: StepMetrics) -> dict[str, float]:
+        """`memory_bytes` (of the device at its most, on a CPU of the process), and `flops_per_second` and `mfu` (model
+        FLOPs utilisation) of this worker, where they can be told."""
+        counted, self._tokens = metrics.tokens - self._tokens, metrics.tokens
+        figures = {"memory_bytes": float(self._memory())}
+        if self._flops_per_step is not None and counted and metrics.tokens_per_second:
+            seconds = counted / metrics.tokens_per_second
+            figures["flops_per_second"] = self._flops_per_step / metrics.world_size / seconds
+            if self._peak is not None:
+                figures["mfu"] = figures["flops_per_second"] / self._peak
+        return figures
+
+    def begin(self, tokens: int) -> None:
+        """The run goes on after so many counted tokens."""
+        self._tokens = tokens
+
+    def _memory(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        memory: int = self._process.memory_info().rss
+        return memory
+
+
+def training_flops_per_token(spec: JobSpec, config: Any) -> float | None:
+    """Operations a trained token costs; None for a family that the planner does not know.
+
+    Args:
+        config: the student's configuration.
+    """
+    setup = TrainingSetup(
+        sequence_length=spec.data.max_length,
+        packing=spec.data.packing,
+        micro_batch_size=spec.training.micro_batch_size,
+        batch_size=spec.training.batch_size,
+        num_workers=spec.resources.max_workers,
+        gradient_checkpointing=spec.training.gradient_checkpointing,
+        early_exit=spec.swiftkv.early_exit,
+        trainable=spec.distillation.trainable,
+        objective=spec.distillation.objective,
+        hidden_loss=spec.distillation.hidden_loss_weight > 0,
+    )
+    try:
+        return plan_training(config.to_dict(), setup).flops_per_token.total
+    except ModelError:
+        return None
+
+
+def _known_peak(spec: JobSpec, device: torch.device) -> float | None:
+    if device.type != "cuda" or spec.model.dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)

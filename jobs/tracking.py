@@ -1,0 +1,78 @@
+"""The tracked run of a process of an attempt, and its files in the object store: a worker's disk may be gone when
+somebody wants to `wandb sync` what was recorded offline. Knows no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swiftkv_platform.attempts import AttemptRequest, Manifest, artifact_prefix, tracking_prefix
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.reports.charts import as_png
+from swiftkv_platform.reports.evaluation import STAGES, evaluation_charts
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.artifacts import manifest_digest
+from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.tracking.tracker import Table, TrackingInfo, create_tracker
+
+
+class TrackedRun:
+    """Begins, or goes on with, the run of `request`; nothing it does fails the job."""
+
+    def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
+        spec, self._store, self._request = request.spec, store, request
+        directory = Settings().home / "tracking" / request.job_id
+        self._tracker = create_tracker(spec.tracking, directory, name=spec.name)
+        self._tracker.start(request.run_id, spec.model_dump(mode="json"))
+
+    @property
+    def info(self) -> TrackingInfo | None:
+        return self._tracker.info
+
+    def log(self, point: Mapping[str, float], step: int) -> None:
+        self._tracker.log(point, step)
+
+    def log_report(self, report: Mapping[str, Any], step: int) -> None:
+        """An evaluation's figures, tables and plots, after the optimizer step `step`."""
+        images = {name: as_png(chart) for name, chart in evaluation_charts(report).items()}
+        self._tracker.log_report({"evaluation": report}, _tables(report), images, step + 1)
+
+    def log_artifact(self, manifest: Manifest) -> None:
+        """Where the model went, and its digest."""
+        uri = join_key(self._store.uri, artifact_prefix(self._request.job_id, self._request.attempt))
+        self._tracker.log_artifact(self._request.spec.name, uri, manifest_digest(manifest))
+
+    def save(self) -> None:
+        """Upload what an offline run has written so far; while the store is away it stays for the next time."""
+        files = self._tracker.files
+        if files is None:
+            return
+        prefix = join_key(tracking_prefix(self._request.job_id, self._request.attempt), files.name)
+        try:
+            for path in sorted(files.rglob("*")):
+                if path.is_file():
+                    self._store.upload_file(path, join_key(prefix, path.relative_to(files).as_posix()))
+        except (StorageError, OSError) as error:
+            get_logger().warning("tracking_files_delayed", error=str(error))
+
+    def close(self) -> None:
+        """End the run in this process, and save its files."""
+        self._tracker.finish()
+        self.save()
+
+
+def _tables(report: Mapping[str, Any]) -> dict[str, Table]:
+    """The report's tables as numbers."""
+    stages = [("teacher", report["teacher"]["perplexity"], 0.0, 1.0)]
+    stages += [
+        (name, report[name]["perplexity"], report[name]["kl"], report[name]["top1_agreement"])
+        for name in STAGES
+        if report[name] is not None
+    ]
+    tables = {"quality": Table(("model", "perplexity", "kl", "top1_agreement"), tuple(stages))}
+    if report["tasks"]:
+        columns = ("task", "metric", "num_fewshot", "num_samples", "teacher", "student")
+        tables["task_scores"] = Table(columns, tuple(tuple(task[name] for name in columns) for task in report["tasks"]))
+    return tables

@@ -1,0 +1,87 @@
+"""Preparation and training of one model on the connected cluster: what an attempt, and every trial of a sweep, begins
+with. Knows Ray tasks and resources, nothing of what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from jobs.events import Reporter
+from jobs.phases import Plan, WorkerConfig, prepare, task_options, write
+from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.specs import JobSpec, ResourcesSpec
+from swiftkv_platform.storage.artifacts import read_manifest
+from swiftkv_platform.storage.object_store import ObjectStore
+
+
+def train(
+    store: ObjectStore, request: AttemptRequest, reporter: Reporter, *, rows_store: ObjectStore | None = None
+) -> tuple[str, ray.ObjectRef]:
+    """Train from the newest checkpoint there is; returns the last checkpoint's key, and the `StoredPreparation`.
+
+    Args:
+        rows_store: keeps the prepared rows, where that is not `store`.
+    """
+    rows_uri = (rows_store or store).uri
+    plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
+    from jobs.fit import fit  # takes seconds, in which the task has begun
+
+    plan: Plan = ray.get(plan_ref)
+    for message, is_warning in plan.messages:
+        reporter.message(message, level="warn" if is_warning else "info")
+    reporter.message(
+        f"{plan.total_steps} steps, {plan.num_trained_parameters} trained parameters",
+        total_steps=plan.total_steps,
+        num_trained_parameters=plan.num_trained_parameters,
+        data=plan.statistics,
+    )
+    checkpoint = _finished_before(store, request, plan.total_steps)
+    if checkpoint is None:
+        checkpoint = fit(WorkerConfig(request, store.uri, plan.total_steps, prepared, plan.flops_per_token))
+    return checkpoint, prepared
+
+
+def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
+    """Let every worker write its share of what the teacher is to write, if there is anything."""
+    if all(source.complete is None for source in request.spec.data.sources):
+        return
+    reporter.message("the teacher answers the prompts of its data")
+    resources = request.spec.resources
+    task = as_task(write, resources)
+    shares = [task.remote(request, store.uri, worker) for worker in range(resources.max_workers)]
+    reporter.message(f"the teacher wrote {sum(ray.get(shares))} tokens")
+
+
+def _finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
+    """The checkpoint to resume from, if it is the last step's: then there is nothing left to train."""
+    if request.resume_from is None:
+        return None
+    step = int(read_manifest(store, request.resume_from).lineage["step"])
+    return request.resume_from if step >= total_steps else None
+
+
+def as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:
+    """`function` as a Ray task with a worker's resources."""
+    return ray.remote(function).options(**task_options(resources), num_returns=num_returns)
+
+
+def needed_resources(spec: JobSpec) -> dict[str, float]:
+    """What the workers that run at a time need together, by Ray's names."""
+    resources = spec.resources
+    num_workers = resources.min_workers * (spec.sweep.max_concurrent if spec.sweep else 1)
+    return {"CPU": resources.cpus_per_worker * num_workers, "GPU": resources.gpus_per_worker * num_workers}
+
+
+def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
+    """Ray waits for resources that a cluster does not have (it might grow): say so instead of waiting in silence."""
+    available = ray.cluster_resources()
+    for name, amount in needed_resources(spec).items():
+        if amount > available.get(name, 0.0):
+            reporter.message(
+                f"waiting for the cluster to grow: the workers need {amount:g} {name}s, it has "
+                f"{available.get(name, 0.0):g}; fewer resources.num_workers would do",
+                level="warn",
+            )

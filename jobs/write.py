@@ -1,0 +1,89 @@
+"""The phase before the first: the teacher answers the prompts of sources with `complete`, each worker a share of them.
+Knows no Ray itself.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs.prepare import load_tokenizer, set_up_process, writer
+from jobs.sources import StoreFiles, teacher_path
+from swiftkv_platform.attempts import AttemptRequest, answers_key
+from swiftkv_platform.distillation.completions import PromptSource, write_answers
+from swiftkv_platform.distillation.documents import DocumentEncoder
+from swiftkv_platform.errors import ObjectNotFoundError
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine import LLMEngine
+
+
+class AttemptAnswers:
+    """The `AnswerStore` of an attempt: it writes below its own prefix, and reads below those of earlier ones too."""
+
+    def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
+        self._store = store
+        self._request = request
+
+    def get(self, key: str) -> bytes | None:
+        for attempt in range(self._request.attempt, 0, -1):
+            try:
+                return self._store.get_bytes(answers_key(self._request.job_id, attempt, key))
+            except ObjectNotFoundError:
+                continue
+        return None
+
+    def put(self, key: str, data: bytes) -> None:
+        self._store.put_bytes(answers_key(self._request.job_id, self._request.attempt, key), data)
+
+
+def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
+    """Write the share of worker `worker`; returns its number of tokens.
+
+    Raises:
+        ModelError: an unreadable teacher or tokenizer.
+        DataError: prompts that cannot be read.
+    """
+    spec = request.spec
+    set_up_process(spec)
+    answers, num_tokens = AttemptAnswers(open_store(store_uri), request), 0
+    with tempfile.TemporaryDirectory(prefix="write-") as directory:
+        workspace = Path(directory)
+        path = teacher_path(spec.model.name_or_path, workspace)
+        encoder = DocumentEncoder(
+            load_tokenizer(spec, path), max_length=spec.data.max_length, train_on=spec.data.train_on
+        )
+        engines: list[LLMEngine] = []
+
+        def load_engine() -> LLMEngine:
+            if not engines:
+                engines.append(_load_engine(spec, path))
+            return engines[0]
+
+        for index, source in enumerate(spec.data.sources):
+            if source.complete is not None:
+                prompts = PromptSource(
+                    source,
+                    index,
+                    encoder,
+                    teacher=writer(spec, path),
+                    seed=spec.training.seed,
+                    remote=StoreFiles(workspace / "data"),
+                )
+                num_tokens += write_answers(
+                    prompts, answers, load_engine, worker=worker, num_workers=spec.resources.max_workers
+                )
+    return num_tokens
+
+
+def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
+    from huggingface_hub import snapshot_download
+
+    from swiftkv_platform.engine import EngineConfig, LLMEngine
+
+    if not Path(path).is_dir():
+        path = snapshot_download(path, revision=spec.model.revision)
+    return LLMEngine.from_pretrained(path, EngineConfig(dtype=spec.model.dtype))

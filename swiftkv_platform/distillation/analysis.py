@@ -1,0 +1,212 @@
+"""Where to cut a model: SimScore of its layers over real text and, if asked, what each depth costs once rewired.
+
+It knows models and text, no terminal and no picture.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from swiftkv_platform.distillation.data import prepare_data
+from swiftkv_platform.distillation.depths import Depth, measure_depths, shallowest
+from swiftkv_platform.distillation.evaluation import evaluation_rows
+from swiftkv_platform.distillation.packing import PackedRows, pack
+from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
+from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
+from swiftkv_platform.planning import plan
+from swiftkv_platform.specs import DataSourceSpec, DataSpec
+
+_HELD_OUT = 0.2
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class DepthReport(_Result):
+    """One candidate l."""
+
+    num_key_value_layers: int
+    sim_score: float | None
+    """SimScore of the input of layer l (0-based); None for L - 1, which has no layer after it."""
+    prefill_flops_ratio: float
+    """As executed, at the model's whole context."""
+    kl: float | None = None
+    """KL of the calibrated start from the teacher on held-out text, nats; None where it was not measured."""
+    perplexity: float | None = None
+    top1_agreement: float | None = None
+
+
+class Analysis(_Result):
+    """What `swiftkv analyze` reports."""
+
+    model: str
+    num_hidden_layers: int
+    num_tokens: int
+    """Tokens that the similarity is the mean over."""
+    sim_scores: tuple[float, ...]
+    """SimScore of the inputs of layers 0 .. L - 2 (paper, equation 1)."""
+    depths: tuple[DepthReport, ...]
+    teacher_perplexity: float | None = None
+    """On held-out text; None where nothing was measured."""
+    key_value_group_size: int
+    """g of the measured students."""
+    recommended_num_key_value_layers: int | None
+    """None: no measured depth starts within `max_kl`."""
+    rule: str
+    """How the recommendation was made."""
+
+
+@dataclass(frozen=True)
+class AnalysisOptions:
+    """What to look at."""
+
+    max_tokens: int = 16384
+    """Tokens compared; as many again for the calibrated start, and for its measurement."""
+    max_length: int = 1024
+    """Tokens a sequence."""
+    measure: bool = False
+    """Rewire at each depth and measure."""
+    depths: Sequence[int] = ()
+    """Those to measure; empty: all."""
+    key_value_group_size: int = 1
+    max_kl: float = 0.2
+    """Nats that a recommended depth may start from its teacher."""
+
+
+def analyze(
+    name: str,
+    config: dict[str, Any],
+    path: str,
+    text: Sequence[str],
+    options: AnalysisOptions,
+    *,
+    dtype: str = "auto",
+    progress: Callable[[str], object] = str,
+) -> Analysis:
+    """Compare the inputs of a teacher's layers over `text`.
+
+    Args:
+        name: the model, for the report.
+        config: its `config.json`.
+        path: a directory or hub id that transformers can load.
+        text: data sources as in a job's `data.sources`.
+        progress: hears what is being done.
+
+    Raises:
+        InvalidInputError: a depth out of range.
+        DataError: text that is missing, empty or, to measure, too short.
+        ModelError: an unknown family, or a model that cannot be loaded.
+    """
+    num_layers = plan(config).num_hidden_layers
+    _check_depths(options.depths, num_layers)
+    progress("Reading")
+    model, tokenizer = _load(path, dtype)
+    seen, held_out = _read_text(text, tokenizer, options)
+    batches = [seen.batch([i]) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
+    progress("Comparing the layers' inputs")
+    similarity = collect_similarity(model, batches)
+    measured: list[Depth] = []
+    if options.measure:
+        for depth in measure_depths(
+            model,
+            options.depths or range(1, num_layers),
+            key_value_group_size=options.key_value_group_size,
+            calibration=batches,
+            held_out=held_out,
+            max_tokens=options.max_tokens,
+        ):
+            measured.append(depth)
+            progress(f"Rewired at l = {depth.num_key_value_layers}: KL {depth.calibrated.kl:.3f} nats")
+    return _report(name, config, similarity, measured, options)
+
+
+def _check_depths(depths: Sequence[int], num_layers: int) -> None:
+    for depth in depths:
+        if not 1 <= depth < num_layers:
+            raise InvalidInputError(
+                f"depth is {depth}; a model of {num_layers} layers accepts 1..{num_layers - 1}",
+                field="depth",
+                value=depth,
+            )
+
+
+def _load(path: str, dtype: str) -> tuple[Any, Any]:
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{path!r} cannot be loaded: {str(error).splitlines()[0]}; a Hugging Face model with a tokenizer would do",
+            field="model",
+            value=path,
+        ) from error
+    if hasattr(model, "swiftkv"):
+        model.swiftkv(False)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+
+
+def _read_text(text: Sequence[str], tokenizer: Any, options: AnalysisOptions) -> tuple[PackedRows, PackedRows]:
+    """Text to look at, and text held out for measuring: other documents, or where there is one, other parts of it."""
+    spec = DataSpec(
+        sources=tuple(DataSourceSpec(name_or_path=each) for each in text),
+        max_length=options.max_length,
+        validation_fraction=_HELD_OUT if options.measure else 0.0,
+    )
+    with tempfile.TemporaryDirectory(prefix="rows-") as directory:  # its mapped files outlive their names
+        data = prepare_data(spec, tokenizer, Path(directory), seed=0)
+    if len(data.held_out) or not options.measure:
+        return data.train, data.held_out
+    samples = data.train.samples
+    if len(samples) < 2:
+        raise DataError(
+            f"text is one sequence of {data.train.num_tokens} tokens, and measuring holds some out; more text or a "
+            "smaller max_length would do",
+            field="text",
+        )
+    halves = [
+        pack(samples, np.arange(first, len(samples), 2), max_length=options.max_length, pad_token_id=0)
+        for first in (0, 1)
+    ]
+    return halves[0], halves[1]
+
+
+def _report(
+    name: str, config: dict[str, Any], similarity: Similarity, measured: Sequence[Depth], options: AnalysisOptions
+) -> Analysis:
+    scores = similarity.scores
+    by_depth = {depth.num_key_value_layers: depth for depth in measured}
+    depths = []
+    for layers in range(1, len(scores) + 1):
+        quality = by_depth[layers].calibrated.model_dump() if layers in by_depth else {}
+        ratio = plan(config, num_key_value_layers=layers, key_value_group_size=1).executed_prefill_flops_ratio
+        score = scores[layers] if layers < len(scores) else None
+        depths.append(DepthReport(num_key_value_layers=layers, sim_score=score, prefill_flops_ratio=ratio, **quality))
+    if measured:
+        recommended = shallowest(measured, max_kl=options.max_kl)
+        rule = f"smallest l from which on the calibrated start is within {options.max_kl} nats of the teacher"
+    else:
+        recommended = recommend_depth(scores)
+        rule = f"smallest l from half of the layers on where SimScore is at least {THRESHOLD}"
+    return Analysis(
+        model=name,
+        num_hidden_layers=len(scores) + 1,
+        num_tokens=similarity.num_tokens,
+        sim_scores=tuple(scores),
+        depths=tuple(depths),
+        teacher_perplexity=measured[0].teacher.perplexity if measured else None,
+        key_value_group_size=options.key_value_group_size,
+        recommended_num_key_value_layers=recommended,
+        rule=rule,
+    )

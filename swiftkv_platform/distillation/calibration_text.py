@@ -1,0 +1,69 @@
+"""Text as batches for the calibrated start. It knows data sources and rows, no model but its tokenizer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from swiftkv_platform.distillation.data import prepare_data
+from swiftkv_platform.distillation.packing import PackedRows, batch_rows
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.specs import DataSourceSpec, DataSpec
+
+_MAX_LENGTH = 1024
+_TOKENS_PER_SHARE = 16384
+"""Below that, loading the teacher once more takes longer than running it."""
+
+
+def read_calibration_text(model: str, text: Sequence[str], num_tokens: int) -> Iterator[dict[str, Tensor]]:
+    """Batches of some `num_tokens` tokens of `text`, data sources as in a job's `data.sources`; nothing is read before
+    the first is asked for, and then one row at a time.
+
+    Raises:
+        ModelError: the model has no tokenizer.
+        DataError: text that is missing or empty.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"cannot read the tokenizer of {model!r}: {str(error).splitlines()[0]}", field="model", value=model
+        ) from error
+    sources = tuple(DataSourceSpec(name_or_path=each) for each in text)
+    spec = DataSpec(sources=sources, max_length=_MAX_LENGTH, validation_fraction=0.0)
+    with tempfile.TemporaryDirectory(prefix="rows-") as directory:
+        rows = prepare_data(spec, tokenizer, Path(directory), seed=0).train
+        yield from calibration_batches(rows, num_tokens, seed=0)
+
+
+def calibration_batches(
+    rows: PackedRows, num_tokens: int, *, seed: int, share: int = 0, num_shares: int = 1
+) -> Iterator[dict[str, Tensor]]:
+    """Rows of the first epoch without their padding, one at a time, until `num_tokens` tokens; of these, every
+    `num_shares`-th one from `share` on, so that workers look at different ones."""
+    for index, length in _chosen(rows, num_tokens, seed)[share::num_shares]:
+        yield {name: tensor[:, :length] for name, tensor in rows.batch([index]).items()}
+
+
+def num_calibration_shares(rows: PackedRows, num_tokens: int, *, seed: int, num_workers: int) -> int:
+    """Among how many of `num_workers` calibration on `num_tokens` tokens is worth dividing: each must load the teacher
+    first."""
+    chosen = _chosen(rows, num_tokens, seed)
+    worth = sum(length for _, length in chosen) // _TOKENS_PER_SHARE
+    return max(1, min(num_workers, len(chosen), worth))
+
+
+def _chosen(rows: PackedRows, num_tokens: int, seed: int) -> list[tuple[int, int]]:
+    """Index and tokens of each row that calibrates."""
+    lengths, chosen = rows.samples.lengths, []
+    for index in batch_rows(len(rows), batch_size=len(rows), seed=seed, step=0):
+        length = int(lengths[rows.members[rows.row_starts[index] : rows.row_starts[index + 1]]].sum())
+        chosen.append((int(index), length))
+        num_tokens -= length
+        if num_tokens <= 0:
+            break
+    return chosen

@@ -1,0 +1,202 @@
+"""Teacher-written data: prompts of a source, and the answers the teacher gives them, in shards that are named by what
+they hold. Knows no storage: answers go to and come from an `AnswerStore`.
+
+A shard's key is a hash of the teacher, the settings and the prompts' tokens, and every answer is drawn with a seed of
+its own prompt. So whatever worker or attempt writes a shard writes the same, and what one has written no other writes
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
+
+from swiftkv_platform.distillation.data_formats import PROMPT_FORMATS, RowError
+from swiftkv_platform.distillation.data_rows import source_rows
+from swiftkv_platform.distillation.data_sources import RemoteFiles
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.specs import CompletionSpec, DataSourceSpec
+
+if TYPE_CHECKING:
+    from swiftkv_platform.distillation.documents import DocumentEncoder
+    from swiftkv_platform.engine import LLMEngine
+
+_PROMPTS_PER_SHARD = 64
+"""What a worker that dies may have to write again."""
+
+
+class AnswerStore(Protocol):
+    """Shards of answers by their key."""
+
+    def get(self, key: str) -> bytes | None:
+        """None where it has not been written."""
+
+    def put(self, key: str, data: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Who writes, as far as answers depend on it."""
+
+    name_or_path: str
+    revision: str | None
+    dtype: str
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+
+
+@dataclass(frozen=True)
+class WrittenBy:
+    """Answers in a store, and who wrote them."""
+
+    teacher: Teacher
+    store: AnswerStore
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt and one answer to it; without tokens where the prompt left no room for one."""
+
+    format: str
+    """Row format of the prompt."""
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
+    """The end of sequence included, where the teacher came to it."""
+    text: str = ""
+
+    @property
+    def digest(self) -> int:
+        """64 bits of the prompt: all of its answers are on one side of the hold-out."""
+        return int.from_bytes(_hash(self.prompt_token_ids)[:8], "big")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Some prompts of a source that are answered together."""
+
+    key: str
+    prompts: tuple[Answer, ...]
+    """Each without its answer."""
+    seeds: tuple[int, ...]
+    """[num_completions x prompts]: prompt by prompt."""
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """A source whose prompts the teacher answers."""
+
+    source: DataSourceSpec
+    index: int
+    encoder: DocumentEncoder
+    teacher: Teacher
+    seed: int
+    """Chooses `sample_count` prompts."""
+    remote: RemoteFiles | None
+
+    @property
+    def settings(self) -> CompletionSpec:
+        assert self.source.complete is not None, "only such sources have prompts"
+        return self.source.complete
+
+    def shards(self) -> Iterator[Shard]:
+        """All of them, in the same order every time. Raises as `source_rows`."""
+        description = [asdict(self.teacher), self.settings.model_dump(mode="json")]
+        waiting = self._prompts()
+        while prompts := tuple(islice(waiting, _PROMPTS_PER_SHARD)):
+            key = _hash([*description, [prompt.prompt_token_ids for prompt in prompts]]).hex()
+            seeds = tuple(
+                _draw(self.settings.seed, repeat, prompt)
+                for prompt in prompts
+                for repeat in range(self.settings.num_completions)
+            )
+            yield Shard(key, prompts, seeds)
+
+    def answers(self, store: AnswerStore) -> Iterator[Answer]:
+        """What has been written, prompt by prompt.
+
+        Raises:
+            StorageError: a shard is missing.
+        """
+        for shard in self.shards():
+            data = store.get(shard.key)
+            if data is None:
+                raise StorageError(f"the teacher's answers {shard.key} are gone; another attempt writes them again")
+            rows = [json.loads(line) for line in data.splitlines()]
+            prompts = [prompt for prompt in shard.prompts for _ in range(self.settings.num_completions)]
+            for prompt, row in zip(prompts, rows, strict=True):
+                yield replace(prompt, token_ids=tuple(row["token_ids"]), text=row["text"])
+
+    def _prompts(self) -> Iterator[Answer]:
+        rows = source_rows(self.source, self.index, seed=self.seed, remote=self.remote, formats=PROMPT_FORMATS)
+        for row in rows:
+            if row.held_out:
+                continue
+            try:
+                tokens = self.encoder.encode_prompt(row.content).tolist() if row.content else []
+            except RowError as error:
+                raise row.error(error, f"data.sources[{self.index}]") from error
+            end = self.settings.prompt_tokens if isinstance(row.content, str) else None
+            yield Answer(row.format, tuple(tokens[:end]))
+
+
+def write_answers(
+    source: PromptSource,
+    store: AnswerStore,
+    load_engine: Callable[[], LLMEngine],
+    *,
+    worker: int = 0,
+    num_workers: int = 1,
+) -> int:
+    """Write this worker's share of the shards that nobody has written; returns how many tokens that were.
+
+    Args:
+        load_engine: called when there is something to write.
+    """
+    engine, num_tokens = None, 0
+    for number, shard in enumerate(source.shards()):
+        if number % num_workers != worker or store.get(shard.key) is not None:
+            continue
+        engine = engine or load_engine()
+        answers = _answer(engine, shard, source)
+        num_tokens += sum(len(answer.token_ids) for answer in answers)
+        lines = [
+            json.dumps({"prompt_token_ids": a.prompt_token_ids, "token_ids": a.token_ids, "text": a.text})
+            for a in answers
+        ]
+        store.put(shard.key, "".join(f"{line}\n" for line in lines).encode())
+    return num_tokens
+
+
+def _answer(engine: LLMEngine, shard: Shard, source: PromptSource) -> list[Answer]:
+    """An answer, or several, to each prompt in turn; none to those that leave no room for one."""
+    from swiftkv_platform.engine import SamplingParams
+
+    settings = source.settings
+    room = min(source.encoder.max_length, source.teacher.max_model_len)
+    answers = [prompt for prompt in shard.prompts for _ in range(settings.num_completions)]
+    asked = [i for i, answer in enumerate(answers) if 0 < len(answer.prompt_token_ids) < room]
+    parameters = [
+        SamplingParams(
+            max_tokens=min(settings.max_tokens, room - len(answers[i].prompt_token_ids)),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=shard.seeds[i],
+        )
+        for i in asked
+    ]
+    outputs = engine.generate([list(answers[i].prompt_token_ids) for i in asked], parameters) if asked else []
+    for i, output in zip(asked, outputs, strict=True):
+        answers[i] = replace(answers[i], token_ids=tuple(output.token_ids), text=output.text)
+    return answers
+
+
+def _draw(seed: int, repeat: int, prompt: Answer) -> int:
+    return int.from_bytes(_hash([seed, repeat, prompt.prompt_token_ids])[:7], "big")
+
+
+def _hash(value: Sequence[object]) -> bytes:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()

@@ -1,0 +1,121 @@
+"""How far a student writes what its teacher would: greedy continuations of held-out prompts, in either mode. Knows no
+report.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from swiftkv_platform.distillation.evaluation import Figures, evaluation_mode
+from swiftkv_platform.distillation.packing import PackedRows
+
+_LONGEST_PROMPT = 64
+"""Tokens; prompts have one length, so that a batch needs no padding."""
+_PADDING = 0
+"""What `generate()` writes after an end of text; nothing there is compared."""
+
+
+class ContinuationQuality(Figures):
+    """The student's greedy continuations of held-out prompts against the teacher's."""
+
+    num_prompts: int
+    prompt_length: int
+    """Tokens; every prompt is the beginning of a sample."""
+    num_tokens: int
+    """Tokens of a continuation, the teacher's end of text included where it comes earlier."""
+    matched: float
+    """Share of the teacher's tokens that the student writes before it first differs."""
+    identical: float
+    """Share of the prompts that both continue alike."""
+
+
+@torch.no_grad()
+def compare_continuations(
+    model: Any, rows: PackedRows, *, num_prompts: int, num_tokens: int, batch_size: int
+) -> ContinuationQuality | None:
+    """Let both modes of a SwiftKV model continue the beginnings of held-out samples, evenly spaced over them.
+
+    Args:
+        batch_size: prompts a `generate()` call.
+
+    Returns:
+        None where there is no prompt: none is asked for, or no sample is long enough to begin with anything.
+
+    Raises:
+        ModelError: the model was exported without its teacher.
+    """
+    prompts = _prompts(rows, num_prompts, model.config.max_position_embeddings - num_tokens)
+    if prompts is None:
+        return None
+    end_tokens = _end_tokens(model)
+    mode, matched, identical, written = model.model.swiftkv_enabled, 0, 0, 0
+    try:
+        with evaluation_mode(model):
+            for batch in prompts.to(model.device).split(batch_size):
+                teacher, student = (_continue(model.swiftkv(on), batch, num_tokens) for on in (False, True))
+                counted = _until_end(teacher, end_tokens)
+                same = (teacher == student).cumprod(-1).bool() & counted  # [batch, num_tokens]
+                written += int(counted.sum())
+                matched += int(same.sum())
+                identical += int((same == counted).all(-1).sum())
+    finally:
+        model.swiftkv(mode)
+    return ContinuationQuality(
+        num_prompts=len(prompts),
+        prompt_length=prompts.shape[1],
+        num_tokens=num_tokens,
+        matched=matched / written,
+        identical=identical / len(prompts),
+    )
+
+
+def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor | None:
+    """Beginnings of samples from evenly spaced rows: [at most num_prompts, prompt_length]."""
+    if not num_prompts or not len(rows):
+        return None
+    samples: list[torch.Tensor] = []
+    for index in np.unique(np.linspace(0, len(rows) - 1, num_prompts).round().astype(int)):
+        row = rows.batch([int(index)])
+        borders = [*(row["position_ids"][0] == 0).nonzero().flatten().tolist(), rows.max_length]
+        for begin, end in pairwise(borders):
+            if row["loss_mask"][0, begin:end].any():  # padding counts nothing
+                samples.append(row["input_ids"][0, begin:end])
+    if not samples:
+        return None
+    # Half of the samples, at least, are long enough to give a prompt and leave text to go on with.
+    prompt_length = int(min(_LONGEST_PROMPT, np.median([len(sample) for sample in samples]) // 2, longest))
+    if prompt_length < 1:
+        return None
+    long_enough = [sample[:prompt_length] for sample in samples if len(sample) >= prompt_length]
+    chosen = np.unique(np.linspace(0, len(long_enough) - 1, num_prompts).round().astype(int))
+    return torch.stack([long_enough[i] for i in chosen])
+
+
+def _continue(model: Any, prompts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Greedy tokens [batch, num_tokens] after prompts [batch, prompt_length], padded after an end of text."""
+    settings = GenerationConfig(
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=_PADDING,
+    )
+    mask = torch.ones_like(prompts)
+    tokens: torch.Tensor = model.generate(prompts, attention_mask=mask, generation_config=settings)
+    tokens = tokens[:, prompts.shape[1] :]
+    return torch.nn.functional.pad(tokens, (0, num_tokens - tokens.shape[1]), value=_PADDING)
+
+
+def _end_tokens(model: Any) -> list[int]:
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _until_end(tokens: torch.Tensor, end_tokens: list[int]) -> torch.Tensor:
+    """Which of the tokens [batch, num_tokens] come no later than the first end of text."""
+    ended = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device, dtype=tokens.dtype))
+    return (ended.cumsum(-1) - ended.long()) == 0

@@ -1,0 +1,273 @@
+"""Rows of local files, read one after another: JSON Lines, JSON arrays, Parquet, plain text. Knows no format of rows
+and no tokenizer. No file is held in memory whole, however large.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from swiftkv_platform.errors import DataError
+
+Row = dict[str, Any]
+NumberedRow = tuple[int, Row]
+"""A row with its line or its number in the file, from 1."""
+
+MAX_DOCUMENT_CHARACTERS = 1 << 24
+"""A text file longer than this is several documents, cut at line ends."""
+_BYTES_PER_READ = 1 << 20
+_LONGEST_ELEMENT = 1 << 26
+"""Characters of one element of a JSON array; a longer one is taken for damage."""
+_ROWS_PER_BATCH = 512
+_BLANKS = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class FileReader:
+    """How files of one kind are read. Every function raises `DataError` with file and place, naming `field`."""
+
+    unit: str
+    """What rows are counted in: `line` or `row`."""
+    rows: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]]
+    """(file, columns or None for all, field)"""
+    count: Callable[[Path, str], int]
+    columns: Callable[[Path, str], tuple[str, ...] | None]
+    """Columns of every row; None where each row has its own."""
+
+
+def reader_for(file: Path) -> FileReader | None:
+    """By the name's ending, and for JSON by the first character; None for a kind that is not read."""
+    reader = READERS.get(file.suffix)
+    if reader is _JSON_LINES and _is_array(file):
+        return _JSON_ARRAY
+    return reader
+
+
+def _is_array(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _line_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.isspace():
+                yield number, _parse_line(line, file, number, field)
+
+
+def _parse_line(line: bytes, file: Path, number: int, field: str) -> Row:
+    try:
+        row = json.loads(line.rstrip().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(file, number, error.start, error.reason, field) from error
+    except json.JSONDecodeError as error:
+        _not_json(file, number, error.colno, error.msg, field)
+    if not isinstance(row, dict):
+        raise _no_object(file, f"line {number}", row, field)
+    return row
+
+
+def _count_lines(file: Path, _field: str) -> int:
+    with file.open("rb") as stream:
+        return sum(not line.isspace() for line in stream)
+
+
+def _array_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+    for number, row in enumerate(_elements(file, field), start=1):
+        if not isinstance(row, dict):
+            raise _no_object(file, f"row {number}", row, field)
+        yield number, row
+
+
+def _elements(file: Path, field: str) -> Iterator[Any]:
+    """The elements of a JSON array, parsed as they are read."""
+    window = _Window(file, field)
+    window.expect("[")
+    if window.peek() == "]":
+        window.expect("]")
+    else:
+        while True:
+            yield window.element()
+            if window.peek() != ",":
+                break
+            window.expect(",")
+        window.expect("]")
+    if window.peek():
+        window.fail("Extra data")
+
+
+class _Window:
+    """What has been read of a JSON file and not yet used."""
+
+    def __init__(self, file: Path, field: str) -> None:
+        self._file = file
+        self._field = field
+        self._chunks = _text_chunks(file, field)
+        self._text = ""
+        self._at = 0
+        self._line = 1
+        self._column = 1
+        self._decoder = json.JSONDecoder()
+
+    def peek(self) -> str:
+        """The next character that is no blank; "" at the end."""
+        while True:
+            begin = self._at
+            while begin < len(self._text) and self._text[begin] in _BLANKS:
+                begin += 1
+            self._advance(begin)
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read():
+                return ""
+
+    def expect(self, character: str) -> None:
+        if self.peek() != character:
+            self.fail(f"Expecting {character!r}")
+        self._advance(self._at + 1)
+
+    def element(self) -> Any:
+        self.peek()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                offset = error.pos - self._at
+                if len(self._text) - self._at > _LONGEST_ELEMENT or not self._read():
+                    self._advance(self._at + offset)
+                    self.fail(error.msg)
+            else:
+                # A number at the end of the window may go on.
+                if end == len(self._text) and self._read():
+                    continue
+                self._advance(end)
+                return value
+
+    def fail(self, why: str) -> NoReturn:
+        _not_json(self._file, self._line, self._column, why, self._field)
+
+    def _advance(self, end: int) -> None:
+        passed = self._text[self._at : end]
+        breaks = passed.count("\n")
+        self._line += breaks
+        self._column = len(passed) - passed.rfind("\n") if breaks else self._column + len(passed)
+        self._at = end
+
+    def _read(self) -> bool:
+        chunk = next(self._chunks, "")
+        self._text, self._at = self._text[self._at :] + chunk, 0
+        return bool(chunk)
+
+
+def _text_chunks(file: Path, field: str) -> Iterator[str]:
+    """The file's characters, some million bytes at a time, every line end as "\\n"."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    line = 1
+    with file.open("rb") as stream:
+        while True:
+            chunk = stream.read(_BYTES_PER_READ)
+            pending = len(decoder.getstate()[0])
+            begin = stream.tell() - len(chunk) - pending
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                line += chunk[: max(error.start - pending, 0)].count(b"\n")
+                raise _not_utf8(file, line, begin + error.start, error.reason, field) from error
+            line += text.count("\n")
+            if text:
+                yield text
+            if not chunk:
+                return
+
+
+def _count_rows(read: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]]) -> Callable[[Path, str], int]:
+    return lambda file, field: sum(1 for _ in read(file, None, field))
+
+
+def _text_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+    """The file as one document, or as several where it is longer than `MAX_DOCUMENT_CHARACTERS`."""
+    number, pieces, size = 1, list[str](), 0
+    for chunk in _text_chunks(file, field):
+        pieces.append(chunk)
+        size += len(chunk)
+        if size >= MAX_DOCUMENT_CHARACTERS:
+            text = "".join(pieces)
+            end = text.rfind("\n") + 1 or len(text)
+            yield number, {"text": text[:end]}
+            number, pieces, size = number + 1, [text[end:]], len(text) - end
+    if size or number == 1:
+        yield number, {"text": "".join(pieces)}
+
+
+def _parquet_rows(file: Path, columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
+    number = 1
+    try:
+        for batch in _open_parquet(file, field).iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
+            for row in batch.to_pylist():
+                yield number, row
+                number += 1
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{field}: {file}, row {number} or one of the {_ROWS_PER_BATCH} after it, holds text that is not UTF-8 "
+            f"({error.reason}); UTF-8 text would do",
+            field=field,
+            value=f"{file}:{number}",
+        ) from error
+    except (ValueError, OSError) as error:
+        raise _no_parquet(file, error, field) from error
+
+
+def _open_parquet(file: Path, field: str) -> Any:
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except (ValueError, OSError) as error:
+        raise _no_parquet(file, error, field) from error
+
+
+def _no_parquet(file: Path, error: Exception, field: str) -> DataError:
+    return DataError(f"{field}: {file} cannot be read as parquet: {error}", field=field, value=str(file))
+
+
+def _not_json(file: Path, line: int, column: int, why: str, field: str) -> NoReturn:
+    raise DataError(
+        f"{field}: {file}, line {line}, column {column} is not JSON: {why}; "
+        "one object a line, or one array of objects, would do",
+        field=field,
+        value=f"{file}:{line}",
+    )
+
+
+def _no_object(file: Path, place: str, row: Any, field: str) -> DataError:
+    return DataError(
+        f"{field}: {file}, {place} is {row!r:.80}, a {type(row).__name__}; an object with columns would do",
+        field=field,
+        value=f"{file}:{place.split()[1]}",
+    )
+
+
+def _not_utf8(file: Path, line: int, byte: int, reason: str, field: str) -> DataError:
+    return DataError(
+        f"{field}: {file}, line {line}, byte {byte} is not UTF-8 ({reason}); UTF-8 text would do",
+        field=field,
+        value=f"{file}:{line}",
+    )
+
+
+_JSON_LINES = FileReader("line", _line_rows, _count_lines, lambda _file, _field: None)
+_JSON_ARRAY = FileReader("row", _array_rows, _count_rows(_array_rows), lambda _file, _field: None)
+_PARQUET = FileReader(
+    "row",
+    _parquet_rows,
+    lambda file, field: int(_open_parquet(file, field).metadata.num_rows),
+    lambda file, field: tuple(_open_parquet(file, field).schema_arrow.names),
+)
+_TEXT = FileReader("row", _text_rows, _count_rows(_text_rows), lambda _file, _field: ("text",))
+READERS = {".jsonl": _JSON_LINES, ".json": _JSON_LINES, ".parquet": _PARQUET, ".txt": _TEXT, ".py": _TEXT}
+"""By the ending of the file's name."""

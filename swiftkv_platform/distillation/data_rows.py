@@ -1,0 +1,133 @@
+"""The rows of a source as texts and conversations: which are taken, and what their columns mean. Knows no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, pairwise
+
+import numpy as np
+
+from swiftkv_platform.distillation.data_files import NumberedRow
+from swiftkv_platform.distillation.data_formats import (
+    FORMATS,
+    Content,
+    RowError,
+    RowFormat,
+    RowReader,
+    find_format,
+)
+from swiftkv_platform.distillation.data_sources import RemoteFiles, Table, read_source
+from swiftkv_platform.distillation.packing import IntArray
+from swiftkv_platform.errors import DataError
+from swiftkv_platform.specs import DataSourceSpec
+
+_LAYOUTS_KEPT = 256
+"""Sets of columns whose reader is remembered, of files where each row has its own."""
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """What one row says, and where it stands."""
+
+    content: Content
+    """"" or no messages where the row holds none."""
+    format: str
+    origin: str
+    unit: str
+    number: int
+    held_out: bool | None
+    """The side of the hold-out the source itself puts it on."""
+
+    def error(self, why: RowError, path: str) -> DataError:
+        """For a row that cannot be used; `path` is its source's place in the spec."""
+        return _bad_row(self.origin, self.unit, self.number, self.format, why, path)
+
+
+def source_rows(
+    source: DataSourceSpec,
+    index: int,
+    *,
+    seed: int,
+    remote: RemoteFiles | None,
+    formats: Sequence[RowFormat] = FORMATS,
+) -> Iterator[SourceRow]:
+    """Yield the rows of `data.sources[index]`: all, or `sample_count` of them chosen by the seed; of a streamed source,
+    whose length nobody knows, the first. Rows that the source itself holds out are not counted.
+
+    Raises:
+        DataError, InvalidInputError, StorageError: as `prepare_data`; `DataError` with the line for a row that the
+            format cannot read.
+    """
+    path = f"data.sources[{index}]"
+    tables = read_source(source, path=path, remote=remote)
+    training = [table for table in tables if not table.held_out]
+    yield from _sample(training, source, (seed, index), _Interpreter(source, path, formats))
+    for table in tables:
+        if table.held_out:
+            yield from _Interpreter(source, path, formats).rows(table, None)
+
+
+def _sample(
+    tables: Sequence[Table], source: DataSourceSpec, key: tuple[int, int], interpreter: _Interpreter
+) -> Iterator[SourceRow]:
+    count = source.sample_count
+    if count is None or source.streaming:
+        yield from islice(chain.from_iterable(interpreter.rows(table, None) for table in tables), count)
+        return
+    for table, chosen in zip(tables, _choose([table.count() for table in tables], count, key), strict=True):
+        yield from interpreter.rows(table, chosen)
+
+
+def _choose(lengths: Sequence[int], count: int, key: tuple[int, int]) -> list[IntArray | None]:
+    """Of tables of `lengths` rows, those to take so that `count` are taken of all."""
+    total = sum(lengths)
+    if count >= total:
+        return [None] * len(lengths)
+    chosen = np.sort(np.random.default_rng(key).choice(total, size=count, replace=False))
+    begins = np.cumsum([0, *lengths])
+    return [chosen[(begin <= chosen) & (chosen < end)] - begin for begin, end in pairwise(begins)]
+
+
+class _Interpreter:
+    """Finds the format of rows by their columns."""
+
+    def __init__(self, source: DataSourceSpec, path: str, formats: Sequence[RowFormat]) -> None:
+        self._source = source
+        self._path = path
+        self._formats = formats
+
+    def rows(self, table: Table, chosen: IntArray | None) -> Iterator[SourceRow]:
+        """The rows of a table, or those with the places `chosen` (from 0, ascending)."""
+        fixed = None if table.columns is None else self._reader(table.columns, table.origin)
+        readers: dict[tuple[str, ...], RowReader] = {}
+        for number, row in _at(table.rows(None if fixed is None else fixed.columns), chosen):
+            reader = fixed or readers.get(tuple(row))
+            if reader is None:
+                reader = self._reader(tuple(row), f"{table.origin}, {table.unit} {number},")
+                if len(readers) < _LAYOUTS_KEPT:
+                    readers[tuple(row)] = reader
+            try:
+                content = reader(row)
+            except RowError as error:
+                raise _bad_row(table.origin, table.unit, number, reader.format.name, error, self._path) from error
+            yield SourceRow(content, reader.format.name, table.origin, table.unit, number, table.held_out)
+
+    def _reader(self, columns: tuple[str, ...], origin: str) -> RowReader:
+        return find_format(self._source.format, columns, origin=origin, path=self._path, formats=self._formats)
+
+
+def _at(rows: Iterator[NumberedRow], places: IntArray | None) -> Iterator[NumberedRow]:
+    if places is None:
+        yield from rows
+        return
+    place = -1
+    for wanted in places.tolist():
+        yield next(islice(rows, wanted - place - 1, None))
+        place = wanted
+
+
+def _bad_row(origin: str, unit: str, number: int, format_: str, why: RowError, path: str) -> DataError:
+    return DataError(
+        f"{path}: {origin}, {unit} {number}, read as {format_}: {why}", field=path, value=f"{origin}:{number}"
+    )

@@ -1,0 +1,67 @@
+"""What each depth l costs before any training: the teacher rewired there, measured on held-out text. It knows neither
+training nor where text comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from swiftkv_platform.distillation.evaluation import Quality, TeacherQuality, evaluate
+from swiftkv_platform.distillation.packing import PackedRows
+from swiftkv_platform.model import convert
+
+
+@dataclass(frozen=True)
+class Depth:
+    """A student of one depth, its projections started in closed form."""
+
+    num_key_value_layers: int
+    teacher: TeacherQuality
+    calibrated: Quality
+
+
+def measure_depths(
+    teacher: Any,
+    depths: Sequence[int],
+    *,
+    key_value_group_size: int,
+    calibration: Sequence[Mapping[str, Tensor]],
+    held_out: PackedRows,
+    max_tokens: int,
+) -> Iterator[Depth]:
+    """Rewire `teacher` at each of `depths` and compare it with itself on held-out rows.
+
+    Args:
+        teacher: a causal language model of a known family; its weights are shared with the students, never changed.
+        key_value_group_size: g; where fewer layers are left than that, they form one group.
+        calibration: batches with `input_ids` and `position_ids` for the calibrated start.
+        max_tokens: held-out tokens to measure.
+
+    Raises:
+        DataError: nothing is held out.
+        ModelError: an unknown family.
+    """
+    num_layers = teacher.config.num_hidden_layers
+    for depth in depths:
+        student = convert(
+            teacher,
+            num_key_value_layers=depth,
+            key_value_group_size=min(key_value_group_size, num_layers - depth),
+            calibration=calibration,
+        )
+        totals = evaluate(student, held_out, max_tokens=max_tokens, batch_size=1)
+        yield Depth(depth, totals.teacher, totals.student)
+
+
+def shallowest(depths: Sequence[Depth], *, max_kl: float) -> int | None:
+    """The smallest l from which on every depth measured starts within `max_kl` nats of its teacher."""
+    chosen = None
+    for depth in sorted(depths, key=lambda each: each.num_key_value_layers, reverse=True):
+        if depth.calibrated.kl > max_kl:
+            break
+        chosen = depth.num_key_value_layers
+    return chosen

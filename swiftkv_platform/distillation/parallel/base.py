@@ -1,0 +1,83 @@
+"""What every way to spread a fork over workers has in common, and what each brings. It knows no data, no schedule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swiftkv_platform.distillation.fork import Fork
+
+State = dict[str, Any]
+"""`model`: trained tensors by the fork's names; `optimizer`: for each of them `exp_avg`, `exp_avg_sq` and `step`. Names
+and global shapes are the same for every strategy and number of workers."""
+Read = Callable[[State], None]
+"""Overwrites every tensor of a state, or of a part of one, with what was saved."""
+Fill = Callable[[nn.Module], None]
+"""Gives the parameters of a module, and of those within, that are on the meta device, their storage and values."""
+
+
+class Parallel(ABC):
+    """A fork and its optimizer on every worker of the default process group, which must exist (a group of one is fine).
+
+    Gradients are averaged over the workers: a caller that wants their sum multiplies its loss by `world_size`. Trained
+    weights, optimizer state and the reduction of gradients are float32, whatever the compute dtype.
+
+    Args:
+        fork: equal on all workers.
+        device: this worker's device.
+    """
+
+    module: nn.Module
+
+    def __init__(self, fork: Fork, *, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = device
+        self.loss_weights = fork.loss_weights
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fork's sums over this worker's `batch`."""
+        sums: dict[str, Tensor] = self.module(**{name: tensor.to(self.device) for name, tensor in batch.items()})
+        return sums
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Around forward and backward of one micro batch; gradients are reduced with the `last` one of a step."""
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss` to those of the step."""
+        loss.backward()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` summed over the workers."""
+        total = values.detach().clone().to(self.device)
+        dist.all_reduce(total)
+        return total
+
+    def agree(self, value: int) -> int:
+        """The largest `value` of all workers."""
+        largest = torch.tensor(value, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
+    @abstractmethod
+    def update(self, learning_rate: float) -> float:
+        """Clip the step's gradients, move the weights, forget the gradients.
+
+        Returns the joint norm before clipping; where it is not finite, nothing moves.
+        """
+
+    @abstractmethod
+    def state(self) -> State:
+        """What a checkpoint keeps. Collective."""
+
+    @abstractmethod
+    def load_state(self, read: Read) -> None:
+        """Go on from what `read` finds. Collective."""

@@ -1,0 +1,120 @@
+"""DDP and FSDP2: PyTorch's own strategies, over one optimizer of ours. Knows nothing of DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.optimizer import build_optimizer, set_learning_rate
+from swiftkv_platform.distillation.parallel.base import Fill, Parallel, Read, State
+from swiftkv_platform.specs import JobSpec
+
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+class _Native(Parallel):
+    """Clipping, optimizer and state, which DDP and FSDP2 share."""
+
+    def __init__(self, fork: Fork, module: nn.Module, spec: JobSpec, *, device: torch.device) -> None:
+        super().__init__(fork, device=device)
+        self.module = module
+        self._max_grad_norm = spec.optimizer.max_grad_norm
+        self._optimizer = build_optimizer(self._trained(), spec.optimizer)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def update(self, learning_rate: float) -> float:
+        norm: Tensor = nn.utils.clip_grad_norm_(self._trained(), self._max_grad_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if math.isfinite(grad_norm):
+            set_learning_rate(self._optimizer, learning_rate)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return grad_norm
+
+    def state(self) -> State:
+        optimizer = get_optimizer_state_dict(self.module, self._optimizer, options=_TRAINED)
+        return {"model": self._trained_tensors(), "optimizer": optimizer["state"]}
+
+    def load_state(self, read: Read) -> None:
+        groups = get_optimizer_state_dict(self.module, self._optimizer, options=_TRAINED)["param_groups"]
+        state = self.state()
+        read(state)
+        set_model_state_dict(self.module, state["model"], options=_TRAINED)
+        optimizer = {"state": state["optimizer"], "param_groups": groups}
+        set_optimizer_state_dict(self.module, self._optimizer, optimizer, options=_TRAINED)
+
+    def _trained_tensors(self) -> State:
+        """By name. Torch leaves out frozen parameters, but not the second name of one that is tied to another."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name.removeprefix("module.") for name, parameter in named if not parameter.requires_grad}
+        state = get_model_state_dict(self.module, options=_TRAINED)
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+
+class DataParallel(_Native):
+    """DDP: every worker holds everything."""
+
+    def __init__(self, fork: Fork, spec: JobSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._autocast = dtype if dtype != torch.float32 else None
+        wrapped = DistributedDataParallel(fork.to(device), forward_sync_buffers=False, init_sync=False)
+        super().__init__(fork, wrapped, spec, device=device)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        synced: AbstractContextManager[None] = (
+            nullcontext() if last else cast("DistributedDataParallel", self.module).no_sync()
+        )
+        with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None), synced:
+            yield
+
+
+class FullySharded(_Native):
+    """FSDP2: every layer is gathered when it runs; what is left (embeddings, norms, heads) belongs to the root.
+
+    A fork without weights (on the meta device) gets them from `fill`, unit by unit as each is sharded, so that a worker
+    holds one unit and its own shards, never the whole model.
+    """
+
+    def __init__(self, fork: Fork, spec: JobSpec, fill: Fill, *, dtype: torch.dtype, device: torch.device) -> None:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        param_dtype = None if dtype == torch.float32 else dtype
+        precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        # On a CPU everything is in host memory already.
+        offloads = spec.sharding.cpu_offload and device.type != "cpu"
+        offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        for unit in [*fork.units(), fork]:
+            for module in unit if isinstance(unit, list) else [unit]:
+                fill(module)
+            fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        super().__init__(fork, fork, spec, device=device)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        cast("FSDPModule", self.module).set_requires_gradient_sync(last)
+        yield

@@ -1,0 +1,182 @@
+"""DeepSpeed ZeRO 1, 2 and 3 with torch's AdamW. Its checkpoints are whole tensors, which every strategy reads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.optimizer import build_optimizer, set_learning_rate
+from swiftkv_platform.distillation.parallel.base import Fill, Parallel, Read, State
+from swiftkv_platform.specs import JobSpec
+
+os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+import deepspeed  # noqa: E402
+from deepspeed.utils import (  # noqa: E402
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeRO(Parallel):
+    """Stage 1 shards optimizer state, 2 gradients too, 3 parameters too, frozen ones included.
+
+    Stage 3 gives a fork on the meta device its weights from `fill`, unit by unit as each is sharded.
+    """
+
+    def __init__(self, fork: Fork, spec: JobSpec, fill: Fill, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(fork, device=device)
+        os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # which DeepSpeed wants to see; launchers set it
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
+        settings = _settings(spec, dtype, device)
+        self._stage = spec.sharding.zero_stage
+        for parameter in fork.parameters():  # with bfloat16, the float32 masters are ZeRO's
+            parameter.data = parameter.data.to(dtype)
+        if self._stage == 3:
+            _partition(fork, fill, settings)
+        trained = [parameter for parameter in fork.parameters() if parameter.requires_grad]
+        self._engine, *_ = deepspeed.initialize(
+            model=fork,
+            optimizer=build_optimizer(trained, spec.optimizer),
+            config=settings,
+            dist_init_required=False,
+        )
+        self.module: nn.Module = self._engine
+        self._optimizer = self._engine.optimizer
+        self._trained = {name: p for name, p in fork.named_parameters() if p.requires_grad}
+        self._create_moments()
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+
+    def update(self, learning_rate: float) -> float:
+        set_learning_rate(self._optimizer, learning_rate)
+        self._engine.step()  # clips; leaves out the step where the norm is not finite
+        norm = float(self._engine.get_global_grad_norm())
+        return norm if norm >= 0.0 else math.nan
+
+    def state(self) -> State:
+        """Whole tensors, gathered one at a time, in host memory of the first worker; the others have none."""
+        first = self.rank == 0
+        model, optimizer = {}, {}
+        step = self._moments()[0]["step"]
+        for name, parameter in self._trained.items():
+            tensors = [safe_get_full_fp32_param(parameter)]
+            tensors += [safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS]
+            if first:
+                whole, *moments = (tensor.detach().cpu().clone().view(_shape(parameter)) for tensor in tensors)
+                model[name] = whole
+                optimizer[name] = {**dict(zip(_MOMENTS, moments, strict=True)), "step": step.clone()}
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state(self, read: Read) -> None:
+        """One parameter at a time, so that no worker holds more than one that is whole."""
+        step = torch.zeros(())
+        for name, parameter in self._trained.items():
+            whole, *moments = (torch.empty(_shape(parameter)) for _ in range(3))
+            read(
+                {
+                    "model": {name: whole},
+                    "optimizer": {name: {**dict(zip(_MOMENTS, moments, strict=True)), "step": step}},
+                }
+            )
+            self._set(parameter, whole, moments)
+        for state in self._moments():
+            state["step"].copy_(step)
+        if self._stage < 3:
+            self._optimizer.update_lp_params()
+
+    def _moments(self) -> list[dict[str, Tensor]]:
+        """AdamW's state of each flat partition."""
+        return list(self._optimizer.optimizer.state.values())
+
+    def _create_moments(self) -> None:
+        """As AdamW's first step would; DeepSpeed looks for them when only the first group has had its step."""
+        adam = self._optimizer.optimizer
+        sharded = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
+        flats = sharded or [flat for group in adam.param_groups for flat in group["params"]]
+        for flat in flats:
+            adam.state[flat] = {"step": torch.zeros(()), **{key: torch.zeros_like(flat) for key in _MOMENTS}}
+        if sharded is None:
+            self._optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _set(self, parameter: nn.Parameter, whole: Tensor, moments: list[Tensor]) -> None:
+        """Parameter, its float32 master and its moments."""
+        keyed = list(zip(_MOMENTS, moments, strict=True))
+        if self._stage < 3:
+            safe_set_full_fp32_param(parameter, whole.to(self.device))
+            for key, tensor in keyed:
+                safe_set_full_optimizer_state(parameter, tensor.to(self.device), key)
+            return
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(whole)
+        safe_set_local_fp32_param(parameter, self._local(parameter, whole))
+        for key, tensor in keyed:
+            safe_set_local_optimizer_state(parameter, self._local(parameter, tensor), key)
+
+    def _local(self, parameter: Any, whole: Tensor) -> Tensor:
+        """This worker's piece of stage 3, padded as DeepSpeed pads."""
+        size = parameter.ds_tensor.numel()
+        flat = nn.functional.pad(whole.flatten(), (0, size * self.world_size - whole.numel()))
+        return flat[self.rank * size : (self.rank + 1) * size]
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """Of the whole parameter: stage 3 leaves an empty one between uses."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def _partition(fork: Fork, fill: Fill, settings: dict[str, Any]) -> None:
+    for unit in [*fork.units(), fork]:
+        for module in unit if isinstance(unit, list) else [unit]:
+            fill(module)
+            deepspeed.zero.Init(module=module, mem_efficient_linear=False, config_dict_or_path=settings)
+    # The losses use the heads' weights outside the heads' own forward.
+    for head in fork.heads():
+        deepspeed.zero.register_external_parameter(fork, head.weight)
+
+
+def _settings(spec: JobSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """DeepSpeed's configuration. Micro batches are ours: it is told of each step's last one."""
+    sharding = spec.sharding
+    zero: dict[str, Any] = {"stage": sharding.zero_stage}
+    # On a CPU everything is in host memory already; the setting is honoured all the same.
+    if sharding.cpu_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": device.type != "cpu"}
+        if sharding.zero_stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": device.type != "cpu"}
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": spec.training.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": spec.optimizer.max_grad_norm,
+        "zero_optimization": zero,
+        # torch's AdamW: DeepSpeed's own compiles for minutes when it is first used on a CPU.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 60,
+    }
+    if dtype == torch.bfloat16:
+        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    return settings

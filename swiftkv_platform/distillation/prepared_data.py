@@ -1,0 +1,101 @@
+"""Prepared rows as files: token ids memory-mapped, so that neither training nor evaluation holds them in memory. Knows
+no source and no tokenizer.
+
+    tokens.bin, counts.bin      `Samples.tokens` (type in data.json) and `Samples.counts`, one after another
+    samples.npy                 where each sample begins
+    {train,held_out}-*.npy      which samples make up each row
+    data.json                   statistics, fingerprint, and what the arrays alone do not say
+
+A token takes three bytes, five where the vocabulary needs 32 bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from swiftkv_platform.distillation.data_statistics import DataStatistics
+from swiftkv_platform.distillation.packing import BoolArray, PackedRows, Samples, TokenArray
+from swiftkv_platform.specs import DataSpec
+
+_BYTES_PER_READ = 1 << 22
+_SIDES = ("train", "held_out")
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What a job trains on and is measured on."""
+
+    train: PackedRows
+    held_out: PackedRows
+    """Empty where nothing is held out."""
+    statistics: DataStatistics
+    fingerprint: str
+    """SHA-256 over every token, border and counted position of both sides, and the settings that shaped them."""
+
+    def save(self, directory: Path) -> None:
+        """Complete `directory`, which holds the token files already."""
+        np.save(directory / "samples.npy", self.train.samples.starts)
+        for side in _SIDES:
+            rows: PackedRows = getattr(self, side)
+            np.save(directory / f"{side}-members.npy", rows.members)
+            np.save(directory / f"{side}-rows.npy", rows.row_starts)
+        description = {
+            "dtype": self.train.samples.tokens.dtype.name,
+            "max_length": self.train.max_length,
+            "pad_token_id": self.train.pad_token_id,
+            "fingerprint": self.fingerprint,
+            "statistics": self.statistics.model_dump(mode="json"),
+        }
+        (directory / "data.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: Path) -> PreparedData:
+        """The data saved in `directory`; its files may be deleted while they are in use."""
+        description = json.loads((directory / "data.json").read_text(encoding="utf-8"))
+        samples = Samples(
+            *open_tokens(directory, np.dtype(description["dtype"])), np.load(directory / "samples.npy", mmap_mode="r")
+        )
+        train, held_out = (
+            PackedRows(
+                samples=samples,
+                members=np.load(directory / f"{side}-members.npy", mmap_mode="r"),
+                row_starts=np.load(directory / f"{side}-rows.npy", mmap_mode="r"),
+                max_length=description["max_length"],
+                pad_token_id=description["pad_token_id"],
+            )
+            for side in _SIDES
+        )
+        statistics = DataStatistics.model_validate(description["statistics"])
+        return cls(train, held_out, statistics, description["fingerprint"])
+
+
+def open_tokens(directory: Path, dtype: npt.DTypeLike) -> tuple[TokenArray, BoolArray]:
+    """The token files of a directory, mapped read-only."""
+    return _map(directory / "tokens.bin", dtype), _map(directory / "counts.bin", np.bool_)
+
+
+def _map(path: Path, dtype: npt.DTypeLike) -> Any:
+    if not path.stat().st_size:
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def fingerprint(spec: DataSpec, directory: Path, train: PackedRows, held_out: PackedRows) -> str:
+    """See `PreparedData.fingerprint`; `directory` holds the token files."""
+    settings = {"max_length": spec.max_length, "packing": spec.packing, "train_on": spec.train_on}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name in ("tokens.bin", "counts.bin"):
+        with (directory / name).open("rb") as file:
+            while chunk := file.read(_BYTES_PER_READ):
+                digest.update(chunk)
+    for array in (train.samples.starts, train.members, train.row_starts, held_out.members, held_out.row_starts):
+        digest.update(str(len(array)).encode())
+        digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+    return digest.hexdigest()

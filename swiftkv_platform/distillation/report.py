@@ -1,0 +1,168 @@
+"""The report of a job, and its quality gates. Knows figures, not how they are measured nor where reports are kept."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from swiftkv_platform.distillation.continuation import ContinuationQuality
+from swiftkv_platform.distillation.evaluation import NUM_EXIT_BINS, ExitCounts, Figures, Quality, TeacherQuality, Totals
+from swiftkv_platform.distillation.harness import TaskScore
+from swiftkv_platform.distillation.prefill_cost import PrefillCost
+from swiftkv_platform.errors import QualityGateError
+from swiftkv_platform.specs import EvaluationSpec
+
+
+class TimeToFirstToken(Figures):
+    """Milliseconds, medians."""
+
+    dense: float
+    swiftkv: float
+
+
+class ExitBin(Figures):
+    """Held-out positions by the exit head's confidence, its largest probability."""
+
+    low: float
+    high: float
+    share: float
+    """Of all positions."""
+    agreement: float | None
+    """Share of the bin's positions where the exit head's most likely token is the student's; None in an empty bin."""
+
+
+class Gate(Figures):
+    """One limit of the spec and what was measured."""
+
+    field: str
+    """Dotted path in the spec."""
+    subject: str
+    """What is limited, in words."""
+    limit: float
+    value: float
+    passed: bool
+
+
+class Report(Figures):
+    """`evaluation.json`; `demo-report.json` takes its keys."""
+
+    teacher: TeacherQuality
+    rewired: Quality | None
+    """The student as it starts with copied projections; None where only the finished model is at hand."""
+    calibrated: Quality | None
+    """As it starts with calibrated ones; None for a job that starts from the copies."""
+    distilled: Quality
+    perplexity_ratio: float
+    """distilled.perplexity / teacher.perplexity."""
+    kl_recovered: float | None
+    """1 - distilled.kl / rewired.kl; 0 where rewiring costs nothing. It depends on how bad the start is: no gate."""
+    num_positions: int
+    """Held-out positions compared."""
+    prefill_flops_ratio: float
+    """SwiftKV / dense, counted on a forward pass."""
+    kv_bytes_ratio: float
+    """SwiftKV / dense, of the caches of a forward pass."""
+    ttft_ms: TimeToFirstToken
+    tokens_trained: int | None
+    continuations: ContinuationQuality | None = None
+    exit_head: tuple[ExitBin, ...] | None = None
+    """Figure D.1 of the paper; None for a model without an exit head."""
+    tasks: tuple[TaskScore, ...] = ()
+    gates: tuple[Gate, ...] = ()
+
+    @classmethod
+    def build(
+        cls,
+        spec: EvaluationSpec,
+        *,
+        distilled: Totals,
+        cost: PrefillCost,
+        rewired: Totals | None = None,
+        calibrated: Totals | None = None,
+        tokens_trained: int | None = None,
+        continuations: ContinuationQuality | None = None,
+        tasks: tuple[TaskScore, ...] = (),
+    ) -> Self:
+        """The report from what was measured on the same rows before and after training."""
+        student, teacher = distilled.student, distilled.teacher
+        ratio = student.perplexity / teacher.perplexity
+        return cls(
+            teacher=teacher,
+            rewired=rewired.student if rewired else None,
+            calibrated=calibrated.student if calibrated else None,
+            distilled=student,
+            perplexity_ratio=ratio,
+            kl_recovered=_recovered(rewired.student.kl, student.kl) if rewired else None,
+            num_positions=distilled.num_positions,
+            prefill_flops_ratio=cost.flops_ratio,
+            kv_bytes_ratio=cost.kv_bytes_ratio,
+            ttft_ms=TimeToFirstToken(dense=cost.dense.ttft_ms, swiftkv=cost.swiftkv.ttft_ms),
+            tokens_trained=tokens_trained,
+            continuations=continuations,
+            exit_head=_exit_bins(distilled.exit_head),
+            tasks=tasks,
+            gates=_gates(spec, student, ratio, tasks),
+        )
+
+    def check_gates(self) -> None:
+        """Refuse a student that is too far from its teacher.
+
+        Raises:
+            QualityGateError: with the figures that decided.
+        """
+        failed = [gate for gate in self.gates if not gate.passed]
+        if not failed:
+            return
+        reasons = "; ".join(
+            f"{gate.subject} is {gate.value:.4g}, {gate.field} asks for {gate.limit:g}" for gate in failed
+        )
+        raise QualityGateError(
+            f"{reasons} (perplexity {self.distilled.perplexity:.3f} against the teacher's "
+            f"{self.teacher.perplexity:.3f}, KL {self.distilled.kl:.4f} nats, top-1 agreement "
+            f"{self.distilled.top1_agreement:.1%}); more training or fewer skipped layers would do",
+            field=failed[0].field,
+            value=failed[0].value,
+        )
+
+
+def _recovered(before: float, after: float) -> float:
+    return 1.0 - after / before if before else 0.0
+
+
+def _exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
+    total = sum(counts.positions)
+    if not total:
+        return None
+    return tuple(
+        ExitBin(
+            low=i / NUM_EXIT_BINS,
+            high=(i + 1) / NUM_EXIT_BINS,
+            share=positions / total,
+            agreement=agreements / positions if positions else None,
+        )
+        for i, (positions, agreements) in enumerate(zip(counts.positions, counts.agreements, strict=True))
+    )
+
+
+def _gates(spec: EvaluationSpec, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
+    # A value that is not a number passes no gate.
+    measured = [
+        ("max_kl", "held-out KL in nats", student.kl, spec.max_kl),
+        ("max_perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, spec.max_perplexity_ratio),
+    ]
+    measured += [("max_drop", f"points lost on {score.task}", score.drop, spec.max_drop) for score in tasks]
+    gates = [
+        Gate(field=f"evaluation.{name}", subject=subject, limit=limit, value=value, passed=value <= limit)
+        for name, subject, value, limit in measured
+        if limit is not None
+    ]
+    if spec.min_top1_agreement is not None:
+        gates.append(
+            Gate(
+                field="evaluation.min_top1_agreement",
+                subject="held-out top-1 agreement",
+                limit=spec.min_top1_agreement,
+                value=student.top1_agreement,
+                passed=student.top1_agreement >= spec.min_top1_agreement,
+            )
+        )
+    return tuple(gates)

@@ -1,0 +1,134 @@
+"""Trials of a sweep, and what their reports say together: the frontier of quality and compute, and the point to take.
+Torch-free; knows neither how a trial runs nor where its report is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from swiftkv_platform.specs import JobSpec
+
+GROUP_SIZE_FIELD = "swiftkv.key_value_group_size"
+"""What a combination is refused for if its g is larger than the layers that its l leaves to share."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One combination of a sweep's values."""
+
+    index: int
+    name: str
+    """Unique in the sweep, fit for a key: `l6-g2-lr0.003`, of the values that are swept."""
+    spec: JobSpec
+    """A job of its own, without a sweep."""
+
+
+def expand(spec: JobSpec) -> tuple[Trial, ...]:
+    """Every combination, the largest l and the smallest g first; of a job without a sweep the job itself."""
+    if spec.sweep is None:
+        return (Trial(0, "", spec),)
+    sweep, trials = spec.sweep, []
+    axes: tuple[Sequence[float | None], ...] = (
+        sorted(sweep.num_key_value_layers, reverse=True) or [None],
+        sorted(sweep.key_value_group_size) or [None],
+        sorted(sweep.learning_rate) or [None],
+    )
+    for index, (layers, group, rate) in enumerate(itertools.product(*axes)):
+        swiftkv: dict[str, Any] = {}
+        if layers is not None:
+            swiftkv |= {"num_key_value_layers": layers, "prefill_reduction": None}
+        if group is not None:
+            swiftkv |= {"key_value_group_size": group}
+        optimizer = {} if rate is None else {"learning_rate": rate}
+        parts = [("l", layers), ("g", group), ("lr", rate)]
+        name = "-".join(f"{prefix}{value:g}" for prefix, value in parts if value is not None)
+        trial = spec.model_copy(
+            update={
+                "name": f"{spec.name[: 99 - len(name)]}-{name}",
+                "swiftkv": spec.swiftkv.model_copy(update=swiftkv),
+                "optimizer": spec.optimizer.model_copy(update=optimizer),
+                "sweep": None,
+            }
+        )
+        trials.append(Trial(index, name, trial))
+    return tuple(trials)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Point(_Record):
+    """What became of one trial."""
+
+    name: str
+    num_key_value_layers: int | None
+    """As swept or in the spec; None where that gives `prefill_reduction`."""
+    key_value_group_size: int
+    learning_rate: float
+    report: dict[str, Any] | None
+    """The trial's `evaluation.json`; None where it failed."""
+    error: str | None = None
+    """Why the trial could not be trained, e.g. a loss that is not finite."""
+    on_frontier: bool = False
+    """No other trial has both less prefill compute and a lower KL, or one of them and the other equal."""
+
+    @property
+    def within_budget(self) -> bool:
+        return self.report is not None and all(gate["passed"] for gate in self.report["gates"])
+
+    @property
+    def cost(self) -> tuple[float, float, float]:
+        """Prefill compute and cache relative to the teacher's, and KL: what a choice compares, in this order."""
+        assert self.report is not None, "a trial that failed costs nothing"
+        kl: float = self.report["distilled"]["kl"]
+        return self.report["prefill_flops_ratio"], self.report["kv_bytes_ratio"], kl
+
+
+class SweepReport(_Record):
+    """`sweep.json`."""
+
+    points: tuple[Point, ...]
+    recommended: str | None
+    """The cheapest point within the budget, see `SweepSpec`; None where no point is."""
+
+    @property
+    def chosen(self) -> Point | None:
+        return next((point for point in self.points if point.name == self.recommended), None)
+
+
+def point(trial: Trial, *, report: Mapping[str, Any] | None = None, error: str | None = None) -> Point:
+    return Point(
+        name=trial.name,
+        num_key_value_layers=trial.spec.swiftkv.num_key_value_layers,
+        key_value_group_size=trial.spec.swiftkv.key_value_group_size,
+        learning_rate=trial.spec.optimizer.learning_rate,
+        report=None if report is None else dict(report),
+        error=error,
+    )
+
+
+def summarise(points: Sequence[Point]) -> SweepReport:
+    """Mark the frontier and choose."""
+    measured = [point for point in points if point.report is not None]
+    affordable = [point for point in measured if point.within_budget]
+    return SweepReport(
+        points=tuple(
+            point.model_copy(update={"on_frontier": point.report is not None and _on_frontier(point, measured)})
+            for point in points
+        ),
+        recommended=min(affordable, key=lambda point: point.cost).name if affordable else None,
+    )
+
+
+def _on_frontier(point: Point, others: Sequence[Point]) -> bool:
+    compute, _, kl = point.cost
+    return not any(
+        other.cost[0] <= compute and other.cost[2] <= kl and (other.cost[0], other.cost[2]) != (compute, kl)
+        for other in others
+    )

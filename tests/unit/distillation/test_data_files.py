@@ -1,0 +1,103 @@
+"""Files are read row by row, whatever their size, and every damage is named with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.distillation import data_files
+from swiftkv_platform.distillation.data_files import reader_for
+from swiftkv_platform.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes at a time, so that every row, number and character is cut somewhere."""
+    monkeypatch.setattr(data_files, "_BYTES_PER_READ", 3)
+
+
+def read(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    reader = reader_for(path)
+    assert reader is not None
+    rows = list(reader.rows(path, None, "data"))
+    assert reader.count(path, "data") == len(rows)
+    return rows
+
+
+ROWS = [{"text": 'a "quoted" [é], €'}, {"n": -12.5e3, "deep": {"list": [1, None, {}]}}, {}]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS),
+        "\ufeff" + "\r\n".join(json.dumps(row) for row in ROWS) + "\r\n",
+        json.dumps(ROWS, ensure_ascii=False),
+        "\ufeff\n " + json.dumps(ROWS, indent=2) + "\n\n",
+    ],
+    ids=["lines", "lines with CR and BOM", "array", "indented array with BOM"],
+)
+def test_lines_and_arrays_hold_the_same_rows(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content.encode())
+    assert read(path) == list(enumerate(ROWS, start=1))
+
+
+def test_blank_lines_are_counted_as_lines_and_not_as_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"a": 1}\n  \n{"a": 2}\n\n')
+    assert read(path) == [(2, {"a": 1}), (4, {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"a": 1},\n {"a" 2}]', "line 2, column 7 is not JSON"),
+        (b'[{"a": 1},\n {"a": 2}', r"line 2, column 10 is not JSON: Expecting '\]'"),
+        (b'[{"a": 1}\n]\n\n x', "line 4, column 2 is not JSON: Extra data"),
+        (b'[{"a": 1},]', "line 1, column 11 is not JSON"),
+        (b'[{"a": 1}, 17]', "row 2 is 17, a int; an object with columns would do"),
+        (b'[{"a": 1},\n\n {"a": "\xe9"}]', "line 3, byte 20 is not UTF-8"),
+        (b'{"a": 1}\n[2]', r"line 2 is \[2\], a list; an object with columns would do"),
+        (b'{"a": 1}\n{"a": "\xc3"}', "line 2, byte 7 is not UTF-8"),
+    ],
+)
+def test_damage_is_named_with_its_place(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        read(path)
+    assert caught.value.field == "data"
+    assert caught.value.value.startswith(f"{path}:")
+
+
+def test_damage_in_a_large_array_is_not_searched_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"a": 1}, {"a" 2}' + " " * 100_000 + "]")
+    monkeypatch.setattr(data_files, "_LONGEST_ELEMENT", 64)
+    reads = []
+    original = data_files._Window._read
+    monkeypatch.setattr(data_files._Window, "_read", lambda self: (reads.append(1), original(self))[1])
+    with pytest.raises(DataError, match="line 1, column 17"):
+        read(path)
+    assert len(reads) < 50
+
+
+def test_a_text_file_is_one_document_unless_it_is_very_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes("erste Zeile\r\nzweite ä\nlast".encode())
+    whole = "erste Zeile\nzweite ä\nlast"
+    assert read(path) == [(1, {"text": whole})]
+    monkeypatch.setattr(data_files, "MAX_DOCUMENT_CHARACTERS", 10)
+    pieces = [row["text"] for _, row in read(path)]
+    assert "".join(pieces) == whole
+    assert pieces[1:] == ["zweite ä\n", "last"] or len(pieces) > 2
+    path.write_bytes(b"")
+    assert read(path) == [(1, {"text": ""})]
+
+
+def test_other_files_are_not_read(tmp_path: Path) -> None:
+    assert reader_for(tmp_path / "rows.csv") is None

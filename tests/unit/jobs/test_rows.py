@@ -1,0 +1,72 @@
+"""Prepared rows in the job's store: a later attempt trains on the very same, and nothing is left when they are done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.phases import prepare
+from jobs.rows import delete_rows, find_rows
+from swiftkv_platform.attempts import AttemptRequest, data_prefix
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.object_store import ObjectStore, open_store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"number {i} of many"}) + "\n" for i in range(50)))
+    return path
+
+
+def request(teacher: Path, corpus: Path, attempt: int) -> AttemptRequest:
+    spec = JobSpec.model_validate(
+        {
+            "name": "tiny",
+            "model": {"name_or_path": str(teacher), "dtype": "float32"},
+            "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 64, "validation_fraction": 0.1},
+            "training": {"max_steps": 2, "batch_size": 2},
+            "swiftkv": {"initialization": "copied"},
+        }
+    )
+    return AttemptRequest(job_id="job", attempt=attempt, spec=spec, run_id="run")
+
+
+def test_a_later_attempt_trains_on_the_rows_of_the_first(
+    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
+) -> None:
+    plan, stored = prepare(request(tiny_teacher, corpus, 1), store.uri)
+    assert stored.rows == data_prefix("job", 1)
+    assert find_rows(store, request(tiny_teacher, corpus, 2)) == stored.rows
+    corpus.write_text('{"text": "something else altogether"}\n')
+    assert prepare(request(tiny_teacher, corpus, 2), store.uri) == (plan, stored)
+
+    stored.fetch(tmp_path / "rows")
+    data = stored.open(tmp_path / "rows").data
+    assert isinstance(data.train.samples.tokens, np.memmap)
+    assert len(data.train) == plan.statistics["train"]["rows"]
+    assert data.train[0]["input_ids"].max() <= 257
+
+    delete_rows(store, request(tiny_teacher, corpus, 2))
+    assert find_rows(store, request(tiny_teacher, corpus, 2)) is None
+    assert not list(store.list("jobs/job"))
+
+
+def test_what_was_found_is_said_in_sentences(tiny_teacher: Path, corpus: Path, store: ObjectStore) -> None:
+    corpus.write_text(corpus.read_text() + '{"text": ""}\n' * 10 + json.dumps({"text": "long " * 100}) + "\n")
+    plan, _ = prepare(request(tiny_teacher, corpus, 1), store.uri)
+    (source, is_warning), (training, _), (held_out, _) = plan.messages
+    assert is_warning  # a sixth of the rows is empty
+    assert "61 rows (61 text)" in source
+    assert "10 dropped" in source
+    assert "1 texts split" in source
+    assert "% full" in training
+    assert held_out.startswith("held out: ")

@@ -1,0 +1,64 @@
+"""How busy a worker is, from known steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.telemetry import Telemetry, training_flops_per_token
+from swiftkv_platform.distillation.trainer import StepMetrics
+from swiftkv_platform.model import convert
+from swiftkv_platform.specs import JobSpec
+from tests.tiny_models import random_teacher
+
+CPU = torch.device("cpu")
+
+
+def spec(**resources: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "n",
+            "data": {"max_length": 100},
+            "training": {"batch_size": 8},
+            "resources": {"num_workers": 2, **resources},
+        }
+    )
+
+
+def step(tokens: int, tokens_per_second: float) -> StepMetrics:
+    return StepMetrics(
+        step=1,
+        tokens=tokens,
+        losses={"loss": 1.0},
+        lr=1.0,
+        grad_norm=1.0,
+        tokens_per_second=tokens_per_second,
+        world_size=2,
+    )
+
+
+def test_padding_and_uncounted_tokens_are_work_too() -> None:
+    """A worker runs 4 of 8 rows of 100 tokens; of the 800 tokens 200 count, in half a second."""
+    telemetry = Telemetry(spec(peak_flops_per_second=3.2e6), 1000.0, CPU)
+    telemetry.begin(1000)
+    point = telemetry.point(step(1200, 400.0))
+    assert point["flops_per_second"] == pytest.approx(4 * 100 * 1000.0 / 0.5)
+    assert point["mfu"] == pytest.approx(0.25)
+    assert point["memory_bytes"] > 1 << 20
+    assert telemetry.point(step(1600, 400.0))["mfu"] == pytest.approx(0.125)
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert Telemetry(spec(), 1000.0, CPU).point(step(1, 1.0)).keys() == {"memory_bytes", "flops_per_second"}
+    assert Telemetry(spec(), None, CPU).point(step(1, 1.0)).keys() == {"memory_bytes"}
+
+
+def test_the_arithmetic_is_the_students_own() -> None:
+    """Fewer layers of its own, and so a longer student's tail to train: more work a token."""
+    students = [convert(random_teacher(), num_key_value_layers=layers) for layers in (5, 2)]
+    short, long = (training_flops_per_token(spec(), student.config) for student in students)
+    assert short is not None
+    assert long is not None
+    assert 1.3 < long / short < 3

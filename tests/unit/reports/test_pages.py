@@ -1,0 +1,187 @@
+"""Pages of a report: complete, self-contained, readable without colour or sight, and safe against odd names."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.reports.evaluation import evaluation_page
+from swiftkv_platform.reports.sweep import sweep_page
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.sweeps import expand, point, summarise
+
+VOID = {"meta", "path", "use", "rect", "circle", "line", "br"}
+
+
+def quality(kl: float) -> dict[str, float]:
+    return {"perplexity": 3.0 + kl, "kl": kl, "top1_agreement": 0.9 - kl}
+
+
+def report(kl: float = 0.1, *, prefill: float = 0.5, passed: bool = True, **changes: Any) -> dict[str, Any]:
+    gate = {"field": "evaluation.max_kl", "subject": "held-out KL", "limit": 0.2, "value": kl, "passed": passed}
+    return {
+        "teacher": {"perplexity": 3.0},
+        "rewired": quality(0.8),
+        "calibrated": quality(0.4),
+        "distilled": quality(kl),
+        "perplexity_ratio": (3.0 + kl) / 3.0,
+        "kl_recovered": 0.9,
+        "num_positions": 12345,
+        "prefill_flops_ratio": prefill,
+        "kv_bytes_ratio": 0.75,
+        "ttft_ms": {"dense": 10.0, "swiftkv": 6.0},
+        "tokens_trained": 54321,
+        "continuations": {
+            "num_prompts": 4,
+            "prompt_length": 8,
+            "num_tokens": 16,
+            "matched": 0.625,
+            "identical": 0.25,
+        },
+        "exit_head": [
+            {"low": i / 20, "high": (i + 1) / 20, "share": 0.05, "agreement": None if i == 3 else i / 20}
+            for i in range(20)
+        ],
+        "tasks": [
+            {
+                "task": "gsm8k",
+                "metric": "exact_match",
+                "num_fewshot": 8,
+                "chat_template": False,
+                "num_samples": 1319,
+                "teacher": 0.75,
+                "student": 0.74,
+                "teacher_stderr": 0.012,
+                "student_stderr": None,
+            }
+        ],
+        "gates": [gate],
+        **changes,
+    }
+
+
+LINEAGE = {
+    "job_id": "job_1",
+    "attempt": 2,
+    "teacher": "meta/llama <8B>",
+    "data_fingerprint": "abc",
+    "code_version": "1.0",
+    "spec": {"name": "<script>alert(1)</script>"},
+}
+POINTS = [{"step": i, "tokens": 100 * i, "loss": 1 / i, "logits_loss": 1 / i} for i in range(1, 6)]
+
+
+class Reader(HTMLParser):
+    """Checks that tags nest, and collects what a reader gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read(html: str) -> Reader:
+    reader = Reader()
+    reader.feed(html)
+    assert reader.open == []
+    return reader
+
+
+def assert_stands_alone(html: str) -> None:
+    """No script, nothing loaded, every plot with a name, light and dark."""
+    reader = read(html)
+    assert not {tag for tag, _ in reader.tags} & {"script", "link", "img", "iframe", "object"}
+    for tag, attributes in reader.tags:
+        for name in ("src", "href", "xlink:href"):
+            assert not attributes.get(name) or attributes[name].startswith("#"), (tag, attributes)
+    assert not re.search(r"url\((?!#)", html)
+    plots = [attributes for tag, attributes in reader.tags if tag == "svg"]
+    assert all(plot.get("role") == "img" and plot.get("aria-label") for plot in plots)
+    assert "prefers-color-scheme: dark" in html
+    assert "currentColor" in html
+    tables = [tag for tag, _ in reader.tags].count("table")
+    assert tables == [tag for tag, _ in reader.tags].count("caption")
+
+
+def test_the_evaluation_page_says_what_the_report_does() -> None:
+    html = evaluation_page(report(), LINEAGE, POINTS)
+    assert_stands_alone(html)
+    text = " ".join("".join(read(html).text).split())
+    for expected in (
+        "12,345",
+        "54,321",
+        "62.5%",
+        "25.0%",
+        "0.7500 ± 0.0120",
+        "+1.00",
+        "held-out KL",
+        "passed",
+        "job_1",
+    ):
+        assert expected in text, expected
+    assert html.count("<svg") == 3  # tasks, exit head, losses
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    bare = report(
+        rewired=None, calibrated=None, continuations=None, exit_head=None, tasks=[], gates=[], tokens_trained=None
+    )
+    html = evaluation_page(bare, {}, [])
+    read(html)
+    assert "<svg" not in html
+    for absent in ("Exit head", "Tasks", "Training", "Origin", "copied"):
+        assert absent not in html
+    assert "No limit was set" in html
+
+
+def test_a_failed_gate_is_said_in_words() -> None:
+    assert ">failed<" in evaluation_page(report(passed=False), LINEAGE)
+
+
+def test_the_same_report_makes_the_same_page() -> None:
+    assert evaluation_page(report(), LINEAGE, POINTS) == evaluation_page(report(), LINEAGE, POINTS)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_the_sweep_page_shows_every_trial(within: bool) -> None:
+    job = JobSpec.model_validate(
+        {
+            "name": "s",
+            "evaluation": {"max_kl": 0.2},
+            "sweep": {"num_key_value_layers": [3, 6], "key_value_group_size": [1, 2]},
+        }
+    )
+    trials = expand(job)
+    figures = [(0.05, 0.75), (0.09, 0.75), (0.15, 0.5)]
+    points = [
+        point(trial, report=report(kl, prefill=prefill, passed=within))
+        for trial, (kl, prefill) in zip(trials, figures, strict=False)
+    ]
+    html = sweep_page("s", summarise([*points, point(trials[-1], error="the loss is <nan>")]))
+    assert_stands_alone(html)
+    for trial in trials:
+        assert trial.name in html
+    assert "the loss is &lt;nan&gt;" in html
+    assert ("l3-g1 is taken" in html) is within
+    assert ("none is within the budget" in html) is not within

@@ -1,0 +1,97 @@
+"""Trials, frontier and choice of a sweep, from given figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.sweeps import Point, expand, point, summarise
+
+
+def spec(sweep: dict[str, Any] | None, **sections: Any) -> JobSpec:
+    return JobSpec.model_validate({"name": "n", "evaluation": {"max_kl": 0.2}, "sweep": sweep, **sections})
+
+
+def test_trials_are_every_combination_and_differ_in_nothing_else() -> None:
+    sweep = {"num_key_value_layers": [4, 9], "key_value_group_size": [2, 1], "learning_rate": [1e-3]}
+    job = spec(sweep, swiftkv={"prefill_reduction": 0.5, "early_exit": True})
+    trials = expand(job)
+    assert [trial.name for trial in trials] == [
+        "l9-g1-lr0.001",
+        "l9-g2-lr0.001",
+        "l4-g1-lr0.001",
+        "l4-g2-lr0.001",
+    ]
+    assert [trial.index for trial in trials] == [0, 1, 2, 3]
+    last = trials[-1].spec
+    assert (last.swiftkv.num_key_value_layers, last.swiftkv.key_value_group_size) == (4, 2)
+    assert (last.swiftkv.prefill_reduction, last.swiftkv.early_exit) == (None, True)
+    assert (last.optimizer.learning_rate, last.sweep, last.name) == (1e-3, None, "n-l4-g2-lr0.001")
+    assert JobSpec.model_validate(last.model_dump()) == last
+    assert last.data == job.data
+
+
+def test_what_is_not_swept_stays() -> None:
+    trials = expand(spec({"learning_rate": [3e-4, 1e-3]}, swiftkv={"prefill_reduction": 0.25}))
+    assert [trial.name for trial in trials] == ["lr0.0003", "lr0.001"]
+    assert {trial.spec.swiftkv.prefill_reduction for trial in trials} == {0.25}
+    job = spec(None)
+    assert [trial.spec for trial in expand(job)] == [job]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "evaluation", "message"),
+    [
+        ({}, {"max_kl": 1.0}, "its lists make 1 trials"),
+        ({"learning_rate": [1e-3]}, {"max_kl": 1.0}, "its lists make 1 trials"),
+        ({"key_value_group_size": [1, 1]}, {"max_kl": 1.0}, "key_value_group_size names a value twice"),
+        ({"key_value_group_size": [0, 1]}, {"max_kl": 1.0}, "greater than or equal to 1"),
+        ({"key_value_group_size": [1, 2]}, {}, "needs an accuracy budget"),
+        ({"key_value_group_size": [1, 2]}, {"tasks": ["gsm8k"], "max_drop": None}, "needs an accuracy budget"),
+    ],
+)
+def test_a_sweep_that_cannot_choose_is_refused(sweep: dict[str, Any], evaluation: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        spec(sweep, evaluation=evaluation)
+
+
+def test_points_lost_on_tasks_are_a_budget() -> None:
+    assert spec({"key_value_group_size": [1, 2]}, evaluation={"tasks": ["gsm8k"]}).sweep is not None
+
+
+def measured(name: str, prefill: float, cache: float, kl: float, *, passed: bool = True) -> Point:
+    report = {
+        "prefill_flops_ratio": prefill,
+        "kv_bytes_ratio": cache,
+        "distilled": {"kl": kl},
+        "gates": [{"passed": passed}],
+    }
+    trial = expand(spec({"key_value_group_size": [1, 2]}))[0]
+    return point(trial, report=report).model_copy(update={"name": name})
+
+
+def test_the_cheapest_point_within_the_budget_is_taken() -> None:
+    report = summarise(
+        [
+            measured("dear", 0.8, 0.9, 0.05),
+            measured("fits", 0.5, 0.75, 0.15),
+            measured("fits, smaller cache", 0.5, 0.5, 0.19),
+            measured("fits, same cache, worse", 0.5, 0.5, 0.2),
+            measured("too far", 0.4, 0.5, 0.4, passed=False),
+            point(expand(spec({"learning_rate": [1.0, 2.0]}))[0], error="the loss is nan"),
+        ]
+    )
+    assert report.recommended == "fits, smaller cache"
+    assert report.chosen == report.points[2]
+    assert [item.on_frontier for item in report.points] == [True, True, False, False, True, False]
+    assert [item.within_budget for item in report.points] == [True, True, True, True, False, False]
+
+
+def test_without_a_point_within_the_budget_none_is_taken() -> None:
+    report = summarise([measured("a", 0.5, 0.5, 0.3, passed=False)])
+    assert report.recommended is None
+    assert report.chosen is None
+    assert report.points[0].on_frontier

@@ -1,4 +1,4 @@
-"""Inference: prompts in, text out, with any causal language model of transformers. Knows no HTTP and no Ray.
+"""Inference: prompts in, text out, with SwiftKV models and the dense ones they come from. Knows no HTTP and no Ray.
 
 Options are here at once; what needs torch is imported when it is first asked for, since a process that only reads or
 checks options (a Serve application being built) should not pay seconds for it.
@@ -9,29 +9,34 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from swiftkv_platform.early_exit import EarlyExit
 from swiftkv_platform.engine.config import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine.async_engine import AsyncLLMEngine
-    from swiftkv_platform.engine.llm_engine import LLMEngine, Prompt
-    from swiftkv_platform.engine.sequence import RequestMetrics, RequestOutput
+    from swiftkv_platform.engine.async_engine import AsyncLLMEngine, RequestStream
+    from swiftkv_platform.engine.llm_engine import LLMEngine
+    from swiftkv_platform.engine.outputs import RequestMetrics, RequestOutput
+    from swiftkv_platform.engine.requests import Prompt
 
 __all__ = [
     "AsyncLLMEngine",
+    "EarlyExit",
     "EngineConfig",
     "LLMEngine",
     "Prompt",
     "RequestMetrics",
     "RequestOutput",
+    "RequestStream",
     "SamplingParams",
 ]
 
 _NEEDS_TORCH = {
     "AsyncLLMEngine": "async_engine",
     "LLMEngine": "llm_engine",
-    "Prompt": "llm_engine",
-    "RequestMetrics": "sequence",
-    "RequestOutput": "sequence",
+    "Prompt": "requests",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "RequestStream": "async_engine",
 }
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from ulid import ULID
 
 from swiftkv_platform.engine.config import SamplingParams
-from swiftkv_platform.engine.llm_engine import LLMEngine, Prompt
-from swiftkv_platform.engine.scheduler import MAX_NUM_SEQS
-from swiftkv_platform.engine.sequence import RequestOutput
+from swiftkv_platform.engine.llm_engine import LLMEngine
+from swiftkv_platform.engine.outputs import RequestOutput
+from swiftkv_platform.engine.requests import Prompt
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.logs import get_logger
 
@@ -20,6 +20,42 @@ R = TypeVar("R")
 
 Stream = asyncio.Queue[RequestOutput | None]
 """What a caller is sent; None says that nothing more comes."""
+
+
+class RequestStream:
+    """One admitted request: its output so far after each of its tokens, the finished one last; with n > 1 those of all
+    samples as they come, each with its index. Closing it takes the request back."""
+
+    def __init__(self, engine: AsyncLLMEngine, request_id: str, num_samples: int) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._unfinished = num_samples
+        self._outputs = Stream()
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Raises `EngineDeadError` if the engine fails meanwhile."""
+        if not self._unfinished:
+            self.close()
+            raise StopAsyncIteration
+        output = await self._outputs.get()
+        if output is None:
+            raise self._engine.death()
+        self._unfinished -= output.finished
+        return output
+
+    def close(self) -> None:
+        """Stop listening; what is unfinished is aborted within one step. Again is the same."""
+        if not self._closed:
+            self._closed = True
+            self._engine.forget(self.request_id, abort=self._unfinished > 0)
+
+    def put(self, output: RequestOutput | None) -> None:
+        """Hand over an output, or None: the engine has failed."""
+        self._outputs.put_nowait(output)
 
 
 class AsyncLLMEngine:
@@ -32,40 +68,55 @@ class AsyncLLMEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._failure: str | None = None
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the request's output so far after each of its steps, the finished one last.
+        """`submit`, and the outputs; a caller that stops listening (`aclose` or cancellation) aborts the request."""
+        stream = await self.submit(prompt, params, request_id, priority=priority, tenant=tenant)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
 
-        A caller that stops listening (`aclose` or cancellation) aborts the request within one step.
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+    ) -> RequestStream:
+        """Admit a request; whoever gets the stream reads it to its end or closes it.
 
         Raises:
             InvalidInputError: as `LLMEngine.add_request`.
-            QueueFullError: `max_num_waiting` requests wait already.
+            QueueFullError: `max_num_waiting` requests or `max_waiting_prompt_tokens` tokens wait already.
             EngineDeadError: a step has failed; no request will be answered any more.
         """
         request_id = request_id or f"gen_{ULID()}"
         self._check_admission(request_id)
-        stream = self._streams[request_id] = Stream()
-        finished = False
+        stream = RequestStream(self, request_id, 1 if params is None else params.n)
+        self._streams[request_id] = stream
         try:
-            await self._in_worker(lambda: self.engine.add_request(prompt, params, request_id))
+            await self._in_worker(lambda: self._add(prompt, params, request_id, priority=priority, tenant=tenant))
             self._wake()
-            while not finished:
-                output = await stream.get()
-                if output is None:
-                    raise self._dead()
-                finished = output.finished
-                yield output
-        finally:
-            del self._streams[request_id]
-            if not finished:
-                self._abort(request_id)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
     @property
     def num_requests(self) -> int:
@@ -75,7 +126,7 @@ class AsyncLLMEngine:
     def check_health(self) -> None:
         """Raises `EngineDeadError` once the loop has failed or was closed."""
         if self._failure is not None:
-            raise self._dead()
+            raise self.death()
 
     async def aclose(self) -> None:
         """Stop after the present step; callers still being served get `EngineDeadError`."""
@@ -92,7 +143,7 @@ class AsyncLLMEngine:
                 for output in await self._in_worker(self.engine.step):
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
-                        stream.put_nowait(output)
+                        stream.put(output)
                 if not self.engine.has_unfinished_requests:
                     self._work.clear()
         except Exception as error:
@@ -108,9 +159,10 @@ class AsyncLLMEngine:
     def _fail(self, failure: str) -> None:
         self._failure = self._failure or failure
         for stream in self._streams.values():
-            stream.put_nowait(None)
+            stream.put(None)
 
-    def _dead(self) -> EngineDeadError:
+    def death(self) -> EngineDeadError:
+        """Why nobody is answered any more."""
         return EngineDeadError(self._failure or "the engine runs no more")
 
     def _check_admission(self, request_id: str) -> None:
@@ -121,13 +173,28 @@ class AsyncLLMEngine:
                 field="request_id",
                 value=request_id,
             )
-        max_num_waiting = self.engine.config.max_num_waiting
-        if len(self._streams) >= MAX_NUM_SEQS + max_num_waiting:
+        config = self.engine.config
+        max_num_waiting = config.max_num_waiting
+        if len(self._streams) >= config.max_num_seqs + max_num_waiting:
             raise QueueFullError(f"queue full: {max_num_waiting} requests wait already; try again later")
+        self._check_waiting_tokens()
 
-    def _abort(self, request_id: str) -> None:
-        """Queue the abort behind whatever the worker is doing; nobody waits for it."""
-        if self._failure is None:
+    def _add(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, *, priority: int, tenant: str
+    ) -> None:
+        """In the worker: requests of the same step have come in between."""
+        self._check_waiting_tokens()
+        self.engine.add_request(prompt, params, request_id, priority=priority, tenant=tenant)
+
+    def _check_waiting_tokens(self) -> None:
+        limit = self.engine.config.max_waiting_prompt_tokens
+        if limit is not None and (waiting := self.engine.num_waiting_tokens) >= limit:
+            raise QueueFullError(f"queue full: {waiting} prompt tokens wait to be read, {limit} may; try again later")
+
+    def forget(self, request_id: str, *, abort: bool) -> None:
+        """Nobody listens any more. An abort is queued behind whatever the worker is doing; nobody waits for it."""
+        self._streams.pop(request_id, None)
+        if abort and self._failure is None:
             self._worker.submit(self.engine.abort, request_id)
 
     async def _in_worker(self, call: Callable[[], R]) -> R:

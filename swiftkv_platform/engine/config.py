@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from swiftkv_platform.early_exit import EarlyExit
 from swiftkv_platform.errors import InvalidInputError
 
 MAX_SEED = (1 << 63) - 1
 """Largest seed a request or an engine accepts."""
+MAX_N = 64
+"""Most answers to one prompt."""
+MAX_LOOKUP_TOKENS = 64
+"""Most tokens drafted from the text at a time."""
+MAX_LOGPROBS = 100
+"""Most log-probabilities a token is given."""
 
 
 class EngineConfig(BaseModel):
@@ -25,8 +33,27 @@ class EngineConfig(BaseModel):
     """Where the model runs; `auto` takes the GPU where there is one."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and answer together; None is the model's own context, which it may not exceed."""
+    max_num_seqs: Annotated[int, Field(ge=1)] = 64
+    """Sequences that run at the same time; more wait."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
+    """Tokens of one step, decodes and chunks of prompts together. May be smaller than `max_num_seqs`."""
+    kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Memory of the KV cache in bytes; None takes what `max_num_seqs` sequences of `max_model_len` tokens need, at most
+    a quarter of the device's free memory."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
+    """Type of K and V in the cache; `auto` is that of the weights. `fp8` and `int8` add one scale a token and head."""
+    block_size: Annotated[int, Field(ge=1)] = 16
+    """Tokens of a block, the unit in which the KV cache is given out and prefixes are found again."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of prompts that begin alike."""
+    fuse_weights: bool = True
+    """One matrix product for q, k and v and one for gate and up; on a CPU in bfloat16 also prepacked weights, which
+    replace the originals in memory."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 64
     """Requests that may wait for their turn in `AsyncLLMEngine`; one more is refused at once."""
+    max_waiting_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Prompt tokens that may wait to be read in `AsyncLLMEngine`; while there are as many, requests are refused at
+    once. None: no limit but `max_num_waiting`."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Where requests without a seed of their own draw one from; None draws differently in every process."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
@@ -35,7 +62,10 @@ class EngineConfig(BaseModel):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of range."""
+    """How one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of range.
+
+    Logits pass through, in this order: `logit_bias`, the penalties, `temperature`, `top_k`, `top_p`, `min_p`.
+    """
 
     max_tokens: int = 16
     """Most tokens to generate; the context may end the answer earlier."""
@@ -45,28 +75,83 @@ class SamplingParams:
     """Samples among the fewest tokens whose probabilities sum to at least this; 1 keeps all."""
     top_k: int = 0
     """Samples among the k most probable tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Samples among tokens at least this probable, relative to the most probable one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or answer; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time the answer has it."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to logits, by token id."""
+    n: int = 1
+    """Answers to generate for the prompt, each with a seed of its own."""
     seed: int | None = None
-    """Makes the answer repeatable; None draws one from the engine's."""
+    """Makes the answer repeatable, whoever else is served; None draws one from the engine's."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer, and are not part of its text. One string, or a sequence of them."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer beside the model's end of sequence; counted, but not part of the text."""
     ignore_eos: bool = False
     """Generate on past the model's end of sequence."""
+    logprobs: int | None = None
+    """Log-probabilities of each generated token and of so many of the most probable ones; None: of none."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, which then all go through every layer."""
+    early_exit: EarlyExit = field(default_factory=EarlyExit)
+    """Whether generated tokens may be chosen, or drafted, at layer l: a mode (`off`, `threshold`, `lossless`) or
+    `EarlyExit(...)`."""
+
+    num_lookup_tokens: int = 0
+    """Most tokens to draft at a time from what prompt and answer so far repeat (prompt lookup); they are verified
+    together, and the answer is the same. 0 drafts none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
+        object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
         _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("n", self.n, 1, MAX_N)
         _check_int("top_k", self.top_k, 0, None)
+        _check_int("num_lookup_tokens", self.num_lookup_tokens, 0, MAX_LOOKUP_TOKENS)
+        if self.num_lookup_tokens and self.early_exit.mode == "threshold":
+            raise _refusal("num_lookup_tokens", self.num_lookup_tokens, "0 where early_exit is 'threshold'")
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
-        if not (_is_number(self.temperature) and 0.0 <= self.temperature < math.inf):
-            raise _refusal("temperature", self.temperature, "a finite number of at least 0")
-        if not (_is_number(self.top_p) and 0.0 < self.top_p <= 1.0):
-            raise _refusal("top_p", self.top_p, "a number above 0 and at most 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._check_numbers()
         if not isinstance(self.ignore_eos, bool):
             raise _refusal("ignore_eos", self.ignore_eos, "true or false")
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def _check_numbers(self) -> None:
+        ranges: dict[str, tuple[Callable[[float], bool], str]] = {
+            "temperature": (lambda value: 0.0 <= value < math.inf, "a finite number of at least 0"),
+            "top_p": (lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1"),
+            "min_p": (lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1"),
+            "repetition_penalty": (lambda value: 0.0 < value < math.inf, "a finite number above 0"),
+            "presence_penalty": (math.isfinite, "a finite number"),
+            "frequency_penalty": (math.isfinite, "a finite number"),
+        }
+        for name, (accepts, accepted) in ranges.items():
+            value = getattr(self, name)
+            if not (_is_number(value) and accepts(value)):
+                raise _refusal(name, value, accepted)
+
+
+def _checked_logit_bias(logit_bias: object) -> Mapping[int, float]:
+    if not isinstance(logit_bias, Mapping) or not all(
+        _is_int(token) and token >= 0 and _is_number(bias) and math.isfinite(bias) for token, bias in logit_bias.items()
+    ):
+        raise _refusal("logit_bias", logit_bias, "finite numbers by token id")
+    return dict(logit_bias)
 
 
 def _checked_stop(stop: object) -> tuple[str, ...]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes with AutoModelForCausalLM
 from swiftkv_platform.engine.config import EngineConfig
+from swiftkv_platform.engine.weights import lay_out
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import load_dense  # importing it registers the SwiftKV classes with the Auto classes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A directory with none of these has no tokenizer."""
@@ -28,6 +30,8 @@ class LoadedModel:
     """Tokens that end an answer."""
     context_length: int
     """Tokens of prompt and answer together that the model's positions allow."""
+    digest: str
+    """Names the weights, for what is cached of them."""
 
 
 def load_model(path: str | Path, config: EngineConfig) -> LoadedModel:
@@ -40,8 +44,10 @@ def load_model(path: str | Path, config: EngineConfig) -> LoadedModel:
         torch.set_num_threads(config.num_threads)
     directory = _local_directory(str(path))
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=config.dtype)
+        model = _read_model(directory, config)
         tokenizer = AutoTokenizer.from_pretrained(directory) if _has_tokenizer(directory) else None
+    except ModelError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model {str(path)!r} cannot be loaded: {error}; a Hugging Face directory of a causal language model is "
@@ -61,7 +67,34 @@ def load_model(path: str | Path, config: EngineConfig) -> LoadedModel:
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         context_length=config.max_model_len or context_length,
+        digest=_digest(directory),
     )
+
+
+def _read_model(directory: Path, config: EngineConfig) -> PreTrainedModel:
+    """A student, or a dense model of a known family in the same classes, where every layer computes its own KV."""
+    model: PreTrainedModel
+    if AutoConfig.from_pretrained(directory).model_type.endswith("_swiftkv"):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=config.dtype)
+    else:
+        model = load_dense(directory, dtype=None if config.dtype == "auto" else getattr(torch, config.dtype))
+    model.eval()
+    return model
+
+
+def _digest(directory: Path) -> str:
+    """SHA-256 that differs for other weights: of the artifact's manifest, or of configuration and weight files' names,
+    sizes and times."""
+    digest = hashlib.sha256()
+    manifest = directory / "manifest.json"
+    if manifest.is_file():
+        digest.update(manifest.read_bytes())
+        return digest.hexdigest()
+    digest.update((directory / "config.json").read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        status = file.stat()
+        digest.update(f"{file.name}/{status.st_size}/{status.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
 
 
 def _local_directory(path: str) -> Path:
@@ -107,7 +140,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[i
 
 
 def _prepared(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
-    """On its device, K and V projections of all groups fused where the model has such."""
+    """On its device, its weights laid out for inference."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +148,6 @@ def _prepared(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
         raise ModelError("device is 'cuda', but torch sees no GPU; 'auto' and 'cpu' are accepted", field="device")
     module: torch.nn.Module = model  # whose `to`, unlike transformers' wrapper, is typed
     module.to(device)
-    fuse = getattr(model.base_model, "fuse_shared_key_value", None)
-    if fuse is not None:
-        fuse()
+    if config.fuse_weights:
+        lay_out(model)
     return model

@@ -1,65 +1,221 @@
-"""Runs the model for scheduled sequences and keeps their KV caches. Any causal language model of transformers will do;
-it does not know whether that model skips layers, it counts.
+"""Runs one step's tokens through the model's own forward pass and chooses the next ones. Knows no queue.
+
+embed -> layers < l -> K, V of all later layers        every scheduled token
+         token selection -> layers >= l -> lm_head     tokens whose logits are needed: the last known one of a
+                                                       sequence, and prompt tokens with log-probabilities
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import Cache, PreTrainedModel
 
-from swiftkv_platform.engine.sequence import Sequence
+from swiftkv_platform.engine.attention import PAGED
+from swiftkv_platform.engine.batch import Batch, Layout, Span, lay_out, make_batch
+from swiftkv_platform.engine.early_exit import Exits, exiting
+from swiftkv_platform.engine.kv_cache import KVCache
+from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
+from swiftkv_platform.engine.sampler import SamplingRow, logprobs, sample
+from swiftkv_platform.engine.scheduler import ScheduledSequence
+from swiftkv_platform.engine.speculative import (
+    Drafting,
+    ExitDrafts,
+    accept,
+    cut_at_first_error,
+    draft_from_exit_head,
+    sampling_row,
+)
+from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.masks import Masks
+from swiftkv_platform.model.selection import TokenSelection
+
+
+@dataclass(frozen=True)
+class RowLogits:
+    """Logits of some rows of a batch."""
+
+    at: dict[int, int]
+    """Where a row is among them."""
+    values: torch.Tensor
+    """[num_rows, vocab_size], float32."""
 
 
 class ModelRunner:
-    """A model and the caches of the sequences that run on it."""
+    """A model, its KV cache, and the way through both."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Any, cache: KVCache, drafting: Drafting) -> None:
+        model.set_attn_implementation(PAGED)
         self._model = model
-        self._caches: dict[str, Cache] = {}
-        self._num_tokens_in_last_layer = 0
-        layers: Any = model.base_model.layers
-        layers[-1].register_forward_pre_hook(self._count_tokens)
+        self._decoder = model.model
+        self._cache = cache
+        self._drafting = drafting
+        self._has_upper_layers = model.config.num_hidden_layers > model.config.num_key_value_layers
 
     @property
     def device(self) -> torch.device:
         return torch.device(self._model.device)
 
-    @property
-    def num_caches(self) -> int:
-        """Sequences whose KV is in memory."""
-        return len(self._caches)
-
     @torch.inference_mode()
-    def run(self, sequences: Iterable[Sequence]) -> list[torch.Tensor]:
-        """Logits of each sequence's next token, [vocab_size] each.
+    def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
+        """Compute the scheduled tokens' KV, and what follows from them, one result a sequence."""
+        batch = make_batch(scheduled, self._cache.block_size, self.device)
+        context = self._begin(batch.layout)
+        x = self._decoder.lower(context)  # [1, num_tokens, hidden_size]
+        shared = self._decoder.shared_key_values(x, context)
+        exits = exiting(self._model, x, scheduled, batch)
+        drafts = self._draft(x, scheduled, batch)
+        rows = batch.upper_rows(exits.at)
+        if drafts.tokens:
+            logits = self._verify(x, scheduled, batch, drafts, rows)
+        else:
+            logits = self._upper(x, context, shared, rows)
+        results = [StepResult() for _ in scheduled]
+        self._choose(scheduled, batch, logits, exits, drafts, results)
+        self._score_prompts(scheduled, batch, logits, results)
+        self._count_skipped(batch, logits, results)
+        return results
 
-        The first time a sequence is run its whole prompt is (prefill), afterwards its last token (decode).
-        """
-        return [self._run(sequence) for sequence in sequences]
-
-    def release(self, sequence: Sequence) -> None:
-        """Free the sequence's cache, if it has one."""
-        self._caches.pop(sequence.request_id, None)
-
-    def _run(self, sequence: Sequence) -> torch.Tensor:
-        prefill = sequence.num_computed_tokens == 0
-        token_ids = sequence.prompt_token_ids if prefill else [sequence.last_token_id]
-        outputs = self._model(
-            input_ids=torch.tensor([token_ids], device=self.device),  # [1, num_tokens]
-            past_key_values=self._caches.get(sequence.request_id),
-            use_cache=True,
-            logits_to_keep=1,
+    def _begin(self, layout: Layout, hidden: torch.Tensor | None = None) -> DecoderContext:
+        """Of the layout's tokens, embedded unless their hidden states are given."""
+        hidden = self._decoder.embed_tokens(layout.input_ids) if hidden is None else hidden
+        return DecoderContext(
+            hidden=hidden,
+            position_ids=layout.position_ids,
+            rotation=self._decoder.rotary_emb(hidden, position_ids=layout.position_ids),
+            masks=Masks((None,) * self._model.config.num_hidden_layers),
+            past_key_values=self._cache.at(layout.slot_mapping, layout.attention.contexts),  # type: ignore[arg-type]
+            layer_arguments={"paged": layout.attention},
         )
-        self._caches[sequence.request_id] = outputs.past_key_values
-        sequence.num_computed_tokens += len(token_ids)
-        if prefill:
-            sequence.num_prefill_layers_skipped_tokens = len(token_ids) - self._num_tokens_in_last_layer
-        logits: torch.Tensor = outputs.logits[0, -1]  # [vocab_size]
-        return logits
 
-    def _count_tokens(self, _layer: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        hidden: torch.Tensor = arguments[0]  # [1, num_tokens, hidden_size]
-        self._num_tokens_in_last_layer = hidden.shape[1]
+    def _draft(self, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> ExitDrafts:
+        """Drafts of the exit head, for the sequences that were granted some."""
+
+        def lower(layout: Layout) -> torch.Tensor:
+            context = self._begin(layout)
+            drafted: torch.Tensor = self._decoder.lower(context)
+            self._decoder.shared_key_values(drafted, context)
+            return drafted
+
+        return draft_from_exit_head(
+            self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache.block_size
+        )
+
+    def _upper(self, x: torch.Tensor, context: DecoderContext, shared: list[Any], rows: list[int]) -> RowLogits:
+        """Logits of the rows, in float32. Without rows nothing runs."""
+        if not rows:
+            return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
+        kept = TokenSelection(torch.tensor(rows, device=x.device))
+        hidden = self._decoder.student_upper(x, context, kept=kept, shared=shared)
+        return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
+
+    def _verify(
+        self,
+        x: torch.Tensor,
+        scheduled: Sequence[ScheduledSequence],
+        batch: Batch,
+        drafts: ExitDrafts,
+        upper_rows: list[int],
+    ) -> RowLogits:
+        """As `_upper`, with the exit head's drafts; their rows follow those of the batch."""
+        spans: list[Span] = []
+        rows: list[int] = []
+        num_rows = batch.first_rows[-1]
+        for index, (first, end) in enumerate(pairwise(batch.first_rows)):
+            own = [row for row in upper_rows if first <= row < end]
+            if own:
+                sequence, drafted = scheduled[index].sequence, drafts.rows.get(index, [])
+                positions = [sequence.num_computed_tokens + row - first for row in own]
+                positions += range(sequence.num_tokens, sequence.num_tokens + len(drafted))
+                spans.append(Span(positions, sequence.block_table))
+                rows += [*own, *(num_rows + row for row in drafted)]
+        hidden = torch.cat([x, *drafts.hidden], dim=1)[:, rows]
+        context = self._begin(lay_out(spans, self._cache.block_size, self.device), hidden)
+        layer_map, cache = self._decoder.layer_map, context.past_key_values
+        shared = [cache.read(layer_map.cache_layer(leader)) for leader in layer_map.leaders]  # type: ignore[union-attr]
+        hidden = self._decoder.student_upper(hidden, context, shared=shared)
+        return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
+
+    def _choose(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        batch: Batch,
+        logits: RowLogits,
+        exits: Exits,
+        drafts: ExitDrafts,
+        results: list[StepResult],
+    ) -> None:
+        """Next tokens, from the whole model's logits or, for those that exited, from the exit head's."""
+        at: list[int] = []
+        rows: list[SamplingRow] = []
+        owners: dict[int, tuple[range, Sequence[int]]] = {}  # by index, its places in `at`, and its drafts
+        for index, own in batch.next_token_rows.items():
+            drafted: Sequence[int] = drafts.tokens.get(index) or scheduled[index].draft.token_ids
+            if index in exits.at:
+                at.append(len(logits.values) + exits.at[index])
+            else:
+                at += [logits.at[row] for row in own]
+                at += [logits.at[batch.first_rows[-1] + row] for row in drafts.rows.get(index, ())]
+            rows += [sampling_row(scheduled[index].sequence, drafted[:count]) for count in range(len(drafted) + 1)]
+            owners[index] = range(len(at) - len(drafted) - 1, len(at)), drafted
+        if not at:
+            return
+        values = torch.cat([logits.values, exits.logits]) if exits.at else logits.values
+        if at != list(range(len(values))):
+            values = values[at]  # [num_sequences and drafts, vocab_size]
+        finite = values.sum(dim=-1).isfinite().tolist()
+        tokens = sample(values, rows)
+        for index, (places, drafted) in owners.items():
+            item = scheduled[index]
+            results[index] = result = accept(
+                item.sequence, drafted, [tokens[place] for place in places], from_text=bool(item.draft.token_ids)
+            )
+            result.exited = index in exits.at
+            cut_at_first_error(result, [finite[place] for place in places])
+        self._score_answers(scheduled, values, {index: places for index, (places, _) in owners.items()}, results)
+
+    def _score_answers(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        values: torch.Tensor,
+        places: dict[int, range],
+        results: list[StepResult],
+    ) -> None:
+        """Log-probabilities of the chosen tokens, where they are asked for."""
+        wanted = [index for index in places if scheduled[index].sequence.params.logprobs is not None]
+        at = [place for index in wanted for place, _ in zip(places[index], results[index].token_ids, strict=False)]
+        if not at:
+            return
+        tokens = [token for index in wanted for token in results[index].token_ids]
+        counts = [scheduled[index].sequence.params.logprobs or 0 for index in wanted for _ in results[index].token_ids]
+        found = iter(logprobs(values[at], tokens, counts))
+        for index in wanted:
+            results[index].logprobs = [next(found) for _ in results[index].token_ids]
+
+    def _score_prompts(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        batch: Batch,
+        logits: RowLogits,
+        results: list[StepResult],
+    ) -> None:
+        """Log-probabilities of prompt tokens, each from the position before it."""
+        for index, rows in batch.prompt_rows.items():
+            if not rows:
+                continue
+            sequence = scheduled[index].sequence
+            values = logits.values[[logits.at[row] for row in rows]]
+            known = len(sequence.prompt_logprobs)
+            tokens = sequence.prompt_token_ids[known : known + len(rows)]
+            counts = [sequence.params.prompt_logprobs or 0] * len(rows)
+            results[index].prompt_logprobs = logprobs(values, tokens, counts)
+            if not bool(values.sum().isfinite()):
+                results[index].error = NOT_FINITE
+
+    def _count_skipped(self, batch: Batch, logits: RowLogits, results: list[StepResult]) -> None:
+        if self._has_upper_layers:
+            for result, (first, end) in zip(results, pairwise(batch.first_rows), strict=True):
+                result.num_skipped_tokens = end - first - sum(row in logits.at for row in range(first, end))

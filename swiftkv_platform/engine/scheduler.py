@@ -1,41 +1,69 @@
-"""Who runs next: first come, first served, one sequence at a time. Knows no tensor and no model."""
+"""Who runs next, and how many of its tokens. Knows no tensor and no model.
+
+Every running sequence has tokens whose KV is not computed yet: one when it decodes, many while its prompt is read. A
+step takes `max_num_batched_tokens` of them: decodes first, so that long prompts never hold them up, then prompts in
+chunks, first come, first served. A sequence enters when all its known tokens have blocks; only decodes ask for more,
+and when there are none, the last in line gives all of its blocks back and is recomputed later. The first in line is
+never preempted and fits alone, so there is always progress. Drafts get what tokens and blocks are left in the end.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
+from swiftkv_platform.engine.block_manager import BlockManager
+from swiftkv_platform.engine.drafting import NO_DRAFT, Draft
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 
-MAX_NUM_SEQS = 1
-"""Sequences that run at the same time."""
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """A sequence and how many of its tokens, from `num_computed_tokens` on, the step runs."""
+
+    sequence: Sequence
+    num_scheduled_tokens: int
+    draft: Draft = NO_DRAFT
+    """What may be tried beyond the last known token."""
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether the step reaches the sequence's last known token, so that the next one can be chosen."""
+        sequence = self.sequence
+        return sequence.num_computed_tokens + self.num_scheduled_tokens == sequence.num_tokens
+
+
+class DraftPlanner(Protocol):
+    """Says what is worth drafting."""
+
+    def plan(self, decoding: list[Sequence], *, num_sequences: int, num_tokens: int) -> dict[Sequence, Draft]:
+        """Drafts that the decoding sequences of a step want; it runs `num_tokens` tokens without them, and
+        `num_sequences` sequences get a token."""
+        ...
 
 
 class Scheduler:
-    """The queue of waiting sequences and the one that runs."""
+    """The line of waiting sequences and the set of running ones."""
 
-    def __init__(self) -> None:
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a waiting sequence."""
-        self._waiting.append(sequence)
-
-    def schedule(self) -> list[Sequence]:
-        """The sequences of the next step; empty when there is nothing to do."""
-        while len(self._running) < MAX_NUM_SEQS and self._waiting:
-            sequence = self._waiting.popleft()
-            sequence.start()
-            self._running.append(sequence)
-        return list(self._running)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a finished sequence."""
-        assert sequence.status is SequenceStatus.FINISHED
-        if sequence in self._running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        draft_planner: DraftPlanner | None = None,
+    ) -> None:
+        self._blocks = blocks
+        self._draft_planner = draft_planner
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._waiting: list[Sequence] = []  # sorted by rank
+        self._running: list[Sequence] = []  # sorted by rank
+        self._last_step: dict[Sequence, int] = {}
+        self._num_steps = 0
+        self.num_preemptions = 0
 
     @property
     def num_waiting(self) -> int:
@@ -44,3 +72,127 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of prompts, of waiting sequences and of those that are being read, whose KV is not computed yet.
+
+        May be read from another thread than the one that schedules: it is then a step old at most.
+        """
+        being_read = [sequence for sequence in list(self._running) if not sequence.is_decoding]
+        return sum(sequence.num_tokens - sequence.num_computed_tokens for sequence in [*self._waiting, *being_read])
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a waiting sequence."""
+        assert sequence.status is SequenceStatus.WAITING
+        bisect.insort(self._waiting, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished sequence and free its blocks."""
+        assert sequence.status is SequenceStatus.FINISHED
+        self._blocks.free(sequence.block_table, discard=sequence.finish_reason == "error")
+        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        self._last_step.pop(sequence, None)
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """The sequences of the next step, blocks allocated; empty when there is nothing to do."""
+        self._num_steps += 1
+        scheduled: dict[Sequence, int] = {}
+        num_preemptions = self.num_preemptions
+        for sequence in self._in_turn():
+            budget = self._max_num_batched_tokens - sum(scheduled.values())
+            if budget == 0:
+                break
+            if sequence.status is SequenceStatus.RUNNING and self._make_room(sequence, scheduled):
+                scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+        if num_preemptions == self.num_preemptions:
+            self._admit(scheduled)
+        for sequence in scheduled:
+            self._last_step[sequence] = self._num_steps
+        assert scheduled or not (self._waiting or self._running), "nothing can run, yet something waits"
+        drafts = self._grant_drafts(scheduled)
+        return [
+            ScheduledSequence(sequence, count, drafts.get(sequence, NO_DRAFT)) for sequence, count in scheduled.items()
+        ]
+
+    def commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """The KV of `num_tokens` more tokens of the sequence is in the cache, for good; blocks that drafts got beyond
+        its known tokens are free again."""
+        sequence.num_computed_tokens += num_tokens
+        assert sequence.num_computed_tokens <= sequence.num_tokens
+        self._blocks.commit(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens, sequence.tenant)
+        self._blocks.shrink(sequence.block_table, sequence.num_tokens)
+
+    def check(self) -> None:
+        """Assert that no block is lost or held by nobody."""
+        self._blocks.check(sequence.block_table for sequence in self._running)
+        assert not any(sequence.block_table.blocks for sequence in self._waiting)
+        assert self._last_step.keys() <= set(self._running)
+
+    def _in_turn(self) -> Iterator[Sequence]:
+        """Decodes before prompts; of decodes that do not all fit into a step, those that have waited longest."""
+        decoding = [sequence for sequence in self._running if sequence.is_decoding]
+        decoding.sort(key=lambda sequence: (sequence.priority, self._last_step[sequence]))
+        yield from decoding
+        yield from [sequence for sequence in self._running if not sequence.is_decoding]
+
+    def _make_room(self, sequence: Sequence, scheduled: dict[Sequence, int]) -> bool:
+        """Give the sequence the block its last token may need, at the cost of the last in line, if need be itself."""
+        table = sequence.block_table
+        while not self._blocks.can_grow(table, sequence.num_tokens):
+            victim = self._running[-1]
+            scheduled.pop(victim, None)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._blocks.grow(table, sequence.num_tokens)
+        return True
+
+    def _grant_drafts(self, scheduled: dict[Sequence, int]) -> dict[Sequence, Draft]:
+        """Drafts for which there are tokens in the step and free blocks; nobody is pushed out for them."""
+        if self._draft_planner is None:
+            return {}
+        num_tokens = sum(scheduled.values())
+        decoding = [sequence for sequence in scheduled if sequence.is_decoding]
+        num_sequences = sum(s.num_computed_tokens + count == s.num_tokens for s, count in scheduled.items())
+        wanted = self._draft_planner.plan(decoding, num_sequences=num_sequences, num_tokens=num_tokens)
+        granted: dict[Sequence, Draft] = {}
+        for sequence, draft in wanted.items():
+            size = min(draft.size, self._max_num_batched_tokens - num_tokens)
+            while size > 0 and not self._blocks.can_grow(sequence.block_table, sequence.num_tokens + size):
+                size -= 1
+            if size > 0:
+                self._blocks.grow(sequence.block_table, sequence.num_tokens + size)
+                granted[sequence] = draft.limited(size)
+                num_tokens += size
+        return granted
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._blocks.free(sequence.block_table)
+        self._running.remove(sequence)
+        del self._last_step[sequence]
+        sequence.preempt()
+        self.add(sequence)
+        self.num_preemptions += 1
+
+    def _admit(self, scheduled: dict[Sequence, int]) -> None:
+        """Let waiting sequences in, in line, while there are tokens, places and blocks for all they have."""
+        budget = self._max_num_batched_tokens - sum(scheduled.values())
+        while self._waiting and budget and len(self._running) < self._max_num_seqs:
+            sequence = self._waiting[0]
+            table, token_ids = sequence.block_table, sequence.token_ids
+            matched = self._blocks.match_prefix(table, token_ids, sequence.tenant) if sequence.may_reuse_prefix else []
+            # Each running sequence may soon need one block more: to admit what they then push out again is wasted work.
+            if not self._blocks.can_allocate(matched, len(token_ids), spare=len(self._running)):
+                return
+            self._blocks.allocate(table, matched, len(token_ids))
+            sequence.start(num_cached_tokens=len(matched) * self._blocks.block_size)
+            self._waiting.pop(0)
+            bisect.insort(self._running, sequence, key=_rank)
+            scheduled[sequence] = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            budget -= scheduled[sequence]
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    """Place in line: priority, then arrival."""
+    return sequence.priority, sequence.arrival

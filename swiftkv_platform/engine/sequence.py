@@ -1,64 +1,30 @@
-"""One request on its way through the engine: its tokens, its text, its clock. Knows neither model nor schedule."""
+"""One sample of a request on its way through the engine: tokens, text, blocks, clock. Knows no model, no schedule."""
 
 from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass
-from typing import Literal
 
-import torch
-
+from swiftkv_platform.engine.block_manager import BlockTable
 from swiftkv_platform.engine.config import SamplingParams
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
-
-FinishReason = Literal["stop", "length", "abort"]
-"""`stop`: end of sequence, a stop token or a stop string; `length`: max_tokens or the context; `abort`: taken back."""
+from swiftkv_platform.engine.drafting import DraftHistory
+from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
 
 
 class SequenceStatus(enum.Enum):
-    """waiting -> running -> finished; a waiting sequence that is aborted finishes as well."""
+    """Where a sequence is; `_TRANSITIONS` says what may follow."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
-@dataclass(frozen=True)
-class RequestMetrics:
-    """Durations in seconds since the request arrived; None where it has not come to that."""
-
-    queue_time: float | None
-    """Until it was first scheduled."""
-    ttft: float | None
-    """Until the first token."""
-    tpot: float | None
-    """From one token to the next, the first apart, on average."""
-    total: float
-    """Until now, or until it finished."""
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """Everything generated for a request so far."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    """Generated tokens, the one that ended the answer included."""
-    text: str
-    """Text of `token_ids` up to the stop; empty where the model has no tokenizer."""
-    finish_reason: FinishReason | None
-    """None while it runs."""
-    metrics: RequestMetrics
-    num_cached_tokens: int = 0
-    """Prompt tokens whose KV was there already."""
-    num_prefill_layers_skipped_tokens: int = 0
-    """Prompt tokens that did not go through the layers that compute no KV of their own."""
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
+_TRANSITIONS = {
+    SequenceStatus.WAITING: {SequenceStatus.RUNNING, SequenceStatus.FINISHED},
+    SequenceStatus.RUNNING: {SequenceStatus.WAITING, SequenceStatus.FINISHED},
+    SequenceStatus.FINISHED: set(),
+}
 
 
 class Sequence:
@@ -67,27 +33,48 @@ class Sequence:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: list[int],
+        prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         *,
-        generator: torch.Generator,
-        detokenizer: IncrementalDetokenizer | None,
+        seed: int,
         stop_token_ids: frozenset[int],
         max_model_len: int,
+        detokenizer: IncrementalDetokenizer | None = None,
+        arrival: int = 0,
+        index: int = 0,
+        priority: int = 0,
+        tenant: str = "",
     ) -> None:
         self.request_id = request_id
+        self.index = index
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.generator = generator
-        self.output_token_ids: list[int] = []
+        self.seed = seed
+        """Of the noise that chooses its tokens."""
+        self.arrival = arrival
+        """Number of the request in the order they came."""
+        self.priority = priority
+        """Lower goes first."""
+        self.tenant = tenant
+        self.token_ids = list(prompt_token_ids)
+        """Prompt and generated tokens."""
+        self.block_table = BlockTable()
+        self.num_computed_tokens = 0
+        """Leading tokens whose KV is in the cache."""
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
-        self.num_computed_tokens = 0
-        """Tokens whose KV is in the cache; 0 says that the prompt is still to be run."""
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.num_exited_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.drafts = DraftHistory()
         self.num_prefill_layers_skipped_tokens = 0
+        self.max_output_tokens = min(params.max_tokens, max_model_len - len(prompt_token_ids))
+        self._num_cached_tokens: int | None = None
+        self._error: str | None = None
         self._detokenizer = detokenizer
         self._stop_token_ids = stop_token_ids
-        self._max_output_tokens = min(params.max_tokens, max_model_len - len(prompt_token_ids))
         self._arrived = time.perf_counter()
         self._scheduled: float | None = None
         self._first_token: float | None = None
@@ -95,23 +82,79 @@ class Sequence:
         self._finished: float | None = None
 
     @property
-    def last_token_id(self) -> int:
-        return self.output_token_ids[-1]
+    def num_tokens(self) -> int:
+        """Known tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its last known token is left to run."""
+        return self.num_tokens - self.num_computed_tokens == 1
+
+    @property
+    def num_draftable_tokens(self) -> int:
+        """Most tokens worth drafting: with the one after them they end the answer."""
+        return self.max_output_tokens - self.num_output_tokens - 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Prompt log-probabilities are still to be computed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    @property
+    def may_reuse_prefix(self) -> bool:
+        """The prefix cache holds K and V, not the hidden states that prompt log-probabilities are made of."""
+        return not self.wants_prompt_logprobs
 
     @property
     def text(self) -> str:
         return self._detokenizer.text if self._detokenizer else ""
 
-    def start(self) -> None:
-        """Note that it leaves the queue."""
-        self.status = SequenceStatus.RUNNING
-        self._scheduled = time.perf_counter()
+    def start(self, *, num_cached_tokens: int) -> None:
+        """It leaves the queue, the KV of its first tokens being there already."""
+        self._become(SequenceStatus.RUNNING)
+        self.num_computed_tokens = num_cached_tokens
+        if self._scheduled is None:
+            self._scheduled = time.perf_counter()
+            self._num_cached_tokens = num_cached_tokens
+
+    def preempt(self) -> None:
+        """Back into the queue; its KV is lost and will be computed again."""
+        self._become(SequenceStatus.WAITING)
+        self.num_computed_tokens = 0
+        if self.num_output_tokens == 0:
+            self.num_prefill_layers_skipped_tokens = 0
+
+    def take(self, result: StepResult) -> None:
+        """Take what a step found out."""
+        if self.num_output_tokens == 0:
+            self.num_prefill_layers_skipped_tokens += result.num_skipped_tokens
+        self.prompt_logprobs += result.prompt_logprobs
+        self.num_draft_tokens += result.num_draft_tokens
+        self.num_exited_tokens += result.exited
+        for at, token_id in enumerate(result.token_ids):
+            self.num_accepted_tokens += at < result.num_accepted_tokens
+            self.logprobs += result.logprobs[at : at + 1]
+            self.append(token_id)
+            if self.finish_reason is not None:
+                return  # an accepted draft ended the answer, and what comes after it was never said
+        if result.error is not None:
+            self._error = result.error
+            self.finish("error")
 
     def append(self, token_id: int) -> None:
         """Take the next token, and finish if it is the last one."""
         self._last_token = time.perf_counter()
         self._first_token = self._first_token or self._last_token
-        self.output_token_ids.append(token_id)
+        self.token_ids.append(token_id)
         if token_id in self._stop_token_ids:
             self.finish("stop")
             return
@@ -120,32 +163,44 @@ class Sequence:
             if self._detokenizer.stopped:
                 self.finish("stop")
                 return
-        if len(self.output_token_ids) >= self._max_output_tokens:
+        if self.num_output_tokens >= self.max_output_tokens:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence; what follows changes nothing."""
-        assert self.status is not SequenceStatus.FINISHED, f"sequence {self.request_id} finishes twice"
+        self._become(SequenceStatus.FINISHED)
         if self._detokenizer:
             self._detokenizer.finish()
-        self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self._finished = time.perf_counter()
 
     def output(self) -> RequestOutput:
         """A snapshot for the caller."""
+        params = self.params
         return RequestOutput(
             request_id=self.request_id,
-            prompt_token_ids=tuple(self.prompt_token_ids),
-            token_ids=tuple(self.output_token_ids),
+            index=self.index,
+            prompt_token_ids=list(self.prompt_token_ids),
+            token_ids=list(self.token_ids[self.num_prompt_tokens :]),
             text=self.text,
             finish_reason=self.finish_reason,
             metrics=self._metrics(),
+            logprobs=None if params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            num_cached_tokens=self._num_cached_tokens or 0,
+            num_exited_tokens=self.num_exited_tokens,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
             num_prefill_layers_skipped_tokens=self.num_prefill_layers_skipped_tokens,
+            error=self._error,
         )
 
+    def _become(self, status: SequenceStatus) -> None:
+        assert status in _TRANSITIONS[self.status], f"{self.request_id}: {self.status} -> {status}"
+        self.status = status
+
     def _metrics(self) -> RequestMetrics:
-        decoded = len(self.output_token_ids) - 1
+        decoded = self.num_output_tokens - 1
         between = self._last_token - self._first_token if self._first_token and self._last_token else 0.0
         return RequestMetrics(
             queue_time=self._since_arrival(self._scheduled),

@@ -29,7 +29,9 @@ class CountingEngine(LLMEngine):
 
 @pytest_asyncio.fixture
 async def engine(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
-    engine = AsyncLLMEngine(CountingEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_waiting=2)))
+    engine = AsyncLLMEngine(
+        CountingEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_seqs=4, max_num_waiting=2))
+    )
     yield engine
     await engine.aclose()
 
@@ -46,7 +48,8 @@ async def check_aborted(engine: AsyncLLMEngine) -> None:
         await asyncio.sleep(0.001)
     assert engine.engine.num_steps < LONG.max_tokens
     assert engine.num_requests == 0
-    assert engine.engine._runner.num_caches == 0
+    assert engine.engine.num_free_blocks == engine.engine.num_blocks
+    engine.engine.check()
 
 
 async def test_callers_get_the_answers_of_the_plain_engine(engine: AsyncLLMEngine, swiftkv_dir: Path) -> None:
@@ -81,12 +84,26 @@ async def test_the_event_loop_stays_free_while_the_model_runs(
 
 
 async def test_one_request_too_many_is_refused_at_once(engine: AsyncLLMEngine) -> None:
-    tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(3)]
+    tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(6)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="queue full: 2 requests wait"):
         await answer(engine, [9])
     assert all(output.finish_reason == "length" for output in await asyncio.gather(*tasks))
     assert (await answer(engine, [9])).finished
+
+
+async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=4, max_waiting_prompt_tokens=40)
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, config))
+    streams = [await engine.submit([number] * 30, GREEDY) for number in (1, 2)]
+    assert engine.engine.num_waiting_tokens >= 40
+    with pytest.raises(QueueFullError, match=r"prompt tokens wait to be read, 40 may"):
+        await engine.submit([3], GREEDY)
+    for stream in streams:
+        assert [output async for output in stream][-1].finish_reason == "length"
+    assert engine.engine.num_waiting_tokens == 0
+    assert (await answer(engine, [3])).finished
+    await engine.aclose()
 
 
 async def test_a_caller_that_stops_listening_aborts_its_request(engine: AsyncLLMEngine) -> None:

@@ -43,7 +43,6 @@ def test_a_character_appears_with_its_last_byte() -> None:
     assert shown == ["a", "a", "aé", "aé", "aé", "aé€", "aé€", "aé€", "aé€", "aé€🙂", "aé€🙂z", "aé€🙂z"]
 
 
-@settings(deadline=None)
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple))
 def test_any_text_streams_whole_and_stops_where_it_should(text: str, stop: tuple[str, ...]) -> None:
     shown = texts_shown(text.encode(), stop)
@@ -51,7 +50,6 @@ def test_any_text_streams_whole_and_stops_where_it_should(text: str, stop: tuple
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(shown))
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_text_decode_as_they_do_at_once(data: bytes) -> None:
     shown = texts_shown(data)

@@ -1,60 +1,103 @@
-"""What may be drawn, how often, and that a seed repeats it."""
+"""What may be drawn, how often, and that a seed and a position repeat it whoever else is in the batch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.sampler import sample
+from swiftkv_platform.engine.sampler import SamplingRow, logprobs, sample
 
 PROBS = torch.tensor([0.05, 0.5, 0.3, 0.15])
 LOGITS = PROBS.log() + 3.0
 
 
-def draws(params: SamplingParams, count: int, seed: int = 0, logits: torch.Tensor = LOGITS) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return [sample(logits, params, generator) for _ in range(count)]
+def row(seed: int = 0, position: int = 0, prompt: tuple[int, ...] = (), **params: Any) -> SamplingRow:
+    answer = () if prompt else (0,) * position
+    return SamplingRow(SamplingParams(**params), seed, prompt + answer, len(prompt))
 
 
-def test_greedy_takes_the_largest_and_draws_nothing() -> None:
-    generator = torch.Generator().manual_seed(0)
-    before = generator.get_state()
-    assert sample(LOGITS, SamplingParams(temperature=0.0), generator) == 1
-    assert torch.equal(generator.get_state(), before)
+def draws(count: int, seed: int = 0, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
+    """Tokens at `count` positions, as if the logits were the same at all of them."""
+    return sample(logits.expand(count, -1), [row(seed, position, **params) for position in range(count)])
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert draws(3, temperature=0.0) == [1, 1, 1]
 
 
 def test_the_same_seed_draws_the_same_tokens() -> None:
-    params = SamplingParams(temperature=1.0)
-    assert draws(params, 50, seed=1) == draws(params, 50, seed=1)
-    assert draws(params, 50, seed=1) != draws(params, 50, seed=2)
+    assert draws(50, seed=1) == draws(50, seed=1)
+    assert draws(50, seed=1) != draws(50, seed=2)
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    alone = [sample(LOGITS[None], [row(7, position)])[0] for position in range(20)]
+    others = [row(3, 1, top_k=2), row(4, 2, temperature=0.0), row(5, 3, top_p=0.5, frequency_penalty=0.3)]
+    among = [sample(LOGITS.expand(4, -1), [*others, row(7, position)])[-1] for position in range(20)]
+    assert among == alone
 
 
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
-        (SamplingParams(top_k=1), {1}),
-        (SamplingParams(top_k=2), {1, 2}),
-        (SamplingParams(top_k=99), {0, 1, 2, 3}),
-        (SamplingParams(top_p=0.01), {1}),
-        (SamplingParams(top_p=0.6), {1, 2}),
-        (SamplingParams(top_p=0.9), {1, 2, 3}),
-        (SamplingParams(top_k=3, top_p=0.9), {1, 2, 3}),
-        (SamplingParams(top_k=2, top_p=0.6), {1}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 2}, {1, 2}),
+        ({"top_k": 99}, {0, 1, 2, 3}),
+        ({"top_p": 0.01}, {1}),
+        ({"top_p": 0.6}, {1, 2}),
+        ({"top_p": 0.9}, {1, 2, 3}),
+        ({"top_k": 3, "top_p": 0.9}, {1, 2, 3}),
+        ({"top_k": 2, "top_p": 0.6}, {1}),
+        ({"min_p": 0.2}, {1, 2, 3}),
+        ({"min_p": 0.5}, {1, 2}),
+        ({"min_p": 1.0}, {1}),
+        ({"logit_bias": {1: -100.0, 2: -100.0}}, {0, 3}),
     ],
 )
-def test_only_kept_tokens_are_drawn(params: SamplingParams, kept: set[int]) -> None:
-    assert set(draws(params, 400)) == kept
+def test_only_kept_tokens_are_drawn(params: dict[str, Any], kept: set[int]) -> None:
+    assert set(draws(400, **params)) == kept
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float) -> None:
     count = 4000
     expected = (LOGITS / temperature).softmax(-1)
-    drawn = torch.tensor(draws(SamplingParams(temperature=temperature), count)).bincount(minlength=4) / count
+    drawn = torch.tensor(draws(count, temperature=temperature)).bincount(minlength=4) / count
     # four standard deviations of a binomial share
     assert torch.all((drawn - expected).abs() < 4 * (expected * (1 - expected) / count).sqrt())
 
 
 def test_top_k_keeps_exactly_k_of_equal_tokens() -> None:
-    assert len(set(draws(SamplingParams(top_k=2), 400, logits=torch.zeros(8)))) == 2
+    assert len(set(draws(400, logits=torch.zeros(8), top_k=2))) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "num_prompt_tokens", "expected"),
+    [
+        ({"presence_penalty": 1.0}, [1, 1, 2], 0, [2.0, 0.0, -2.0, 0.0]),
+        ({"frequency_penalty": 1.0}, [1, 1, 2], 0, [2.0, -1.0, -2.0, 0.0]),
+        ({"presence_penalty": 1.0}, [1, 2], 1, [2.0, 1.0, -2.0, 0.0]),  # the prompt does not count
+        ({"repetition_penalty": 2.0}, [1, 2], 1, [2.0, 0.5, -2.0, 0.0]),  # the prompt counts
+        ({"logit_bias": {3: 4.0}}, [], 0, [2.0, 1.0, -1.0, 4.0]),
+        ({"logit_bias": {2: 3.0}, "repetition_penalty": 2.0}, [2], 0, [2.0, 1.0, 1.0, 0.0]),
+    ],
+)
+def test_penalties_and_biases_change_logits(
+    params: dict[str, Any], tokens: list[int], num_prompt_tokens: int, expected: list[float]
+) -> None:
+    from swiftkv_platform.engine.sampler import _adjusted
+
+    logits = torch.tensor([[2.0, 1.0, -1.0, 0.0]])
+    one = SamplingRow(SamplingParams(temperature=0.0, **params), 0, tokens, num_prompt_tokens)
+    assert _adjusted(logits, [one])[0].tolist() == expected
+    assert logits[0].tolist() == [2.0, 1.0, -1.0, 0.0]
+
+
+def test_logprobs_hold_the_token_and_the_best_ones() -> None:
+    first, second = logprobs(LOGITS.expand(2, -1), [0, 1], [2, 0])
+    assert list(first) == [0, 1, 2]
+    assert list(second) == [1]
+    assert [first[token] for token in (0, 1, 2)] == pytest.approx(PROBS[:3].log().tolist(), abs=1e-5)

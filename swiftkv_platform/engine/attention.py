@@ -1,0 +1,290 @@
+"""Attention of a flat batch of sequences to their paged contexts: transformers' attention function `swiftkv_paged`.
+
+On a CPU each sequence's context is read where it lies: a run of neighbouring blocks is a view, several runs are
+attended to one by one and merged by the logarithms of their softmax sums. Nothing is copied for a decode step unless a
+context is scattered over so many short runs that a copy is cheaper. It knows no scheduler and no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from swiftkv_platform.engine.kv_cache import PagedTensor, Run
+from swiftkv_platform.model.selection import TokenSelection
+
+PAGED = "swiftkv_paged"
+"""Name under which transformers finds the function."""
+MIN_RUN_TOKENS = 64
+"""Contexts whose runs are shorter than this on average are copied together before they are read."""
+
+
+@dataclass(frozen=True)
+class SequenceQueries:
+    """One sequence's part of a flat batch: the positions it asks from, and where its context lies."""
+
+    positions: Sequence[int]
+    """Ascending positions of its queries, whose rows follow each other in the batch."""
+    runs: tuple[Run, ...]
+    """Slots of its context in the order of its tokens, the queries' own included."""
+    context_start: int
+    """Where its context begins among those of the whole batch, laid end to end."""
+
+    @property
+    def consecutive(self) -> bool:
+        return self.positions[-1] - self.positions[0] == len(self.positions) - 1
+
+    def slots(self, first: int, end: int) -> list[Run]:
+        """Runs of the tokens at positions `first` to `end` - 1."""
+        found: list[Run] = []
+        at = 0
+        for start, stop in self.runs:
+            low, high = max(first - at, 0), min(end - at, stop - start)
+            if low < high:
+                found.append((start + low, start + high))
+            at += stop - start
+        return found
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Which queries of a flat batch read which tokens. A `SelectsTokens`: a selection makes new metadata."""
+
+    sequences: tuple[SequenceQueries, ...]
+    _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)
+    """By window; every layer asks for the same."""
+
+    @property
+    def contexts(self) -> list[Run]:
+        """All sequences' contexts, one after another."""
+        return [run for sequence in self.sequences for run in sequence.runs]
+
+    def decode_spans(self, window: int | None) -> list[Run] | None:
+        """For a batch of decodes whose contexts are one run of slots each: first slot and length of what each sees."""
+        if window not in self._decode_spans:
+            self._decode_spans[window] = self._find_decode_spans(window)
+        return self._decode_spans[window]
+
+    def _find_decode_spans(self, window: int | None) -> list[Run] | None:
+        spans: list[Run] = []
+        for sequence in self.sequences:
+            if len(sequence.positions) != 1 or len(sequence.runs) != 1:
+                return None
+            first, length = sequence.runs[0][0], sequence.positions[0] + 1
+            skipped = 0 if window is None else max(length - window, 0)
+            spans.append((first + skipped, length - skipped))
+        return spans
+
+    def select_tokens(self, selection: TokenSelection) -> PagedAttention:
+        """For the selected queries; contexts stay whole."""
+        num_tokens = sum(len(sequence.positions) for sequence in self.sequences)
+        kept = selection.positions(num_tokens, torch.device("cpu")).tolist()
+        selected: list[SequenceQueries] = []
+        row, at = 0, 0
+        for sequence in self.sequences:
+            end = row + len(sequence.positions)
+            positions: list[int] = []
+            while at < len(kept) and kept[at] < end:
+                positions.append(sequence.positions[kept[at] - row])
+                at += 1
+            if positions:
+                selected.append(SequenceQueries(positions, sequence.runs, sequence.context_start))
+            row = end
+        assert at == len(kept), "a selection of a flat batch is ascending"
+        return PagedAttention(tuple(selected))
+
+
+def paged_attention(
+    _module: torch.nn.Module,
+    query: torch.Tensor,
+    key: PagedTensor | torch.Tensor,
+    value: PagedTensor | torch.Tensor,
+    _attention_mask: torch.Tensor | None,
+    *,
+    paged: PagedAttention,
+    scaling: float,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls.
+
+    Args:
+        query: of all sequences' queries, one sequence after another, [1, num_heads, num_tokens, head_dim].
+        key: of all slots; or, from a model that expands what it caches, of the sequences' contexts laid end to end,
+            [1, num_heads, sum of context lengths, head_dim].
+        value: likewise.
+        sliding_window: tokens that a query sees, itself included; None: all before it.
+
+    Returns:
+        [1, num_tokens, num_heads, head_dim], and no weights.
+    """
+    if isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor):
+        contexts = [_Expanded(key, value, sequence.context_start) for sequence in paged.sequences]
+        output = _attend_all(query, paged, contexts, scaling, sliding_window)
+        return output[..., : value.shape[-1]].transpose(1, 2), None
+    assert isinstance(key, PagedTensor)
+    assert isinstance(value, PagedTensor)
+    if query.device.type == "cpu" and key.rows.dtype == query.dtype:
+        spans = paged.decode_spans(sliding_window)
+        if spans is not None:
+            return _decode_spans(query, key.rows[None], value.rows[None], spans, scaling), None
+    stored = [_Stored(key, value, sequence) for sequence in paged.sequences]
+    return _attend_all(query, paged, stored, scaling, sliding_window).transpose(1, 2), None
+
+
+AttentionInterface.register(PAGED, paged_attention)
+
+
+class _Context(Protocol):
+    """The keys and values of one sequence."""
+
+    def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Those at positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """In slots of the cache."""
+
+    key: PagedTensor
+    value: PagedTensor
+    sequence: SequenceQueries
+
+    def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        runs = self.sequence.slots(first, end)
+        scattered = end - first < MIN_RUN_TOKENS * len(runs)
+        together = [runs] if scattered or self.key.quantized else [[run] for run in runs]
+        return [(self.key.read(some)[None], self.value.read(some)[None]) for some in together]
+
+
+@dataclass(frozen=True)
+class _Expanded:
+    """In tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    start: int
+
+    def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        keys, values = (x[:, :, self.start + first : self.start + end] for x in (self.key, self.value))
+        # Attention on a CPU wants values as wide as keys, which MLA's are not; what is added is cut off in the end.
+        return [(keys, F.pad(values, (0, keys.shape[-1] - values.shape[-1])))]
+
+
+def _whole(context: _Context, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values in one part."""
+    parts = context.parts(first, end)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([keys for keys, _ in parts], dim=2), torch.cat([values for _, values in parts], dim=2)
+
+
+def _attend_all(
+    query: torch.Tensor, paged: PagedAttention, contexts: Sequence[_Context], scaling: float, window: int | None
+) -> torch.Tensor:
+    """Sequence after sequence: [1, num_heads, num_tokens, dim]."""
+    outputs, row = [], 0
+    for sequence, context in zip(paged.sequences, contexts, strict=True):
+        end = row + len(sequence.positions)
+        outputs.append(_attend(query[:, :, row:end], sequence, context, scaling, window))
+        row = end
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _decode_spans(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: list[Run], scaling: float
+) -> torch.Tensor:
+    """One query a sequence, each to a view of keys and values [1, num_kv_heads, num_slots, head_dim]. Query heads that
+    share a key head become its queries, so no key is repeated. Returns [1, num_sequences, num_heads, head_dim]."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    queries = query.unflatten(1, (keys.shape[1], -1)).unbind(3)  # each [1, num_kv_heads, heads per key head, head_dim]
+    outputs = [
+        attend(one, keys.narrow(2, first, length), values.narrow(2, first, length), scale=scaling)[0]
+        for one, (first, length) in zip(queries, spans, strict=True)
+    ]
+    return torch.cat(outputs).flatten(1, 2)[None]
+
+
+def _attend(
+    query: torch.Tensor, sequence: SequenceQueries, context: _Context, scaling: float, window: int | None
+) -> torch.Tensor:
+    """One sequence: query [1, num_heads, num_queries, head_dim] -> the same shape."""
+    positions = sequence.positions
+    last = positions[-1] + 1
+    if len(positions) == 1:
+        return _decode(query, context.parts(0 if window is None else max(last - window, 0), last), scaling)
+    if window is not None and last <= window:
+        window = None
+    if window is None and sequence.consecutive:
+        return _attend_chunk(query, positions[0], context, scaling)
+    return _attend_masked(query, positions, context, scaling, window)
+
+
+def _decode(query: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], scaling: float) -> torch.Tensor:
+    """A single query to all of `parts`. Query heads that share a key head become its queries: no key is repeated."""
+    num_kv_heads = parts[0][0].shape[1]
+    grouped = query.reshape(1, num_kv_heads, -1, query.shape[-1])
+    return _merge([_softmax_part(grouped, keys, values, scaling) for keys, values in parts]).reshape(query.shape)
+
+
+def _attend_chunk(query: torch.Tensor, first: int, context: _Context, scaling: float) -> torch.Tensor:
+    """Consecutive queries from position `first` on: causal among themselves, everything before them in full."""
+    own = _whole(context, first, first + query.shape[2])
+    parts = [_softmax_part(query, *own, scaling, causal=True)]
+    if first:
+        parts += [_softmax_part(query, keys, values, scaling) for keys, values in context.parts(0, first)]
+    return _merge(parts)
+
+
+def _attend_masked(
+    query: torch.Tensor, positions: Sequence[int], context: _Context, scaling: float, window: int | None
+) -> torch.Tensor:
+    """Any queries, with the mask written out: [num_queries, tokens]."""
+    start = 0 if window is None else max(positions[0] - window + 1, 0)
+    end = positions[-1] + 1
+    keys, values = _whole(context, start, end)
+    here = torch.tensor(list(positions), device=query.device)[:, None]
+    at = torch.arange(start, end, device=query.device)
+    seen = at <= here if window is None else (at <= here) & (at > here - window)
+    output: torch.Tensor = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=seen, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
+    )
+    return output
+
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""Attention to a part of the context, and the logarithms of its softmax sums [1, num_heads, num_queries]."""
+
+
+def _softmax_part(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, *, causal: bool = False
+) -> Part:
+    """Attention to keys [1, num_kv_heads, tokens, head_dim], which query heads may share."""
+    if query.device.type == "cpu":
+        part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, causal, scale=scaling
+        )
+        return part
+    repeats = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
+    scores = (query @ keys.transpose(-1, -2)).float() * scaling
+    if causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    sums = scores.logsumexp(dim=-1)
+    return (scores - sums[..., None]).exp().to(values.dtype) @ values, sums
+
+
+def _merge(parts: list[Part]) -> torch.Tensor:
+    """Attention to the whole context from that to its parts."""
+    if len(parts) == 1:
+        return parts[0][0]
+    sums = torch.stack([part_sums for _, part_sums in parts])  # [num_parts, 1, num_heads, num_queries]
+    weights = sums.softmax(dim=0)[..., None]
+    outputs = torch.stack([output for output, _ in parts]).float()
+    return (outputs * weights).sum(dim=0).to(parts[0][0].dtype)

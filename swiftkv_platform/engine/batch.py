@@ -1,0 +1,111 @@
+"""A step's schedule as the tensors the model takes: all sequences' tokens laid end to end. Knows no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swiftkv_platform.engine.attention import PagedAttention, SequenceQueries
+from swiftkv_platform.engine.block_manager import BlockTable
+from swiftkv_platform.engine.kv_cache import Run
+from swiftkv_platform.engine.scheduler import ScheduledSequence
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of one sequence, and where they stand in it."""
+
+    positions: Sequence[int]
+    """Ascending."""
+    block_table: BlockTable
+    token_ids: Sequence[int] = ()
+    """Empty where the tokens' hidden states are known."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Spans of several sequences, end to end."""
+
+    input_ids: torch.Tensor
+    """[1, num_tokens]; empty where the spans have no token ids."""
+    position_ids: torch.Tensor
+    """[1, num_tokens]."""
+    slot_mapping: torch.Tensor
+    """Where each token's KV goes, or is, [num_tokens]."""
+    attention: PagedAttention
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's tokens."""
+
+    layout: Layout
+    next_token_rows: dict[int, range]
+    """By index into the schedule, the rows whose logits choose the sequence's next token and, of tokens found in the
+    text, verify them."""
+    prompt_rows: dict[int, range]
+    """By index into the schedule, the rows whose logits are asked for as prompt log-probabilities."""
+    first_rows: tuple[int, ...]
+    """Each sequence's first row, and the number of all."""
+
+    def upper_rows(self, exits: Container[int]) -> list[int]:
+        """The rows that go through layers >= l, ascending; `exits` are the sequences that have their token already."""
+        rows = {row for index, some in self.next_token_rows.items() if index not in exits for row in some}
+        return sorted(rows.union(*self.prompt_rows.values()))
+
+
+def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> Batch:
+    """Lay the scheduled tokens, and the drafts that are known already, end to end."""
+    spans: list[Span] = []
+    next_token_rows: dict[int, range] = {}
+    prompt_rows: dict[int, range] = {}
+    first_rows = [0]
+    for index, item in enumerate(scheduled):
+        sequence, row = item.sequence, first_rows[-1]
+        first = sequence.num_computed_tokens
+        end = first + item.num_scheduled_tokens
+        token_ids = [*sequence.token_ids[first:end], *item.draft.token_ids]
+        spans.append(Span(range(first, first + len(token_ids)), sequence.block_table, token_ids))
+        first_rows.append(row + len(token_ids))
+        if item.needs_token:
+            next_token_rows[index] = range(row + item.num_scheduled_tokens - 1, first_rows[-1])
+        if sequence.wants_prompt_logprobs:
+            known = len(sequence.prompt_logprobs)  # the next one to find belongs to the token at this position
+            begin, stop = max(known - 1, first), min(end, sequence.num_prompt_tokens - 1)
+            prompt_rows[index] = range(row + begin - first, row + stop - first)
+    return Batch(lay_out(spans, block_size, device), next_token_rows, prompt_rows, tuple(first_rows))
+
+
+def lay_out(spans: Sequence[Span], block_size: int, device: torch.device) -> Layout:
+    """Each span reads the context up to its own last token."""
+    slots: list[int] = []
+    queries: list[SequenceQueries] = []
+    context_start = 0
+    for span in spans:
+        first, end = span.positions[0], span.positions[-1] + 1
+        query = SequenceQueries(span.positions, _runs(span.block_table.runs, block_size, end), context_start)
+        at = [slot for start, stop in query.slots(first, end) for slot in range(start, stop)]
+        slots += at if query.consecutive else [at[position - first] for position in span.positions]
+        queries.append(query)
+        context_start += end
+    return Layout(
+        input_ids=torch.tensor([[token for span in spans for token in span.token_ids]], device=device),
+        position_ids=torch.tensor([[position for span in spans for position in span.positions]], device=device),
+        slot_mapping=torch.tensor(slots, device=device),
+        attention=PagedAttention(tuple(queries)),
+    )
+
+
+def _runs(blocks: Sequence[tuple[int, int]], block_size: int, num_tokens: int) -> tuple[Run, ...]:
+    """Runs of slots that hold the first `num_tokens` tokens, from runs of blocks."""
+    runs: list[Run] = []
+    for first, end in blocks:
+        size = min((end - first) * block_size, num_tokens)
+        if size <= 0:
+            break
+        runs.append((first * block_size, first * block_size + size))
+        num_tokens -= size
+    assert num_tokens == 0, "tokens without a block"
+    return tuple(runs)

@@ -1,0 +1,212 @@
+"""Which blocks of the KV cache hold which tokens: paging, reference counts, prefix caching. Knows no tensor.
+
+A block is full, and may be cached, once the KV of all its tokens is committed. Its name is SHA-256 over the name of the
+block before it and its own tokens; the first block's predecessor stands for the model, the KV dtype and the tenant, so
+that no request ever reads what another of these wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+EVICTION_BATCH = 8
+"""Cached blocks evicted at a time, so that a growing sequence finds neighbouring blocks."""
+
+
+@dataclass
+class BlockTable:
+    """The blocks of one sequence, in the order of its tokens."""
+
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    """Names of the full blocks known so far; tokens never change, so they outlive the blocks themselves."""
+    num_committed_blocks: int = 0
+    """Leading blocks that have been offered to the prefix cache."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """The same blocks as runs of neighbours: first block and the one behind the last."""
+
+    def append(self, block: int) -> None:
+        """Add a block behind the others."""
+        self.blocks.append(block)
+        if self.runs and self.runs[-1][1] == block:
+            self.runs[-1] = (self.runs[-1][0], block + 1)
+        else:
+            self.runs.append((block, block + 1))
+
+    def pop(self) -> int:
+        """Take the last block off."""
+        block = self.blocks.pop()
+        first, end = self.runs.pop()
+        if first < end - 1:
+            self.runs.append((first, end - 1))
+        return block
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.blocks.clear()
+        self.runs.clear()
+        self.num_committed_blocks = 0
+
+
+class BlockManager:
+    """`num_blocks` blocks of `block_size` tokens, shared by reference counts, reused by prefix.
+
+    Blocks are laid next to each other where possible: attention on a CPU reads a run of neighbours without copying it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, fingerprint: str = "") -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._enable_prefix_caching = enable_prefix_caching
+        self._fingerprint = fingerprint
+        self._reference_counts = [0] * num_blocks
+        self._free_map = bytearray(b"\x01" * num_blocks)  # 1: holds nothing
+        self._num_empty = num_blocks
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
+        self._names: dict[int, bytes] = {}
+        self._cached: dict[bytes, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that a sequence could get, those of the prefix cache that nobody uses included."""
+        return self._num_empty + len(self._evictable)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, table: BlockTable, token_ids: list[int], tenant: str) -> list[int]:
+        """Cached blocks that hold the beginning of `token_ids`; never all of them, so that one token is left to run."""
+        if not self._enable_prefix_caching:
+            return []
+        matched: list[int] = []
+        for index in range((len(token_ids) - 1) // self.block_size):
+            block = self._cached.get(self._name(table, index, token_ids, tenant))
+            if block is None:
+                break
+            matched.append(block)
+        return matched
+
+    def can_allocate(self, matched: list[int], num_tokens: int, *, spare: int = 0) -> bool:
+        """Whether a new table over `num_tokens` tokens, beginning with `matched`, leaves `spare` blocks free."""
+        revived = sum(self._reference_counts[block] == 0 for block in matched)
+        wanted = self.num_blocks_for(num_tokens) - len(matched)
+        return wanted + revived + spare <= self.num_free_blocks
+
+    def allocate(self, table: BlockTable, matched: list[int], num_tokens: int) -> None:
+        """Fill an empty table with `matched` and new blocks for the rest of `num_tokens` tokens."""
+        assert not table.blocks, "the table holds blocks already"
+        for block in matched:
+            self._evictable.pop(block, None)
+            self._reference_counts[block] += 1
+            table.append(block)
+        table.num_committed_blocks = len(matched)
+        self._extend(table, self.num_blocks_for(num_tokens))
+
+    def can_grow(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether the table can hold `num_tokens` tokens."""
+        return self.num_blocks_for(num_tokens) - len(table.blocks) <= self.num_free_blocks
+
+    def grow(self, table: BlockTable, num_tokens: int) -> None:
+        """Add the blocks that `num_tokens` tokens need beyond those of the table."""
+        self._extend(table, self.num_blocks_for(num_tokens))
+
+    def shrink(self, table: BlockTable, num_tokens: int) -> None:
+        """Give the blocks back that `num_tokens` tokens do not need. They have never been committed."""
+        while len(table.blocks) > max(self.num_blocks_for(num_tokens), table.num_committed_blocks):
+            block = table.pop()
+            assert self._reference_counts[block] == 1, f"block {block} is shared, yet not committed"
+            self._reference_counts[block] = 0
+            self._empty(block)
+
+    def commit(self, table: BlockTable, token_ids: list[int], num_committed_tokens: int, tenant: str) -> None:
+        """Offer the blocks that `num_committed_tokens` tokens fill to the prefix cache. What may yet be taken back
+        (drafts) must not be counted."""
+        if not self._enable_prefix_caching:
+            return
+        for index in range(table.num_committed_blocks, num_committed_tokens // self.block_size):
+            name, block = self._name(table, index, token_ids, tenant), table.blocks[index]
+            if name not in self._cached:
+                self._cached[name] = block
+                self._names[block] = name
+            table.num_committed_blocks += 1
+
+    def free(self, table: BlockTable, *, discard: bool = False) -> None:
+        """Give all blocks back; cached ones stay readable until they are evicted, last blocks first.
+
+        `discard` takes them out of the prefix cache: what they hold is not to be trusted.
+        """
+        for block in reversed(table.blocks):
+            if discard and block in self._names:
+                del self._cached[self._names.pop(block)]
+            self._reference_counts[block] -= 1
+            assert self._reference_counts[block] >= 0, f"block {block} was freed twice"
+            if self._reference_counts[block] == 0:
+                if block in self._names:
+                    self._evictable[block] = None
+                else:
+                    self._empty(block)
+        table.clear()
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Assert that every block is accounted for by `tables`, all that hold blocks, or is free."""
+        references = Counter(block for table in tables for block in table.blocks)
+        assert references == Counter({b: n for b, n in enumerate(self._reference_counts) if n}), "references differ"
+        assert {block: name for name, block in self._cached.items()} == self._names
+        for block in range(self.num_blocks):
+            states = (references[block] > 0, block in self._evictable, self._free_map[block] == 1)
+            assert sum(states) == 1, f"block {block} is {states} (used, evictable, empty)"
+            assert not (states[2] and block in self._names), f"empty block {block} has a name"
+        assert all(block in self._names for block in self._evictable)
+        assert self._num_empty == sum(self._free_map)
+
+    def _name(self, table: BlockTable, index: int, token_ids: list[int], tenant: str) -> bytes:
+        """Name of the sequence's block `index`; those before it are known or found on the way."""
+        while len(table.hashes) <= index:
+            at = len(table.hashes)
+            root = hashlib.sha256(f"{self._fingerprint}\n{self.block_size}\n{tenant}".encode()).digest()
+            parent = table.hashes[-1] if at else root
+            tokens = array("q", token_ids[at * self.block_size : (at + 1) * self.block_size])
+            assert len(tokens) == self.block_size, "only full blocks have names"
+            table.hashes.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+        return table.hashes[index]
+
+    def _extend(self, table: BlockTable, num_blocks: int) -> None:
+        wanted = num_blocks - len(table.blocks)
+        if wanted > self._num_empty:
+            self._evict(max(wanted - self._num_empty, EVICTION_BATCH))
+        for remaining in range(wanted, 0, -1):
+            block = table.blocks[-1] + 1 if table.blocks else self.num_blocks
+            if block >= self.num_blocks or not self._free_map[block]:
+                block = self._roomiest(remaining)
+            self._free_map[block] = 0
+            self._num_empty -= 1
+            self._reference_counts[block] = 1
+            table.append(block)
+
+    def _roomiest(self, wanted: int) -> int:
+        """Where in the longest run of empty blocks to put `wanted` new ones: in the middle of what they leave, so that
+        they and their neighbour on the left can both grow."""
+        start, size, at = -1, 0, self._free_map.find(1)
+        while at >= 0:
+            end = self._free_map.find(0, at)
+            end = self.num_blocks if end < 0 else end
+            if end - at > size:
+                start, size = at, end - at
+            at = self._free_map.find(1, end)
+        assert size, "no block is empty"
+        return start if start == 0 else start + max(size - wanted, 0) // 2
+
+    def _evict(self, count: int) -> None:
+        for _ in range(min(count, len(self._evictable))):
+            block, _ = self._evictable.popitem(last=False)
+            del self._cached[self._names.pop(block)]
+            self._empty(block)
+
+    def _empty(self, block: int) -> None:
+        self._free_map[block] = 1
+        self._num_empty += 1

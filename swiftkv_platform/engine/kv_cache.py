@@ -1,0 +1,146 @@
+"""The tensors of the paged KV cache: `num_kv_cache_layers` layers of two tensors each. Knows no sequence and no model.
+
+What the two are is the model's business: K and V, or, for multi-head latent attention, the latent and the rope key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swiftkv_platform.model.quantization import SCALE_DTYPE, pack, unpack
+
+Run = tuple[int, int]
+"""Neighbouring slots: the first, and the one behind the last. A slot holds one token."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What one token takes of a cached tensor."""
+
+    num_heads: int
+    dim: int
+
+
+LayerShape = tuple[TensorShape, TensorShape]
+
+
+@dataclass(frozen=True)
+class StorageFormat:
+    """How cached numbers are stored, and what they are read as."""
+
+    computed: torch.dtype
+    """What the model computes in."""
+    stored: torch.dtype
+    """What the cache holds; uint8 where it is quantised."""
+    payload: torch.dtype | None = None
+    """Of quantised numbers: float8_e4m3fn or int8."""
+
+    def row_size(self, dim: int) -> int:
+        """Elements that `dim` numbers take."""
+        return dim if self.payload is None else dim * self.payload.itemsize + SCALE_DTYPE.itemsize
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes that `dim` numbers take, the scale included."""
+        return self.row_size(dim) * self.stored.itemsize
+
+
+class PagedTensor:
+    """One of a layer's two tensors, for all slots, in the model's type or in 8 bits with a scale a token and head.
+
+    Heads come first in memory on a CPU, where a head's tokens are read in a row; on a GPU tokens do, as kernels with
+    block tables expect.
+    """
+
+    def __init__(self, shape: TensorShape, num_slots: int, format_: StorageFormat, device: torch.device) -> None:
+        heads, size, dtype = shape.num_heads, format_.row_size(shape.dim), format_.stored
+        if device.type == "cpu":
+            self.rows = torch.empty(heads, num_slots, size, dtype=dtype, device=device)
+        else:
+            self.rows = torch.empty(num_slots, heads, size, dtype=dtype, device=device).transpose(0, 1)
+        """[num_heads, num_slots, dim], or [.., bytes of payload and scale]."""
+        self._format = format_
+
+    @property
+    def quantized(self) -> bool:
+        """Whether `rows` are bytes."""
+        return self._format.payload is not None
+
+    def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
+        """Put `x` [num_heads, num_tokens, dim] into `slots` [num_tokens]."""
+        payload = self._format.payload
+        self.rows.index_copy_(1, slots, x.to(self.rows.dtype) if payload is None else pack(x, payload))
+
+    def read(self, runs: Sequence[Run]) -> torch.Tensor:
+        """[num_heads, tokens of all runs, dim]; a view where it is one run that is neither quantised nor converted."""
+        views = [self.rows[:, first:end] for first, end in runs]
+        rows = views[0] if len(views) == 1 else torch.cat(views, dim=1)
+        payload, computed = self._format.payload, self._format.computed
+        return rows.to(computed) if payload is None else unpack(rows, payload, computed)
+
+
+class KVCache:
+    """All layers, for `num_blocks` blocks."""
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        num_blocks: int,
+        block_size: int,
+        format_: StorageFormat,
+        device: torch.device,
+        expanded: bool = False,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.format = format_
+        self.expanded = expanded
+        """The model makes keys and values of what is cached, so it is handed the contexts and not the storage."""
+        num_slots = num_blocks * block_size
+        self.layers = [
+            (PagedTensor(first, num_slots, format_, device), PagedTensor(second, num_slots, format_, device))
+            for first, second in shapes
+        ]
+
+    def at(self, slots: torch.Tensor, contexts: Sequence[Run]) -> StepCache:
+        """The cache as one step's forward pass sees it.
+
+        Args:
+            slots: where its tokens go, [num_tokens].
+            contexts: all sequences' contexts, one after another.
+        """
+        return StepCache(self, slots, contexts)
+
+
+@dataclass(frozen=True)
+class StepCache:
+    """What the model takes for its `past_key_values`: writes go to the step's slots, reads are left to attention."""
+
+    cache: KVCache
+    slots: torch.Tensor
+    contexts: Sequence[Run]
+
+    def update(
+        self, first: torch.Tensor, second: torch.Tensor, layer: int, *_: object, **__: object
+    ) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
+        """Write the step's tokens, each tensor [1, num_heads, num_tokens, dim]. Returns the layer's storage; or, for a
+        model that expands what it caches, all contexts end to end, [1, num_heads, sum of context lengths, dim]."""
+        stored_first, stored_second = self.cache.layers[layer]
+        stored_first.write(self.slots, first[0])
+        stored_second.write(self.slots, second[0])
+        return self.read(layer)
+
+    def read(self, layer: int) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
+        """What `update` returns, of what is stored."""
+        stored_first, stored_second = self.cache.layers[layer]
+        if self.cache.expanded:
+            return stored_first.read(self.contexts)[None], stored_second.read(self.contexts)[None]
+        return stored_first, stored_second
+
+
+def bytes_per_block(shapes: Sequence[LayerShape], block_size: int, format_: StorageFormat) -> int:
+    """Bytes that one block takes in all layers, scales included."""
+    return block_size * sum(shape.num_heads * format_.row_bytes(shape.dim) for layer in shapes for shape in layer)

@@ -1,0 +1,198 @@
+"""Lossless early exit: the exit head drafts tokens one after another, then layers >= l verify all of them at once.
+
+    last known token -> layers < l -> exit head -> draft -> layers < l -> exit head -> draft ...
+                                 x                     x                     x  -> layers >= l -> the step's tokens
+
+Draft and token at a position are drawn with the same noise, from q and p through the same processors along the same
+text; a draft is accepted where they are equal, so the text is that of `off` (the sampler says how noise is keyed).
+Rejected drafts leave nothing behind: their slots are written again before anything reads them. It knows no queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from swiftkv_platform.engine.batch import Batch, Layout, Span, lay_out
+from swiftkv_platform.engine.drafting import (
+    Draft,
+    DraftCosts,
+    another_pass_pays,
+    exit_head_pays,
+    lookup_size,
+)
+from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
+from swiftkv_platform.engine.sampler import SamplingRow, sample
+from swiftkv_platform.engine.scheduler import ScheduledSequence
+from swiftkv_platform.engine.sequence import Sequence as EngineSequence
+
+MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}
+"""About where the arithmetic of a step takes as long as reading the weights does."""
+
+LowerPass = Callable[[Layout], torch.Tensor]
+"""Layers < l over a layout's tokens, K and V of all layers written: x [1, num_tokens, hidden_size]."""
+
+
+class Drafting:
+    """What is worth drafting, given what drafts cost and how they fared. A `DraftPlanner`."""
+
+    def __init__(self, costs: DraftCosts) -> None:
+        self.costs = costs
+
+    def plan(
+        self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
+    ) -> dict[EngineSequence, Draft]:
+        """From the text where its end occurred before and such drafts pay, else from the exit head where it pays."""
+        room = self.costs.max_step_tokens - num_tokens
+        drafts: dict[EngineSequence, Draft] = {}
+        others: list[EngineSequence] = []
+        for sequence in decoding:
+            limit = min(sequence.num_draftable_tokens, room)
+            found = self._look_up(sequence, num_sequences, limit)
+            if found:
+                drafts[sequence] = Draft(token_ids=found)
+                room -= len(found)
+            elif sequence.params.early_exit.mode == "lossless" and limit > 0:
+                others.append(sequence)
+        for sequence in others:
+            limit = min(sequence.num_draftable_tokens, sequence.params.early_exit.num_draft_tokens, room)
+            if limit > 0 and exit_head_pays(sequence.drafts, self.costs, num_sequences, len(others)):
+                drafts[sequence] = Draft(num_exit_tokens=limit)
+                room -= limit
+            else:
+                sequence.drafts.exit_accepted.drift()
+                sequence.drafts.exit_confident.drift()
+        return drafts
+
+    def _look_up(self, sequence: EngineSequence, num_sequences: int, limit: int) -> tuple[int, ...]:
+        limit = min(limit, sequence.params.num_lookup_tokens)
+        if limit <= 0:
+            return ()
+        size = lookup_size(sequence.drafts, self.costs, num_sequences, limit)
+        if size == 0:
+            sequence.drafts.lookup_accepted.drift()
+            return ()
+        return sequence.drafts.lookup.propose(sequence.token_ids, size)
+
+
+@dataclass
+class ExitDrafts:
+    """What the exit head drafted in a step."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By index into the schedule; only where there is a draft."""
+    hidden: list[torch.Tensor] = field(default_factory=list)
+    """x of each pass, [1, num_drafts, hidden_size]."""
+    rows: dict[int, list[int]] = field(default_factory=dict)
+    """By index, where its drafts' x are in `hidden` laid end to end."""
+
+
+def draft_from_exit_head(
+    model: Any,
+    x: torch.Tensor,
+    scheduled: Sequence[ScheduledSequence],
+    batch: Batch,
+    costs: DraftCosts,
+    lower: Callable[[Layout], torch.Tensor],
+    block_size: int,
+) -> ExitDrafts:
+    """Draft while the exit head is sure enough and one more pass of layers < l is worth what it costs.
+
+    Args:
+        x: hidden states of the step's tokens after layer l - 1, [1, num_tokens, hidden_size].
+    """
+    drafts = ExitDrafts()
+    active = [index for index, item in enumerate(scheduled) if item.draft.num_exit_tokens]
+    if not active:
+        return drafts
+    x, count, num_passes = x[:, [batch.next_token_rows[index][0] for index in active]], 0, 0
+    while active:
+        logits = model.exit_logits(x[0]).float()  # [num_active, vocab_size]
+        sure = _sure(logits, [scheduled[index].sequence for index in active])
+        active = [active[row] for row in sure]
+        histories = [scheduled[index].sequence.drafts for index in active]
+        if not active or not another_pass_pays(histories, costs, len(batch.next_token_rows), num_passes):
+            break
+        rows = [sampling_row(scheduled[index].sequence, drafts.tokens.get(index, [])) for index in active]
+        tokens = sample(logits if len(sure) == len(logits) else logits[sure], rows)
+        spans = []
+        for row, (index, token) in enumerate(zip(active, tokens, strict=True)):
+            sequence, own = scheduled[index].sequence, drafts.tokens.setdefault(index, [])
+            spans.append(Span([sequence.num_tokens + len(own)], sequence.block_table, [token]))
+            own.append(token)
+            drafts.rows.setdefault(index, []).append(count + row)
+        x = lower(lay_out(spans, block_size, x.device))
+        drafts.hidden.append(x)
+        count, num_passes = count + len(active), num_passes + 1
+        limits = [scheduled[index].draft.num_exit_tokens for index in active]
+        going_on = [row for row, index in enumerate(active) if len(drafts.tokens[index]) < limits[row]]
+        active, x = [active[row] for row in going_on], x[:, going_on]
+    return drafts
+
+
+def _sure(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
+    """Rows whose largest probability, at temperature 1 and before any sampling parameter, reaches the threshold."""
+    confidence = logits.softmax(dim=-1).amax(dim=-1).tolist()
+    sure = []
+    for row, sequence in enumerate(sequences):
+        reached = confidence[row] >= sequence.params.early_exit.threshold
+        sequence.drafts.exit_confident.observe(int(reached), 1)
+        if reached:
+            sure.append(row)
+    return sure
+
+
+def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRow:
+    """Whose token follows the sequence's known ones and `drafted`."""
+    token_ids = [*sequence.token_ids, *drafted] if drafted else sequence.token_ids
+    return SamplingRow(sequence.params, sequence.seed, token_ids, sequence.num_prompt_tokens)
+
+
+def accept(sequence: EngineSequence, drafted: Sequence[int], tokens: Sequence[int], *, from_text: bool) -> StepResult:
+    """The step's tokens: accepted drafts and the one after them.
+
+    Args:
+        tokens: the whole model's, at the last known token and at each draft; one more than `drafted`.
+    """
+    pairs = zip(drafted, tokens, strict=False)
+    num_accepted = next((at for at, (draft, token) in enumerate(pairs) if draft != token), len(drafted))
+    if drafted:
+        sequence.drafts.observe(from_text=from_text, num_drafts=len(drafted), num_accepted=num_accepted)
+    return StepResult(
+        token_ids=list(tokens[: num_accepted + 1]), num_draft_tokens=len(drafted), num_accepted_tokens=num_accepted
+    )
+
+
+def cut_at_first_error(result: StepResult, finite: Sequence[bool]) -> None:
+    """End at the first token whose logits are no numbers, as if the tokens before it had come one by one."""
+    for at in range(len(result.token_ids)):
+        if not finite[at]:
+            del result.token_ids[at:]
+            result.num_accepted_tokens = at
+            result.error = NOT_FINITE
+            return
+
+
+def draft_costs(model: Any) -> DraftCosts:
+    """Costs by the weights that are read: what a decode step of a few tokens spends its time on."""
+    layers = model.model.layers
+    lower = sum(map(_num_weights, layers[: model.config.num_key_value_layers]))
+    head = _num_weights(model.lm_head)
+    whole = sum(map(_num_weights, layers)) + head
+    max_step_tokens = MAX_STEP_TOKENS[model.device.type]
+    exit_head = head if getattr(model.config, "early_exit", False) else 0
+    return DraftCosts(lower / whole, exit_head / whole, 1 / max_step_tokens, max_step_tokens)
+
+
+def _num_weights(module: nn.Module) -> int:
+    """Of matrices, by the sizes that the engine's fused and packed ones state as well; experts are left out."""
+    children: list[Any] = list(module.modules())
+    return sum(
+        child.in_features * child.out_features
+        for child in children
+        if hasattr(child, "in_features") and hasattr(child, "out_features")
+    )

@@ -1,0 +1,146 @@
+"""Weights laid out for inference: projections of one input become one matrix product. Knows no family and no request.
+
+The model's code stays as it is: each projection is replaced by a part of a fused one, which computes all parts when the
+first is asked for. On a CPU in bfloat16 the weights are also reordered once for oneDNN, which would otherwise do it in
+every call; then the reordered copy is the only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
+"""Names of linear modules of one parent that read the same input, in the order they are called in."""
+PACKING_HINT = 16
+"""Tokens of a decode step, roughly: what oneDNN chooses a layout for."""
+
+
+def lay_out(model: Any) -> None:
+    """Fuse and, where it pays, reorder the weights of a causal language model of ours, in place; and drop what only its
+    teacher runs."""
+    decoder = model.model
+    _drop_teacher(decoder)
+    pack = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
+    shared = [projection for leader in leaders for projection in leader.input_projections]
+    if shared:
+        _fuse(decoder, shared, pack=pack)
+    for module in list(decoder.modules()):
+        for siblings in _siblings(module):
+            _fuse(module, siblings, pack=pack)
+    norm_class = type(decoder.norm)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is norm_class:
+                setattr(parent, name, _RMSNorm(child.weight, child.variance_epsilon))
+    if pack:
+        embedding = decoder.embed_tokens.weight
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear and child.weight is not embedding:
+                    setattr(parent, name, _Linear(child.weight, child.bias, pack=True))
+
+
+def _drop_teacher(decoder: Any) -> None:
+    if decoder.config.swiftkv_teacher_weights:
+        for i in range(decoder.layer_map.num_key_value_layers, len(decoder.layers)):
+            decoder.layers[i].self_attn.drop_teacher()
+        decoder.config.swiftkv_teacher_weights = False
+
+
+def _siblings(module: nn.Module) -> Iterator[list[nn.Linear]]:
+    for names in SIBLINGS:
+        found = [getattr(module, name, None) for name in names]
+        linear = [child for child in found if type(child) is nn.Linear]
+        if len(linear) == len(names):
+            yield linear
+
+
+def _fuse(root: nn.Module, projections: Sequence[nn.Linear], *, pack: bool) -> None:
+    """Replace `projections`, modules below `root` that read one input, by parts of one."""
+    weight = torch.cat([projection.weight.detach() for projection in projections])
+    biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
+    assert len(biases) in (0, len(projections)), "some of the projections have a bias, others do not"
+    fused = _Fused(
+        _Linear(weight, torch.cat(biases) if biases else None, pack=pack), [p.out_features for p in projections]
+    )
+    parts = {id(projection): _Part(fused, at) for at, projection in enumerate(projections)}
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in parts:
+                setattr(parent, name, parts[id(child)])
+
+
+class _Linear(nn.Module):
+    """y = x W^T + b."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._packed = pack
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_HINT) if pack else weight.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if self._packed:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return y
+        return F.linear(x, self.weight, self.bias)
+
+
+class _RMSNorm(nn.Module):
+    """The families' RMSNorm in one operator."""
+
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight = weight.detach().float()
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> [..., size]; in float32 inside."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
+
+
+class _Fused:
+    """One projection whose output several modules share."""
+
+    def __init__(self, linear: _Linear, sizes: list[int]) -> None:
+        self.linear = linear
+        self.sizes = sizes
+        self._input: torch.Tensor | None = None
+        self._parts: tuple[torch.Tensor, ...] = ()
+
+    def part(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        """The output of one of them; the last to ask lets go of input and outputs."""
+        if self._input is not x:
+            self._input, self._parts = x, self.linear(x).split(self.sizes, dim=-1)
+        part = self._parts[at]
+        if at == len(self.sizes) - 1:
+            self._input, self._parts = None, ()
+        return part
+
+
+class _Part(nn.Module):
+    """Stands where one of the fused projections was."""
+
+    def __init__(self, fused: _Fused, at: int) -> None:
+        super().__init__()
+        self._fused = fused
+        self._at = at
+        self.in_features = fused.linear.in_features
+        self.out_features = fused.sizes[at]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        return self._fused.part(x, self._at)

@@ -1,0 +1,170 @@
+"""Random schedules of an engine, and what they must come to: the plain forward pass's tokens, and no lost block."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.engine.memory import layer_shapes
+from tests import reference
+
+TIE = 1e-4
+"""Two logits, or a confidence and its threshold, that lie this close may go either way."""
+SHARED_PREFIXES = 3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to serve, and a second copy of it to compare with."""
+
+    loaded: LoadedModel
+    plain: Any
+    """Never touched by an engine."""
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Of the independent reference, [num_tokens, vocab_size]."""
+        model = self.plain
+        return reference.logits(
+            model.state_dict(), model.config, torch.tensor(token_ids), model.model.rotary_emb.inv_freq, swiftkv=True
+        )
+
+    @torch.no_grad()
+    def exit_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Of the exit head, [num_tokens, vocab_size]."""
+        decoder = self.plain.model
+        return self.plain.exit_logits(decoder.lower(decoder.begin(torch.tensor([token_ids]))))[0]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a schedule."""
+
+    step: int
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    tenant: str
+    abort_after: int | None
+    """Steps from its arrival to its abort."""
+
+
+def random_config(draw: random.Random, subject: Subject, arrivals: list[Arrival]) -> EngineConfig:
+    """Small enough that sequences wait and push each other out."""
+    block_size = draw.choice([1, 3, 8, 16])
+    largest = max(len(arrival.prompt) + arrival.params.max_tokens for arrival in arrivals)
+    num_blocks = -(-largest // block_size) + draw.randrange(0, 12)
+    token = sum(2 * shape.num_heads * shape.dim for shape, _ in layer_shapes(subject.plain.config)) * 4
+    return EngineConfig(
+        max_num_seqs=draw.choice([1, 2, 4, 8]),
+        max_num_batched_tokens=draw.choice([1, 3, 10, 32, 128]),
+        kv_cache_bytes=num_blocks * block_size * token,
+        block_size=block_size,
+        enable_prefix_caching=draw.random() < 0.7,
+        seed=draw.randrange(1000),
+    )
+
+
+def random_arrivals(draw: random.Random, vocab_size: int, *, exits: bool) -> list[Arrival]:
+    prefixes = [[draw.randrange(vocab_size) for _ in range(draw.randrange(10, 40))] for _ in range(SHARED_PREFIXES)]
+    arrivals = []
+    for _ in range(draw.randrange(3, 9)):
+        own = [draw.randrange(vocab_size) for _ in range(draw.choice([1, 2, 7, 30]))] * draw.choice([1, 1, 3])
+        prompt = draw.choice([own, draw.choice(prefixes) + own, draw.choice(prefixes)])
+        exit_mode = draw.choice(["off", "threshold", "lossless", "lossless"]) if exits else "off"
+        params = SamplingParams(
+            max_tokens=draw.choice([1, 2, 5, 12]),
+            temperature=draw.choice([0.0, 0.0, 0.0, 1.0]),
+            n=draw.choice([1, 1, 1, 2]),
+            ignore_eos=True,
+            logprobs=draw.choice([None, None, 2]),
+            prompt_logprobs=draw.choice([None, None, None, 1]),
+            early_exit=EarlyExit(exit_mode, draw.choice([0.0, 0.2, 0.5]), draw.choice([1, 2, 4, 8])),
+            num_lookup_tokens=draw.choice([0, 1, 8]) if exit_mode != "threshold" else 0,
+        )
+        arrivals.append(
+            Arrival(
+                step=draw.randrange(12),
+                prompt=prompt,
+                params=params,
+                priority=draw.choice([0, 0, 0, 1]),
+                tenant=draw.choice(["", "", "other"]),
+                abort_after=draw.randrange(20) if draw.random() < 0.15 else None,
+            )
+        )
+    return arrivals
+
+
+def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOutput]]:
+    """Finished outputs by number of the arrival; blocks are checked after every step."""
+    finished: dict[str, list[RequestOutput]] = {str(number): [] for number in range(len(arrivals))}
+    step, last = 0, max(arrival.step for arrival in arrivals)
+    while step <= last or engine.has_unfinished_requests:
+        for number, arrival in enumerate(arrivals):
+            if arrival.step == step:
+                engine.add_request(
+                    arrival.prompt, arrival.params, str(number), priority=arrival.priority, tenant=arrival.tenant
+                )
+            if arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+                engine.abort(str(number))
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id].append(output)
+        engine.check()
+        step += 1
+    assert engine.num_free_blocks == engine.num_blocks, "blocks leaked"
+    return finished
+
+
+def check_outputs(subject: Subject, arrivals: list[Arrival], finished: dict[str, list[RequestOutput]]) -> None:
+    """Every answer that was not taken back is complete and the reference's."""
+    for number, arrival in enumerate(arrivals):
+        outputs = finished[str(number)]
+        assert arrival.abort_after is not None or len(outputs) == arrival.params.n
+        for output in outputs:
+            assert output.finish_reason == "length"
+            assert len(output.token_ids) == arrival.params.max_tokens
+            _check_tokens(subject, arrival.params, output)
+            _check_prompt_logprobs(subject, output)
+
+
+def _check_tokens(subject: Subject, params: SamplingParams, output: RequestOutput) -> None:
+    """Each greedy token is the best one after those before it; in mode `threshold` the exit head's where it is sure."""
+    if params.temperature:
+        return
+    prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
+    whole = prompt + answer[:-1]
+    full = subject.logits(whole)[len(prompt) - 1 :]
+    sources = [[logits] for logits in full]  # by token, the logits that may have chosen it
+    num_exits = [0, 0]  # at least, at most
+    if params.early_exit.mode == "threshold":
+        heads = subject.exit_logits(whole)[len(prompt) - 1 :]
+        for at, head in enumerate(heads):
+            margin = float(head.softmax(-1).max()) - params.early_exit.threshold
+            sources[at] = [head] if margin > TIE else [full[at]] if margin < -TIE else [head, full[at]]
+            num_exits[0] += margin > TIE
+            num_exits[1] += margin > -TIE
+    for at, token in enumerate(answer):
+        gaps = [float(logits.max() - logits[token]) for logits in sources[at]]
+        assert min(gaps) < TIE, f"token {at} of {output.request_id} is {token}, {min(gaps)} below the best"
+    assert num_exits[0] <= output.num_exited_tokens <= num_exits[1]
+
+
+def _check_prompt_logprobs(subject: Subject, output: RequestOutput) -> None:
+    if output.prompt_logprobs is None:
+        return
+    prompt = list(output.prompt_token_ids)
+    expected = subject.logits(prompt).log_softmax(-1)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    for at, found in enumerate(output.prompt_logprobs[1:], start=1):
+        assert found is not None
+        for token, value in found.items():
+            assert abs(value - float(expected[at - 1, token])) < 1e-3
+        assert prompt[at] in found
+        assert max(found.values()) > float(expected[at - 1].max()) - 1e-3

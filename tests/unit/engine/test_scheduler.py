@@ -1,0 +1,269 @@
+"""Who runs: decodes before prompts, in line, within the budget; nobody starves and nothing deadlocks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftkv_platform.engine import SamplingParams
+from swiftkv_platform.engine.block_manager import BlockManager
+from swiftkv_platform.engine.drafting import Draft
+from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
+from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
+
+BLOCK = 4
+
+
+class Six:
+    """Wants six drafts for every decode."""
+
+    def plan(self, decoding: list[Sequence], *, num_sequences: int, num_tokens: int) -> dict[Sequence, Draft]:
+        assert len(decoding) <= num_sequences <= num_tokens
+        return {sequence: Draft(num_exit_tokens=min(6, sequence.num_draftable_tokens)) for sequence in decoding}
+
+
+class Line:
+    """A scheduler whose sequences are computed by nobody: each scheduled one that may gets the token 0."""
+
+    def __init__(
+        self, num_blocks: int = 64, max_num_seqs: int = 8, max_num_batched_tokens: int = 16, *, drafts: bool = False
+    ) -> None:
+        self.blocks = BlockManager(num_blocks, BLOCK, enable_prefix_caching=True)
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            draft_planner=Six() if drafts else None,
+        )
+        self.budget = max_num_batched_tokens
+        self.arrivals = itertools.count()
+
+    def add(self, name: str, num_tokens: int, max_tokens: int = 4, *, priority: int = 0) -> Sequence:
+        arrival = next(self.arrivals)
+        sequence = Sequence(
+            name,
+            tuple(range(1000 * arrival, 1000 * arrival + num_tokens)),
+            SamplingParams(max_tokens=max_tokens),
+            seed=0,
+            stop_token_ids=frozenset(),
+            max_model_len=10_000,
+            arrival=arrival,
+            priority=priority,
+        )
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> dict[str, int]:
+        """Tokens scheduled by request."""
+        scheduled = self.scheduler.schedule()
+        assert sum(item.num_scheduled_tokens for item in scheduled) <= self.budget
+        for item in scheduled:
+            assert item.num_scheduled_tokens > 0
+            self._compute(item)
+        self.scheduler.check()
+        return {item.sequence.request_id: item.num_scheduled_tokens for item in scheduled}
+
+    def _compute(self, item: ScheduledSequence) -> None:
+        sequence, needs_token = item.sequence, item.needs_token
+        self.scheduler.commit(sequence, item.num_scheduled_tokens)
+        if needs_token:
+            sequence.append(0)
+        if sequence.status is SequenceStatus.FINISHED:
+            self.scheduler.remove(sequence)
+
+    def run(self, limit: int = 10_000) -> list[dict[str, int]]:
+        """Step until nobody is left."""
+        steps = []
+        while self.scheduler.num_running + self.scheduler.num_waiting:
+            steps.append(self.step())
+            assert len(steps) < limit, "no end"
+        return steps
+
+
+def test_a_long_prompt_is_read_in_chunks_beside_decodes() -> None:
+    line = Line(max_num_batched_tokens=10)
+    line.add("short", 3, max_tokens=6)
+    assert line.step() == {"short": 3}
+    line.add("long", 30)
+    assert [line.step() for _ in range(4)] == [
+        {"short": 1, "long": 9},
+        {"short": 1, "long": 9},
+        {"short": 1, "long": 9},
+        {"short": 1, "long": 3},
+    ]
+
+
+def test_prompts_are_read_first_come_first_served_and_by_priority() -> None:
+    line = Line(max_num_batched_tokens=8)
+    for name, priority in (("a", 0), ("b", 0), ("urgent", -1)):
+        line.add(name, 8, max_tokens=1, priority=priority)
+    assert [list(step) for step in line.run()] == [["urgent"], ["a"], ["b"]]
+
+
+def test_decodes_take_turns_where_the_budget_is_smaller_than_their_number() -> None:
+    line = Line(max_num_batched_tokens=2)
+    for name in "abc":
+        line.add(name, 1, max_tokens=20)
+    steps = line.run()
+    waits = [
+        later - earlier
+        for name in "abc"
+        for earlier, later in itertools.pairwise(at for at, step in enumerate(steps) if name in step)
+    ]
+    assert max(waits) <= 3
+
+
+def test_places_are_limited() -> None:
+    line = Line(max_num_seqs=2)
+    for name in "abc":
+        line.add(name, 2, max_tokens=3)
+    line.step()
+    assert (line.scheduler.num_running, line.scheduler.num_waiting) == (2, 1)
+
+
+def test_the_last_in_line_is_preempted_and_comes_back_with_its_tokens() -> None:
+    line = Line(num_blocks=7, max_num_batched_tokens=32)
+    first = line.add("first", 8, max_tokens=12)
+    second = line.add("second", 8, max_tokens=12)
+    line.step()
+    while line.scheduler.num_preemptions == 0:
+        line.step()
+    assert second.status is SequenceStatus.WAITING
+    assert (second.num_computed_tokens, second.block_table.blocks) == (0, [])
+    kept = second.num_output_tokens
+    assert kept > 0
+    line.run()
+    assert (first.num_output_tokens, second.num_output_tokens) == (12, 12)
+    assert line.blocks.num_free_blocks == 7
+
+
+def test_a_new_sequence_waits_rather_than_push_out_running_ones() -> None:
+    line = Line(num_blocks=5, max_num_batched_tokens=32)
+    line.add("running", 12, max_tokens=5)
+    line.step()
+    line.add("waits", 8)
+    assert line.step() == {"running": 1}
+    line.run()
+    assert line.scheduler.num_preemptions == 0
+
+
+def test_a_known_prefix_is_not_computed_again() -> None:
+    line = Line()
+    first = line.add("first", 13, max_tokens=1)
+    line.run()
+    again = Sequence(
+        "again",
+        first.prompt_token_ids,
+        SamplingParams(max_tokens=1),
+        seed=0,
+        stop_token_ids=frozenset(),
+        max_model_len=100,
+        arrival=5,
+    )
+    line.scheduler.add(again)
+    assert line.step() == {"again": 1}
+    assert again.output().num_cached_tokens == 12
+
+
+def test_prompt_logprobs_need_every_token_computed() -> None:
+    line = Line()
+    first = line.add("first", 13, max_tokens=1)
+    line.run()
+    scored = Sequence(
+        "scored",
+        first.prompt_token_ids,
+        SamplingParams(max_tokens=1, prompt_logprobs=0),
+        seed=0,
+        stop_token_ids=frozenset(),
+        max_model_len=100,
+        arrival=5,
+    )
+    line.scheduler.add(scored)
+    assert line.step() == {"scored": 13}
+
+
+@pytest.mark.parametrize("when", ["waiting", "reading", "decoding"])
+def test_an_abort_in_any_state_frees_its_blocks(when: str) -> None:
+    line = Line(max_num_seqs=1, max_num_batched_tokens=4)
+    running = line.add("running", 6)
+    waiting = line.add("waiting", 6)
+    for _ in range({"waiting": 0, "reading": 1, "decoding": 3}[when]):
+        line.step()
+    aborted = waiting if when == "waiting" else running
+    aborted.finish("abort")
+    line.scheduler.remove(aborted)
+    line.scheduler.check()
+    line.run()
+    assert line.blocks.num_free_blocks == 64
+
+
+request = st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(0, 2))
+
+
+@settings(max_examples=150)
+@given(
+    requests=st.lists(request, min_size=1, max_size=8),
+    spare_blocks=st.integers(0, 6),
+    max_num_seqs=st.integers(1, 5),
+    budget=st.integers(1, 40),
+)
+def test_everyone_is_served_whatever_the_limits(
+    requests: list[tuple[int, int, int]], spare_blocks: int, max_num_seqs: int, budget: int
+) -> None:
+    largest = max(prompt + answer - 1 for prompt, answer, _ in requests)
+    line = Line(-(-largest // BLOCK) + spare_blocks, max_num_seqs, budget)
+    sequences = [
+        line.add(str(at), prompt, answer, priority=priority) for at, (prompt, answer, priority) in enumerate(requests)
+    ]
+    line.run()
+    assert all(sequence.num_output_tokens == sequence.max_output_tokens for sequence in sequences)
+    assert line.blocks.num_free_blocks == line.blocks.num_blocks
+
+
+def test_drafts_take_the_tokens_and_blocks_that_are_left() -> None:
+    line = Line(num_blocks=5, max_num_batched_tokens=9, drafts=True)
+    first, second = (line.add(name, 7, max_tokens=9) for name in ("first", "second"))
+    line.step()
+    line.step()
+    scheduled = line.scheduler.schedule()
+    assert [item.sequence for item in scheduled] == [first, second]
+    sizes = [item.draft.size for item in scheduled]
+    assert sum(sizes) + 2 <= 9
+    assert sizes[0] > 0
+    assert line.scheduler.num_preemptions == 0
+    for item in scheduled:
+        assert len(item.sequence.block_table.blocks) * BLOCK >= item.sequence.num_tokens + item.draft.size
+
+
+def test_blocks_of_rejected_drafts_are_free_again() -> None:
+    line = Line(num_blocks=8, drafts=True)
+    sequence = line.add("one", 7, max_tokens=12)
+    line.step()
+    free = line.blocks.num_free_blocks
+    (item,) = line.scheduler.schedule()
+    assert item.draft.size == 6
+    assert line.blocks.num_free_blocks < free
+    line.scheduler.commit(sequence, item.num_scheduled_tokens)
+    line.scheduler.check()
+    assert line.blocks.num_free_blocks == free
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=30)
+def test_drafts_never_push_anyone_out_nor_lose_a_block(seed: int) -> None:
+    """Every step runs the same tokens and preempts as many as it would without drafts."""
+    draw = random.Random(seed)
+    line = Line(num_blocks=12, max_num_batched_tokens=draw.randrange(4, 30), drafts=True)
+    for name in "abcde":
+        line.add(name, draw.randrange(1, 16), max_tokens=draw.randrange(1, 20))
+    while line.scheduler.num_running or line.scheduler.num_waiting:
+        without = copy.deepcopy(line)
+        without.scheduler._draft_planner = None
+        assert line.step() == without.step()
+        assert line.scheduler.num_preemptions == without.scheduler.num_preemptions
+    assert line.blocks.num_free_blocks == 12

@@ -8,11 +8,11 @@ from ray import serve as ray_serve
 
 from serve.args import ReplicaArgs, ServeArgs
 from serve.deployment import Replica
-from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.scaling import autoscaling_config
 
-REFUSAL_HEADROOM = 32
-"""Requests a replica takes on beyond its queue, only to refuse them: Serve's own refusal comes late and is no problem
-document."""
+MAX_ONGOING_REQUESTS = 4096
+"""Requests Serve hands to a replica at once. Far more than an engine admits: the replica itself refuses what is too
+much, at once and with a problem document, which Serve's own refusal is not."""
 
 DRAIN_TIMEOUT_S = 120.0
 """How long a replica that is being replaced may go on answering what it has begun."""
@@ -21,24 +21,31 @@ DRAIN_TIMEOUT_S = 120.0
 def build_app(args: dict[str, Any]) -> Any:
     """The application for `args` (see `ServeArgs`; unknown keys are refused). Raises `pydantic.ValidationError`."""
     parsed = ServeArgs.model_validate(args)
+    served = parsed.served()
     deployment = ray_serve.deployment(
         Replica,
         name="Replica",
-        ray_actor_options=_resources(parsed.engine),
-        autoscaling_config={
-            "min_replicas": parsed.min_replicas,
-            "max_replicas": parsed.max_replicas,
-            "target_ongoing_requests": parsed.target_ongoing_requests,
-        },
-        max_ongoing_requests=parsed.engine.max_num_waiting + REFUSAL_HEADROOM,
+        ray_actor_options=_resources(parsed),
+        autoscaling_config=autoscaling_config(
+            min_replicas=parsed.min_replicas,
+            max_replicas=parsed.max_replicas,
+            target_ongoing_requests=parsed.target_ongoing_requests,
+            upscale_delay_s=parsed.upscale_delay_s,
+            downscale_delay_s=parsed.downscale_delay_s,
+        ),
+        user_config=None if served is None else served.model_dump(mode="json"),
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         health_check_period_s=5.0,
         max_constructor_retry_count=2,
     )
-    # Only what a replica needs: Serve replaces replicas whose arguments change, and scaling is no reason to.
     return deployment.bind(parsed.model_dump(mode="json", include=set(ReplicaArgs.model_fields)))
 
 
-def _resources(engine: EngineConfig) -> dict[str, float]:
+def _resources(args: ServeArgs) -> dict[str, float]:
     """What Ray reserves for a replica."""
-    return {"num_cpus": engine.num_threads or 1, "num_gpus": 1 if engine.device == "cuda" else 0}
+    num_gpus = float(args.engine.device == "cuda") if args.num_gpus is None else args.num_gpus
+    return {
+        "num_cpus": (args.engine.num_threads or 1) if args.num_cpus is None else args.num_cpus,
+        "num_gpus": num_gpus,
+    }

@@ -11,14 +11,14 @@ from swiftkv_platform.engine import EngineConfig
 HUB_PREFIX = "hf:"
 """Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""
 
+_STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-class ReplicaArgs(BaseModel):
-    """What a replica serves. A change of these replaces the replicas."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+class Served(BaseModel):
+    """What is served: Serve's `user_config`. A change of it alone is swapped in by the replicas that run."""
 
-    id: Annotated[str, Field(min_length=1)]
-    """`dep_` id."""
+    model_config = _STRICT
+
     model: Annotated[str, Field(min_length=1)]
     """`mdl_` id, or any name; answers carry it."""
     artifact_uri: Annotated[str, Field(min_length=1)]
@@ -27,6 +27,8 @@ class ReplicaArgs(BaseModel):
     engine: EngineConfig = EngineConfig()
     verify: bool = True
     """Serve only what its manifest describes, byte for byte."""
+    revision: str = ""
+    """Names this state of the deployment; `/health` repeats it. Without meaning here."""
 
     @model_validator(mode="after")
     def _verifiable(self) -> Self:
@@ -34,19 +36,59 @@ class ReplicaArgs(BaseModel):
             raise ValueError(f"a hub model has no manifest; artifact_uri {self.artifact_uri!r} needs verify: false")
         return self
 
+    def is_same_as(self, other: Served) -> bool:
+        """Whether the two load the same, whatever they are called in the control plane."""
+        return self.model_copy(update={"revision": other.revision}) == other
+
+
+class ReplicaArgs(BaseModel):
+    """What a replica is for as long as it lives."""
+
+    model_config = _STRICT
+
+    id: Annotated[str, Field(min_length=1)]
+    """`dep_` id."""
+    api_keys_file: str | None = None
+    """File of hashed API keys on the replicas' machines; None answers everybody who can reach them."""
+
 
 class ServeArgs(ReplicaArgs):
-    """A deployment: the control plane's own fields, and `verify`."""
+    """A deployment. Serve replaces the replicas when any of these changes; what can change while they live goes into
+    the Serve config's `deployments` entry for `Replica`, as `user_config` (`Served`) and `autoscaling_config`."""
 
+    model: str | None = None
+    """As the following three: `Served`'s, for a deployment that has no `user_config`."""
+    artifact_uri: str | None = None
+    engine: EngineConfig = EngineConfig()
+    verify: bool = True
+    num_cpus: Annotated[float, Field(ge=0.0)] | None = None
+    """Cores that Ray reserves for a replica; None: `engine.num_threads`, or 1."""
+    num_gpus: Annotated[float, Field(ge=0.0)] | None = None
+    """GPUs; None: 1 where `engine.device` is `cuda`."""
     route_prefix: Annotated[str, Field(pattern=r"^/")] = "/"
     """HTTP path below which the application answers."""
-    min_replicas: Annotated[int, Field(ge=1)] = 1
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """0: no replica while nobody asks; the first request then waits for one."""
     max_replicas: Annotated[int, Field(ge=1)] = 1
-    target_ongoing_requests: Annotated[float, Field(gt=0.0)] = 8.0
-    """Requests a replica should work on at once, those that wait included; more replicas are started above it."""
+    target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
+    """Requests a replica should work on at once, those that wait included; more replicas are started above it. None
+    scales by what saturates the engine (`swiftkv_platform/scaling.py`)."""
+    upscale_delay_s: Annotated[float, Field(ge=0.0)] = 10.0
+    """How long the load must ask for more replicas before they are started."""
+    downscale_delay_s: Annotated[float, Field(ge=0.0)] = 300.0
+    """How long it must ask for fewer before they are drained."""
 
     @model_validator(mode="after")
-    def _replicas_in_order(self) -> Self:
+    def _consistent(self) -> Self:
         if self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}")
+        if (self.model is None) != (self.artifact_uri is None):
+            raise ValueError("model and artifact_uri are given together, or neither and the deployment's user_config")
+        self.served()
         return self
+
+    def served(self) -> Served | None:
+        """What these arguments say is served; None where `user_config` does."""
+        if self.model is None or self.artifact_uri is None:
+            return None
+        return Served(model=self.model, artifact_uri=self.artifact_uri, engine=self.engine, verify=self.verify)

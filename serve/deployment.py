@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,43 +15,66 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from ray import serve as ray_serve
 
-from serve.args import HUB_PREFIX, ReplicaArgs
-from serve.http import ModelCard, create_http_app
+from serve.args import HUB_PREFIX, ReplicaArgs, Served
+from serve.current import Current, ModelCard, Version
+from serve.http import create_http_app
+from serve.swaps import Swaps
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
+from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import configure_logging, get_logger
+from swiftkv_platform.scaling import KV_CACHE_USAGE, WAITING_STEPS
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 from swiftkv_platform.storage.object_store import open_store
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
+    from swiftkv_platform.engine import LLMEngine
 
 
 @ray_serve.ingress()
 class Replica:
-    """What Ray Serve starts, asks for its health and drains. `args`: see `ReplicaArgs`."""
+    """What Ray Serve starts, configures, asks for its health and drains. `args`: see `ReplicaArgs`."""
 
     def __init__(self, args: dict[str, Any]) -> None:
         self._args = ReplicaArgs.model_validate(args)
-        self._engine: AsyncLLMEngine | None = None
         configure_logging(deployment=self._args.id)
+        self._current = Current(replica=ray_serve.get_replica_context().replica_id.unique_id)
+        self._swaps = Swaps(self._current, self._load)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called once by Serve, after the constructor; a replica is ready when it returns."""
-        served = await asyncio.to_thread(load, self._args)
-        from swiftkv_platform.engine import AsyncLLMEngine
+        """Called once by Serve, after the constructor; the model comes with the first `reconfigure`."""
+        key_ring = None if self._args.api_keys_file is None else KeyRing(Path(self._args.api_keys_file))
+        return create_http_app(self._current, key_ring=key_ring)
 
-        self._engine = AsyncLLMEngine(served.engine)
-        get_logger().info("model_loaded", model=self._args.model, manifest_digest=served.manifest_digest)
-        return create_http_app(self._engine, model_card(self._args, served))
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve what `user_config` (`Served`) says. The replica is ready when the first call returns; later ones
+        return at once, and the version is swapped when the new one is loaded."""
+        await self._swaps.want(user_config)
 
     def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine's loop has failed; Serve then replaces the replica."""
-        if self._engine is not None:
-            self._engine.check_health()
+        """Raises `EngineDeadError` if nothing is loaded or the engine's loop has failed; Serve then replaces the
+        replica."""
+        self._current.version.engine.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `scaling.replicas_by_load` goes by."""
+        if self._current.is_empty:
+            return {WAITING_STEPS: 0.0, KV_CACHE_USAGE: 0.0}
+        engine = self._current.version.engine.engine
+        return {
+            WAITING_STEPS: engine.num_waiting_tokens / engine.config.max_num_batched_tokens,
+            KV_CACHE_USAGE: 1.0 - engine.num_free_blocks / engine.num_blocks,
+        }
+
+    async def _load(self, served: Served) -> Version:
+        loaded = await asyncio.to_thread(load, served)
+        from swiftkv_platform.engine import AsyncLLMEngine
+
+        get_logger().info("model_loaded", model=served.model, manifest_digest=loaded.manifest_digest)
+        return Version(AsyncLLMEngine(loaded.engine), model_card(self._args, served, loaded), created=int(time.time()))
 
 
 @dataclass(frozen=True)
-class Served:
+class Loaded:
     """A loaded model and what it was loaded from."""
 
     engine: LLMEngine
@@ -58,47 +82,56 @@ class Served:
     """None: not verified."""
 
 
-def load(args: ReplicaArgs) -> Served:
-    """Fetch the artifact, check every byte against its manifest, load it. Blocks.
+def load(served: Served) -> Loaded:
+    """Fetch the artifact, check every byte against its manifest, load it and let it speak. Blocks.
 
     Raises:
-        ModelError: no manifest, or a model that cannot be loaded.
+        ModelError: no manifest, a model that cannot be loaded, or one that puts out no numbers.
+        InvalidInputError: an engine too small for any request.
         ArtifactCorruptError: a file differs from the manifest.
         StorageError: the object store does not answer.
     """
-    if not args.verify:
-        return Served(_load_engine(args.artifact_uri.removeprefix(HUB_PREFIX), args), None)
+    if not served.verify:
+        return Loaded(_load_engine(served.artifact_uri.removeprefix(HUB_PREFIX), served), None)
     with tempfile.TemporaryDirectory(prefix="swiftkv-model-") as workspace:
         directory = Path(workspace) / "model"
         try:
-            manifest = fetch_directory(open_store(args.artifact_uri), "", directory)
+            manifest = fetch_directory(open_store(served.artifact_uri), "", directory)
         except ObjectNotFoundError as error:
             raise ModelError(
-                f"artifact_uri {args.artifact_uri!r} has no manifest.json: it is incomplete, or a plain Hugging Face "
+                f"artifact_uri {served.artifact_uri!r} has no manifest.json: it is incomplete, or a plain Hugging Face "
                 "directory, which is served with verify: false",
                 field="artifact_uri",
-                value=args.artifact_uri,
+                value=served.artifact_uri,
             ) from error
-        return Served(_load_engine(directory, args), manifest_digest(manifest))
+        return Loaded(_load_engine(directory, served), manifest_digest(manifest))
 
 
-def _load_engine(path: str | Path, args: ReplicaArgs) -> LLMEngine:
-    from swiftkv_platform.engine import LLMEngine
+def _load_engine(path: str | Path, served: Served) -> LLMEngine:
+    """Raises `ModelError` also for a model whose first token is no number."""
+    from swiftkv_platform.engine import LLMEngine, SamplingParams
 
-    return LLMEngine.from_pretrained(path, args.engine)
+    engine = LLMEngine.from_pretrained(path, served.engine)
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    [answer] = engine.generate([[0]], params, progress=False)
+    if answer.finish_reason == "error":
+        raise ModelError(
+            f"model {served.model!r} cannot generate: {answer.error}", field="artifact_uri", value=served.artifact_uri
+        )
+    return engine
 
 
-def model_card(args: ReplicaArgs, served: Served) -> ModelCard:
+def model_card(args: ReplicaArgs, served: Served, loaded: Loaded) -> ModelCard:
     """What `/health` says of a replica."""
-    config = served.engine.model_config
+    config = loaded.engine.model_config
     swiftkv = None
-    if getattr(config, "swiftkv", False):
+    if config.num_key_value_layers < config.num_hidden_layers:  # a dense model computes KV in all of them
         keys = ("num_hidden_layers", "num_key_value_layers", "key_value_group_size")
         swiftkv = {key: getattr(config, key) for key in keys}
     return ModelCard(
         deployment=args.id,
-        model=args.model,
-        manifest_digest=served.manifest_digest,
+        model=served.model,
+        manifest_digest=loaded.manifest_digest,
         swiftkv=swiftkv,
-        max_model_len=served.engine.max_model_len,
+        max_model_len=loaded.engine.max_model_len,
     )

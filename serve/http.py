@@ -1,89 +1,144 @@
-"""The HTTP face of a replica: `/generate` and `/health` on any `AsyncLLMEngine`. Knows no Ray."""
+"""The HTTP face of a replica: `/generate` and its like, OpenAI's routes, `/health`, `/metrics`. Knows no Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 from sse_starlette import EventSourceResponse
 
-from serve.problems import add_problem_handlers, problem
-from serve.schemas import GenerateRequest, GenerateResponse, to_response
-from swiftkv_platform.errors import EngineDeadError
+from serve.access import TheCaller
+from serve.answers import Answers, Asking, whole
+from serve.chat import render_chat
+from serve.current import Current, Version
+from serve.openai import DONE, openai_router
+from serve.problems import add_problem_handlers, problem, too_large
+from serve.sampling import encodable, prompts_of
+from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
+from swiftkv_platform.asgi import BodyLimit
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.keys import KeyRing
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine import AsyncLLMEngine, RequestOutput
+    from swiftkv_platform.engine import RequestOutput
 
-DONE = "[DONE]"
-"""Data of the event that ends a stream."""
-
-
-class ModelCard(BaseModel):
-    """What is served."""
-
-    model_config = ConfigDict(frozen=True)
-
-    deployment: str
-    """`dep_` id."""
-    model: str
-    manifest_digest: str | None
-    """SHA-256 of the artifact's manifest; null for a model served unverified."""
-    swiftkv: dict[str, int] | None
-    """num_hidden_layers, num_key_value_layers and key_value_group_size; null for a dense model."""
-    max_model_len: int
-    """Tokens of prompt and answer together."""
+MAX_BODY_BYTES = 16 << 20
+"""A larger body is answered with 413."""
 
 
-def create_http_app(engine: AsyncLLMEngine, card: ModelCard) -> FastAPI:
-    """The application of one replica."""
+class TokenizeRequest(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    prompt: Annotated[str, BeforeValidator(encodable)]
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    tokens: list[int]
+
+
+def create_http_app(current: Current, *, key_ring: KeyRing | None = None) -> FastAPI:
+    """The application of one replica; with a key ring nothing is answered without a key but `/health`, `/metrics`."""
     app = FastAPI(title="SwiftKV serve", docs_url="/docs", redoc_url=None)
+    app.state.key_ring = key_ring
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, refuse=too_large)
     add_problem_handlers(app)
+    app.include_router(openai_router(current))
 
     @app.post("/generate", response_model=GenerateResponse)
-    async def generate(body: GenerateRequest, request: Request) -> Response:
-        """Continue a prompt. A client that goes away frees the engine within one step."""
-        outputs = engine.generate(body.prompt, body.sampling_params())
-        # A refusal must be a status code, so the first output is awaited before any header is sent.
-        output = await anext(outputs)
+    async def generate(body: GenerateRequest, request: Request, caller: TheCaller) -> Response:
+        """Continue prompts, or a conversation. A client that goes away frees the engine within one step."""
+        asking = Asking(caller, body.request_id, body.priority, body.timeout_s)
+        with current.entering() as version:
+            answers = await current.ask(version, await _prompts(body, version), body.sampling_params(), asking)
         if body.stream:
-            events = _events(output, outputs, card.model, request.url.path)
-            stream: Response = EventSourceResponse(events, sep="\n")
+            stream: Response = EventSourceResponse(_events(answers, version.card.model, request.url.path), sep="\n")
             return stream
-        async with aclosing(outputs):
-            async for output in outputs:  # noqa: B007
-                pass
-        return JSONResponse(to_response(output, card.model).model_dump(exclude_unset=True))
+        outputs = await whole(answers, request)
+        choices = [to_choice(choice, output) for choice, output in enumerate(outputs)]
+        return JSONResponse(_response(answers, version.card.model, choices, outputs))
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, _caller: TheCaller) -> dict[str, Any]:
+        """Text to token ids."""
+        version = current.version
+        encode = _tokenizer(version)
+        encoded = await asyncio.to_thread(encode, body.prompt, add_special_tokens=body.add_special_tokens)
+        tokens: list[int] = encoded["input_ids"]
+        return {"count": len(tokens), "max_model_len": version.card.max_model_len, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, _caller: TheCaller) -> dict[str, str]:
+        """Token ids to text."""
+        tokenizer = _tokenizer(current.version)
+        outside = next((token for token in body.tokens if not 0 <= token < len(tokenizer)), None)
+        if outside is not None:
+            raise InvalidInputError(
+                f"tokens has the id {outside}; this tokenizer accepts 0..{len(tokenizer) - 1}",
+                field="tokens",
+                value=outside,
+            )
+        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
     @app.get("/health")
     async def health() -> dict[str, object]:
-        """What is served, while it is."""
-        engine.check_health()
-        return {"status": "ok", **card.model_dump()}
+        """What is served, while it is, and what is to come."""
+        version = current.version
+        version.engine.check_health()
+        return {
+            "status": "ok",
+            **version.card.model_dump(),
+            "replica": current.replica,
+            "swap": current.swap.model_dump(),
+        }
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics of this replica."""
+        return Response(current.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
 
-async def _events(
-    first: RequestOutput, rest: AsyncGenerator[RequestOutput, None], model: str, path: str
-) -> AsyncIterator[dict[str, str]]:
+async def _prompts(body: GenerateRequest, version: Version) -> list[str | list[int]]:
+    if body.prompt is not None:
+        return prompts_of(body.prompt)
+    messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
+    return [await asyncio.to_thread(render_chat, version.tokenizer, messages)]
+
+
+def _tokenizer(version: Version) -> Any:
+    if version.tokenizer is None:
+        raise InvalidInputError("this model's directory has no tokenizer", field="prompt", value=None)
+    return version.tokenizer
+
+
+async def _events(answers: Answers, model: str, path: str) -> AsyncIterator[dict[str, str]]:
     """One event for each output with what it adds to the one before, then `[DONE]`; a problem document if it fails."""
+    outputs: dict[int, RequestOutput] = {}
     try:
-        async with aclosing(rest):
-            yield _event(first, None, model)
-            previous = first
-            async for output in rest:
-                yield _event(output, previous, model)
-                previous = output
-    except EngineDeadError as error:
+        async for choice, output in answers.as_they_come():
+            fresh = to_choice(choice, output, outputs.get(choice))
+            outputs[choice] = output
+            ended = [other for other in outputs.values() if other.finished]
+            complete = [outputs[i] for i in sorted(outputs)] if len(ended) == answers.num_choices else []
+            yield {"data": json.dumps(_response(answers, model, [fresh], complete))}
+    except SwiftKVError as error:
         yield {"event": "error", "data": json.dumps(problem(error, path))}
         return
     yield {"data": DONE}
 
 
-def _event(output: RequestOutput, since: RequestOutput | None, model: str) -> dict[str, str]:
-    return {"data": to_response(output, model, since=since).model_dump_json(exclude_unset=True)}
+def _response(answers: Answers, model: str, choices: list[Any], complete: list[RequestOutput]) -> dict[str, Any]:
+    """Usage and timings come once every choice is `complete`."""
+    closing = {"usage": Usage.of(complete), "timings": Timings.of(complete)} if complete else {}
+    response = GenerateResponse(id=answers.id, model=model, choices=choices, **closing)
+    return response.model_dump(mode="json", exclude_unset=True)

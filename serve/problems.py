@@ -1,17 +1,28 @@
-"""Errors as `application/problem+json` (RFC 9457). Knows status codes, not what went wrong."""
+"""Errors as `application/problem+json` (RFC 9457), below `/v1` in OpenAI's shape. Knows status codes, not causes."""
 
 from __future__ import annotations
 
+import json
 import math
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError, SwiftKVError
+from swiftkv_platform.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    ForbiddenError,
+    InvalidInputError,
+    NotFoundError,
+    QueueFullError,
+    SwiftKVError,
+    UnauthenticatedError,
+)
 
 RETRY_AFTER_S = 1
 """A hint for clients that came at a bad moment."""
@@ -21,14 +32,38 @@ MAX_VALUE_LENGTH = 200
 
 STATUS: dict[type[SwiftKVError], HTTPStatus] = {
     InvalidInputError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    UnauthenticatedError: HTTPStatus.UNAUTHORIZED,
+    ForbiddenError: HTTPStatus.FORBIDDEN,
+    NotFoundError: HTTPStatus.NOT_FOUND,
     QueueFullError: HTTPStatus.TOO_MANY_REQUESTS,
+    DeadlineExceededError: HTTPStatus.GATEWAY_TIMEOUT,
     EngineDeadError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 """By error class; subclasses inherit, everything else is a 500."""
 
+_HEADERS = {
+    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
+    HTTPStatus.TOO_MANY_REQUESTS: {"Retry-After": str(RETRY_AFTER_S)},
+    HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": str(RETRY_AFTER_S)},
+}
+_CLIENT_CLOSED_REQUEST = 499
+_OPENAI = "/v1/"
+_OPENAI_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class _AsciiJSON(JSONResponse):
+    """Errors repeat what they were sent, also lone surrogates, which JSON may escape and UTF-8 cannot hold."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode("ascii")
+
 
 def add_problem_handlers(app: FastAPI) -> None:
-    """Make every error of `app` a problem document."""
+    """Make every error of `app` a document."""
 
     @app.exception_handler(SwiftKVError)
     async def known_error(request: Request, error: SwiftKVError) -> JSONResponse:
@@ -40,11 +75,20 @@ def add_problem_handlers(app: FastAPI) -> None:
         detail = "; ".join(f"{entry['field']}: {entry['message']}" for entry in errors)
         return _response(_document(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid_input", detail, request.url.path, errors))
 
+    @app.exception_handler(ClientDisconnect)
+    async def nobody_listens(_request: Request, _error: ClientDisconnect) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         status = HTTPStatus(error.status_code)
         document = _document(status, status.name.lower(), str(error.detail), request.url.path, [])
         return _response(document, dict(error.headers or {}))
+
+
+def too_large(path: str, detail: str) -> JSONResponse:
+    """The answer to a body that is too large."""
+    return _response(_document(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "request_entity_too_large", detail, path, []))
 
 
 def problem(error: SwiftKVError, instance: str) -> dict[str, Any]:
@@ -54,6 +98,15 @@ def problem(error: SwiftKVError, instance: str) -> dict[str, Any]:
     if error.field is not None:
         errors.append({"field": error.field, "value": _shortened(error.value), "message": error.message})
     return _document(status or HTTPStatus.INTERNAL_SERVER_ERROR, error.code, error.message, instance, errors)
+
+
+def openai_error(document: dict[str, Any]) -> dict[str, Any]:
+    """A problem document in OpenAI's shape."""
+    status = HTTPStatus(document["status"])
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    param = document["errors"][0]["field"] if document["errors"] else None
+    error = {"message": document["detail"], "type": _OPENAI_TYPES.get(status, kind), "param": param}
+    return {"error": {**error, "code": document["code"]}}
 
 
 def _document(
@@ -71,16 +124,20 @@ def _document(
 
 
 def _response(document: dict[str, Any], headers: dict[str, str] | None = None) -> JSONResponse:
-    headers = dict(headers or {})
-    if document["status"] in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
-    return JSONResponse(document, document["status"], headers, media_type="application/problem+json")
+    status = HTTPStatus(document["status"])
+    headers = {**(headers or {}), **_HEADERS.get(status, {})}
+    if _OPENAI in document["instance"]:
+        # OpenAI's clients know bad input as 400.
+        status = HTTPStatus.BAD_REQUEST if status is HTTPStatus.UNPROCESSABLE_ENTITY else status
+        return _AsciiJSON(openai_error(document), status, headers)
+    return _AsciiJSON(document, status, headers, media_type="application/problem+json")
 
 
 def _field_error(detail: Any) -> dict[str, Any]:
     """One of pydantic's errors; the path starts behind `body`."""
     path = ".".join(str(part) for part in detail["loc"][1:])
-    return {"field": path or "body", "value": _shortened(detail.get("input")), "message": detail["msg"]}
+    message = detail["msg"].removeprefix("Value error, ")
+    return {"field": path or "body", "value": _shortened(detail.get("input")), "message": message}
 
 
 def _shortened(value: Any) -> Any:

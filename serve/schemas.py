@@ -1,68 +1,72 @@
-"""What `POST /generate` takes and answers, and how one becomes the engine's terms and the other comes from them."""
+"""What `POST /generate` takes and answers, and how outputs become its terms. Knows no stream."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from serve.sampling import PromptField, SamplingFields
 from swiftkv_platform.engine import SamplingParams
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
 
 
-def _text_or_token_ids(value: Any) -> Any:
-    if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
-        return value
-    raise ValueError("must be text or a list of token ids")
+class Message(BaseModel):
+    """A turn of a conversation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str
+    name: str | None = None
 
 
-def _string_or_strings(value: Any) -> Any:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return value
-    raise ValueError("must be a string or a list of strings")
+class GenerateRequest(SamplingFields):
+    """Body of `POST /generate`."""
 
-
-class GenerateRequest(BaseModel):
-    """Body of `POST /generate`. Unknown keys are refused; ranges are the engine's to check."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-    prompt: Annotated[str | list[int], BeforeValidator(_text_or_token_ids)]
-    """Text, or token ids."""
+    prompt: PromptField | None = None
+    """Text or token ids, one prompt or several; or give `messages`."""
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    """A conversation, laid out by the model's chat template."""
     max_tokens: int = SamplingParams.max_tokens
-    temperature: float = SamplingParams.temperature
-    top_p: float = SamplingParams.top_p
-    top_k: int = SamplingParams.top_k
-    seed: int | None = SamplingParams.seed
-    stop: Annotated[list[str], BeforeValidator(_string_or_strings)] = []
-    """Strings that end the answer and are not part of it."""
-    ignore_eos: bool = SamplingParams.ignore_eos
+    logprobs: int | None = None
+    """Log-probabilities of each generated token and of so many of the most probable ones."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, which then all go through every layer."""
+    priority: int = 0
+    """Lower goes first."""
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """Unique among the caller's running requests."""
     stream: bool = False
     """Answer with server-sent events: one a step with what is new, `[DONE]` last."""
 
+    @model_validator(mode="after")
+    def _one_way_to_ask(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of them")
+        return self
+
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidInputError` for a value out of range."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            stop=tuple(self.stop),
-            ignore_eos=self.ignore_eos,
-        )
+        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
 class Choice(BaseModel):
     index: int
+    """Samples within prompts: prompt x n + sample."""
     text: str
     token_ids: list[int]
     finish_reason: str | None
     """`stop`, `length`, or null while more is to come."""
+    logprobs: list[dict[int, float]] | None = None
+    """By token id, for each of `token_ids`."""
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    """By token id, for each token of the prompt; in the choice's last event."""
+    num_exited_tokens: int = 0
+    """How many of `token_ids` did not go through all layers."""
 
 
 class Usage(BaseModel):
@@ -74,15 +78,37 @@ class Usage(BaseModel):
     early_exit_tokens: int
     """Generated tokens that did not go through all layers."""
 
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
+        """Sums over the choices; a prompt counts once for all its samples."""
+        prompts = [output for output in outputs if output.index == 0]
+        return cls(
+            prompt_tokens=sum(len(output.prompt_token_ids) for output in prompts),
+            completion_tokens=sum(len(output.token_ids) for output in outputs),
+            cached_tokens=sum(output.num_cached_tokens for output in prompts),
+            prefill_layers_skipped_tokens=sum(output.num_prefill_layers_skipped_tokens for output in prompts),
+            early_exit_tokens=sum(output.num_exited_tokens for output in outputs),
+        )
+
 
 class Timings(BaseModel):
-    """Milliseconds."""
+    """Milliseconds, of the first choice; `total_ms` until the last one was done."""
 
     queue_ms: float | None
     ttft_ms: float | None
     tpot_ms: float | None
     """Null for an answer of one token."""
     total_ms: float
+
+    @classmethod
+    def of(cls, outputs: Sequence[RequestOutput]) -> Self:
+        metrics = outputs[0].metrics
+        return cls(
+            queue_ms=_milliseconds(metrics.queue_time),
+            ttft_ms=_milliseconds(metrics.ttft),
+            tpot_ms=_milliseconds(metrics.tpot),
+            total_ms=1000.0 * max(output.metrics.total for output in outputs),
+        )
 
 
 class GenerateResponse(BaseModel):
@@ -97,39 +123,23 @@ class GenerateResponse(BaseModel):
     """Absent from all events of a stream but the last."""
 
 
-def to_response(output: RequestOutput, model: str, *, since: RequestOutput | None = None) -> GenerateResponse:
-    """The response for an output, or for what it adds to the one before it."""
-    old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
-    choice = Choice(
-        index=0,
+def to_choice(index: int, output: RequestOutput, since: RequestOutput | None = None) -> Choice:
+    """A choice, or what it adds to the output before it."""
+    old_text, old_tokens, old_exits = (
+        (len(since.text), len(since.token_ids), since.num_exited_tokens) if since else (0, 0, 0)
+    )
+    details: dict[str, Any] = {}
+    if output.logprobs is not None:
+        details["logprobs"] = [dict(entry) for entry in output.logprobs[old_tokens:]]
+    if output.prompt_logprobs is not None and output.finished:
+        details["prompt_logprobs"] = [entry if entry is None else dict(entry) for entry in output.prompt_logprobs]
+    return Choice(
+        index=index,
         text=output.text[old_text:],
         token_ids=list(output.token_ids[old_tokens:]),
         finish_reason=output.finish_reason,
-    )
-    if not output.finished:
-        return GenerateResponse(id=output.request_id, model=model, choices=[choice])
-    return GenerateResponse(
-        id=output.request_id, model=model, choices=[choice], usage=_usage(output), timings=_timings(output)
-    )
-
-
-def _usage(output: RequestOutput) -> Usage:
-    return Usage(
-        prompt_tokens=len(output.prompt_token_ids),
-        completion_tokens=len(output.token_ids),
-        cached_tokens=output.num_cached_tokens,
-        prefill_layers_skipped_tokens=output.num_prefill_layers_skipped_tokens,
-        early_exit_tokens=0,
-    )
-
-
-def _timings(output: RequestOutput) -> Timings:
-    metrics = output.metrics
-    return Timings(
-        queue_ms=_milliseconds(metrics.queue_time),
-        ttft_ms=_milliseconds(metrics.ttft),
-        tpot_ms=_milliseconds(metrics.tpot),
-        total_ms=metrics.total * 1000.0,
+        num_exited_tokens=output.num_exited_tokens - old_exits,
+        **details,
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve.app import REFUSAL_HEADROOM, build_app
+from serve.app import build_app
 from swiftkv_platform.cluster.ray_serve import RayServe, http_address
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
+from swiftkv_platform.scaling import POLICY
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}
 
@@ -22,17 +23,28 @@ def deployment(**changes: Any) -> Any:
 
 def test_scaling_and_resources_come_from_the_arguments() -> None:
     built = deployment(
-        min_replicas=2, max_replicas=4, target_ongoing_requests=3, engine={"num_threads": 2, "max_num_waiting": 5}
+        min_replicas=2,
+        max_replicas=4,
+        target_ongoing_requests=3,
+        engine={"num_threads": 2, "max_num_seqs": 3, "max_num_waiting": 5},
     )
     scaling = built._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 4, 3.0)
     assert built.ray_actor_options["num_cpus"] == 2
-    assert built.max_ongoing_requests == 5 + REFUSAL_HEADROOM
+    assert built.max_ongoing_requests > 3 + 5, "the replica itself refuses what is too much"
 
 
-def test_scaling_is_no_argument_of_a_replica() -> None:
-    assert deployment(max_replicas=4).init_args == deployment().init_args
-    assert deployment(model="mdl_2").init_args != deployment().init_args
+def test_without_a_target_the_load_decides() -> None:
+    policy = deployment()._deployment_config.autoscaling_config.policy
+    assert policy.policy_function == POLICY
+    assert deployment(target_ongoing_requests=1)._deployment_config.autoscaling_config.policy.policy_function != POLICY
+
+
+def test_what_is_served_is_no_argument_of_a_replica() -> None:
+    one, other = deployment(), deployment(model="mdl_2", engine={"max_num_seqs": 3}, max_replicas=4)
+    assert one.init_args == other.init_args
+    assert (one.user_config["model"], other.user_config["model"]) == ("mdl_1", "mdl_2")
+    assert build_app({"id": "dep_1"})._bound_deployment.user_config is None
 
 
 def test_unknown_arguments_are_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve.args import ServeArgs
+from serve.args import ReplicaArgs, ServeArgs, Served
 from serve.deployment import load, model_card
 from swiftkv_platform.errors import ArtifactCorruptError, ModelError
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
@@ -16,6 +16,11 @@ from swiftkv_platform.storage.object_store import open_store
 from tests.unit.engine.tiny_models import save_dense, save_swiftkv
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "unused"}
+REPLICA = ReplicaArgs(id="dep_1")
+
+
+def served(artifact_uri: Path, **options: Any) -> Served:
+    return Served(model="mdl_1", artifact_uri=str(artifact_uri), **options)
 
 
 @pytest.fixture
@@ -32,7 +37,8 @@ def artifact(tmp_path: Path) -> Path:
     [
         ({"colour": "red"}, "colour"),
         ({"engine": {"colour": "red"}}, "engine.colour"),
-        ({"min_replicas": 0}, "min_replicas"),
+        ({"min_replicas": -1}, "min_replicas"),
+        ({"artifact_uri": None}, "given together"),
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas 2 is below min_replicas 3"),
         ({"route_prefix": "v1"}, "route_prefix"),
         ({"target_ongoing_requests": 0}, "target_ongoing_requests"),
@@ -45,13 +51,12 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_a_verified_artifact_is_served_with_its_digest(artifact: Path) -> None:
-    args = ServeArgs.model_validate(ARGS | {"artifact_uri": str(artifact)})
-    served = load(args)
+    loaded = load(served(artifact))
     store = open_store(str(artifact))
-    card = model_card(args, served)
+    card = model_card(REPLICA, served(artifact), loaded)
     assert card.manifest_digest == manifest_digest(read_manifest(store, ""))
     assert card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
-    assert len(served.engine.generate(["text"])[0].token_ids) > 0
+    assert len(loaded.engine.generate(["text"])[0].token_ids) > 0
 
 
 def test_a_flipped_byte_is_refused(artifact: Path) -> None:
@@ -60,15 +65,14 @@ def test_a_flipped_byte_is_refused(artifact: Path) -> None:
     data[-1] ^= 1
     weights.write_bytes(data)
     with pytest.raises(ArtifactCorruptError, match=r"model\.safetensors"):
-        load(ServeArgs.model_validate(ARGS | {"artifact_uri": str(artifact)}))
+        load(served(artifact))
 
 
 def test_a_plain_directory_is_served_only_unverified(tmp_path: Path) -> None:
     save_dense(tmp_path)
-    args = ARGS | {"artifact_uri": str(tmp_path)}
     with pytest.raises(ModelError, match=r"no manifest.json.*verify: false") as caught:
-        load(ServeArgs.model_validate(args))
+        load(served(tmp_path))
     assert caught.value.field == "artifact_uri"
-    unverified = ServeArgs.model_validate(args | {"verify": False})
-    card = model_card(unverified, load(unverified))
+    unverified = served(tmp_path, verify=False)
+    card = model_card(REPLICA, unverified, load(unverified))
     assert (card.manifest_digest, card.swiftkv) == (None, None)

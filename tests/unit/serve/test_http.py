@@ -13,7 +13,8 @@ import pytest
 import pytest_asyncio
 from fastapi import FastAPI
 
-from serve.http import ModelCard, create_http_app
+from serve.current import Current, ModelCard, Version
+from serve.http import create_http_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
 from tests.unit.engine.tiny_models import save_swiftkv
 
@@ -27,7 +28,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture
 async def engine(model_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
-    engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, EngineConfig(max_num_waiting=1)))
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, EngineConfig(max_num_seqs=1, max_num_waiting=1)))
     yield engine
     await engine.aclose()
 
@@ -37,7 +38,7 @@ def app(engine: AsyncLLMEngine) -> FastAPI:
     card = ModelCard(
         deployment="dep_1", model="mdl_1", manifest_digest="abc", swiftkv={"num_key_value_layers": 2}, max_model_len=64
     )
-    return create_http_app(engine, card)
+    return create_http_app(Current(Version(engine, card, created=1)))
 
 
 @pytest_asyncio.fixture
@@ -59,7 +60,13 @@ async def test_the_answer_has_the_documented_shape(client: httpx.AsyncClient, mo
         "id": answer["id"],
         "model": "mdl_1",
         "choices": [
-            {"index": 0, "text": expected.text, "token_ids": list(expected.token_ids), "finish_reason": "length"}
+            {
+                "index": 0,
+                "text": expected.text,
+                "token_ids": list(expected.token_ids),
+                "finish_reason": "length",
+                "num_exited_tokens": 0,
+            }
         ],
         "usage": {
             "prompt_tokens": 3,
@@ -103,10 +110,17 @@ async def test_a_stream_joins_to_the_answer(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("body", "field", "message"),
     [
-        ({}, "prompt", "Field required"),
-        ({"prompt": 3}, "prompt", "must be text or a list of token ids"),
-        ({"prompt": [1, "a"]}, "prompt", "must be text or a list of token ids"),
+        ({}, "body", "give prompt or messages, one of them"),
+        ({"prompt": 3}, "prompt", "must be text, a list of token ids, or a list of either"),
+        ({"prompt": [1, "a"]}, "prompt", "must be text, a list of token ids, or a list of either"),
         ({"prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt": ["a", ""]}, "prompt", "prompt is empty"),
+        ({"prompt": [[1]] * 257}, "prompt", "prompt has 257 entries"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "need a chat template"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias", "numbers by token id"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias", "accepts 0..257"),
+        ({"prompt": "a", "n": 0}, "n", "n is 0"),
+        ({"prompt": "a", "early_exit": "sometimes"}, "early_exit.mode", "off, threshold or lossless"),
         ({"prompt": [1, 999]}, "prompt", "token id 999; this model's vocabulary accepts 0..257"),
         ({"prompt": "x" * 64}, "prompt", "prompt has 64 tokens; the context of 64 tokens"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be"),
@@ -149,6 +163,58 @@ async def test_a_full_queue_says_when_to_come_again(client: httpx.AsyncClient) -
     assert statuses[-1].json()["code"] == "queue_full"
 
 
+async def test_an_answer_that_comes_too_late_is_given_up(client: httpx.AsyncClient, engine: AsyncLLMEngine) -> None:
+    late = {"prompt": [1], "max_tokens": 60, "ignore_eos": True, "timeout_s": 0.001}
+    response = await post(client, **late)
+    assert (response.status_code, response.json()["code"]) == (504, "deadline_exceeded")
+    streamed = await post(client, **late, stream=True)
+    assert '"deadline_exceeded"' in streamed.text.split("\n\n")[-2]
+    in_openais_shape = await client.post("/v1/completions", json={"model": "mdl_1", "prompt": [1], "timeout_s": 0.001})
+    assert in_openais_shape.json()["error"]["code"] == "deadline_exceeded"
+    while engine.engine.has_unfinished_requests:
+        await asyncio.sleep(0.001)
+    assert engine.engine.num_free_blocks == engine.engine.num_blocks
+    assert (await post(client, prompt=[1], timeout_s=60, **GREEDY)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"prompt": [1], "stop": "\\ud800"}',
+        b'{"prompt": [1], "request_id": "\\ud800"}',
+        b'{"prompt": [1], "\\ud800": 1}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": [1e400]}',
+        b'{"prompt": [1], "temperature": NaN}',
+        b'{"prompt": [1], "logit_bias": {"1": 1e999}}',
+        b"\x00",
+        b"null",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_a_body_that_makes_no_sense_is_the_callers_fault(
+    client: httpx.AsyncClient, path: str, body: bytes
+) -> None:
+    if path.startswith("/v1"):
+        body = body.replace(b"{", b'{"model": "mdl_1", ', 1)
+    response = await client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code in (400, 422), response.text
+
+
+async def test_a_body_of_100_mb_is_not_read(client: httpx.AsyncClient) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * (1 << 20)
+
+    for content in (b" " * (100 << 20), endless()):
+        response = await client.post("/generate", content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == 413
+
+
 async def test_health_says_what_is_served(client: httpx.AsyncClient) -> None:
     assert (await client.get("/health")).json() == {
         "status": "ok",
@@ -157,6 +223,8 @@ async def test_health_says_what_is_served(client: httpx.AsyncClient) -> None:
         "manifest_digest": "abc",
         "swiftkv": {"num_key_value_layers": 2},
         "max_model_len": 64,
+        "replica": "",
+        "swap": {"status": "done", "revision": "", "message": ""},
     }
 
 

@@ -1,0 +1,155 @@
+"""Prompts to outputs: several prompts, several samples of each, as they come or all at once. Knows no HTTP shape."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.requests import ClientDisconnect, Request
+from ulid import ULID
+
+from swiftkv_platform.engine import SamplingParams
+from swiftkv_platform.errors import DeadlineExceededError, GenerationError
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine import AsyncLLMEngine, RequestOutput, RequestStream
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Who asks, and how it may be told apart."""
+
+    tenant: str = ""
+    request_id: str | None = None
+    """Chosen by the caller; unique within its tenant while the request runs."""
+    priority: int = 0
+    """Lower goes first."""
+    timeout_s: float | None = None
+    """Seconds after which nobody wants the answer any more; None: no limit."""
+
+
+@dataclass
+class Answers:
+    """All the choices of one request. `choice` counts samples within prompts: prompt x n + sample."""
+
+    id: str
+    num_choices: int
+    on_finished: Callable[[RequestOutput], None]
+    """Hears of every sample that is done."""
+    _streams: Sequence[RequestStream] = field(repr=False)
+    _n: int
+    _asking: Asking
+    _deadline: float | None
+    """On the event loop's clock."""
+
+    @classmethod
+    async def begin(
+        cls,
+        engine: AsyncLLMEngine,
+        prompts: Sequence[str | list[int]],
+        params: SamplingParams,
+        asking: Asking,
+        on_finished: Callable[[RequestOutput], None],
+    ) -> Answers:
+        """Admit every prompt, or none. Raises as `AsyncLLMEngine.submit`."""
+        request_id = asking.request_id or f"gen_{ULID()}"
+        now = asyncio.get_running_loop().time()
+        deadline = None if asking.timeout_s is None else now + asking.timeout_s
+        streams: list[RequestStream] = []
+        try:
+            for number, prompt in enumerate(prompts):
+                # Tenants choose ids freely, and none may collide with, or abort, another's.
+                name = f"{asking.tenant}/{request_id}/{number}"
+                streams.append(
+                    await engine.submit(prompt, params, name, priority=asking.priority, tenant=asking.tenant)
+                )
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        return cls(request_id, len(prompts) * params.n, on_finished, streams, params.n, asking, deadline)
+
+    async def as_they_come(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """(choice, its output so far) after each token.
+
+        Raises:
+            DeadlineExceededError: `timeout_s` has passed.
+            GenerationError: the model put out no numbers.
+            EngineDeadError: the engine has failed.
+        """
+        try:
+            async for prompt, output in _merged(self._streams, self._deadline):
+                if output.finish_reason == "error":
+                    raise GenerationError(output.error or "the request failed")
+                if output.finished:
+                    self.on_finished(output)
+                yield prompt * self._n + output.index, output
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"the answer was not finished within timeout_s, {self._asking.timeout_s:g} s",
+                field="timeout_s",
+                value=self._asking.timeout_s,
+            ) from error
+        finally:
+            self.close()
+
+    async def all(self) -> list[RequestOutput]:
+        """The finished outputs, by choice. Raises as `as_they_come`."""
+        outputs = {choice: output async for choice, output in self.as_they_come()}
+        return [outputs[choice] for choice in range(self.num_choices)]
+
+    def close(self) -> None:
+        """Take back what is unfinished; its blocks are free within a step."""
+        for stream in self._streams:
+            stream.close()
+
+
+async def whole(answers: Answers, request: Request) -> list[RequestOutput]:
+    """`answers.all()`, given up when the client goes away: nobody would read it.
+
+    Raises:
+        ClientDisconnect: it has gone.
+    """
+    reading = asyncio.ensure_future(answers.all())
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise ClientDisconnect
+        return await reading
+    finally:
+        for future in (reading, leaving):
+            future.cancel()
+        await asyncio.gather(reading, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    """Returns when the client has gone away; its body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _merged(streams: Sequence[RequestStream], deadline: float | None) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """(index of the stream, output) in the order in which they come. Raises `TimeoutError` at the deadline."""
+    clock = asyncio.get_running_loop().time
+    waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            remaining = None if deadline is None else max(deadline - clock(), 0.0)
+            done, _ = await asyncio.wait(waiting, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise TimeoutError
+            for future in done:
+                index = waiting.pop(future)
+                try:
+                    output = future.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(streams[index]))] = index
+                yield index, output
+    finally:
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,30 @@
+"""Conversations to prompts, by the model's own chat template. Knows no route."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from swiftkv_platform.errors import InvalidInputError
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of a conversation up to where the assistant begins to speak. Blocks for as long as the template runs.
+
+    Raises:
+        InvalidInputError: a model without tokenizer or template, or a conversation its template refuses.
+    """
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise InvalidInputError(
+            "messages need a chat template, which this model has not; send a prompt", field="messages", value=None
+        )
+    try:
+        rendered: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise InvalidInputError(
+            f"messages do not fit the model's chat template: {error}", field="messages", value=None
+        ) from error
+    token_ids: list[int] = list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)
+    return token_ids

@@ -1,0 +1,127 @@
+"""Prometheus metrics of a replica, by vLLM's names where they mean the same. Knows outputs, no HTTP.
+
+What an engine knows at any time is read when the metrics are; what happens is counted when it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from swiftkv_platform.errors import InvalidInputError, QueueFullError
+
+if TYPE_CHECKING:
+    from swiftkv_platform.engine import LLMEngine, RequestOutput
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
+
+
+class Metrics:
+    """Counters that outlive a swap of models."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine: Callable[[], LLMEngine | None] = lambda: None
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"swiftkv:{name}", what, labels, registry=self._registry)
+
+        def histogram(name: str, what: str) -> Histogram:
+            return Histogram(f"swiftkv:{name}", what, buckets=_SECONDS, registry=self._registry)
+
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._generation_tokens = counter("generation_tokens", "Generated tokens of finished requests.")
+        self._cached_tokens = counter("prefix_cache_hits", "Prompt tokens whose KV was in the prefix cache.")
+        self._exited_tokens = counter("tokens_exited", "Generated tokens that did not go through all layers.")
+        self._draft_tokens = counter("draft_tokens", "Tokens drafted by the exit head or from the text, and verified.")
+        self._accepted_tokens = counter("accepted_tokens", "Drafts that became tokens of an answer.")
+        self._skipped_tokens = counter(
+            "prefill_layer_tokens_skipped", "Prompt tokens that did not go through the layers above layer l."
+        )
+        self._success = counter("request_success", "Finished answers.", "finished_reason")
+        self._rejected = counter("rejected_requests", "Requests that were not admitted.", "reason")
+        self._swaps = counter("swaps", "Versions that were to be swapped in.", "outcome")
+        self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._itl = histogram("inter_token_latency_seconds", "From one token to the next, by answer on average.")
+        self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self._registry.register(_EngineState(self))
+
+    def follow(self, engine: Callable[[], LLMEngine | None]) -> None:
+        """Whose state is read when the metrics are."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> LLMEngine | None:
+        return self._engine()
+
+    def swapped(self, outcome: str) -> None:
+        """Count a version that was to be swapped in: `succeeded`, `refused` or `superseded`."""
+        self._swaps.labels(outcome).inc()
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Count what the engine does not admit."""
+        try:
+            yield
+        except (QueueFullError, InvalidInputError) as error:
+            self._rejected.labels(error.code).inc()
+            raise
+
+    def finished(self, output: RequestOutput) -> None:
+        """Count a finished sample."""
+        if output.index == 0:
+            self._prompt_tokens.inc(len(output.prompt_token_ids))
+            self._cached_tokens.inc(output.num_cached_tokens)
+            self._skipped_tokens.inc(output.num_prefill_layers_skipped_tokens)
+        self._generation_tokens.inc(len(output.token_ids))
+        self._exited_tokens.inc(output.num_exited_tokens)
+        self._draft_tokens.inc(output.num_draft_tokens)
+        self._accepted_tokens.inc(output.num_accepted_tokens)
+        self._success.labels(output.finish_reason).inc()
+        metrics = output.metrics
+        for histogram, seconds in (
+            (self._ttft, metrics.ttft),
+            (self._itl, metrics.tpot),
+            (self._latency, metrics.total),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+
+    def text(self) -> bytes:
+        """In Prometheus' own format."""
+        return generate_latest(self._registry)
+
+
+class _EngineState:
+    """Gauges of the engine in service."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead of time: there may be no engine yet."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        engine = self._metrics.engine
+        if engine is None:
+            return
+        config = engine.model_config
+        values = {
+            "num_requests_running": ("Sequences that run.", engine.num_requests_running),
+            "num_requests_waiting": ("Sequences that wait.", engine.num_requests_waiting),
+            "num_prompt_tokens_waiting": ("Prompt tokens that are not read yet.", engine.num_waiting_tokens),
+            "num_preemptions": ("Sequences pushed out of the KV cache so far.", engine.num_preemptions),
+            "kv_cache_usage_perc": (
+                "Share of the KV cache in use, 0 to 1.",
+                1 - engine.num_free_blocks / engine.num_blocks,
+            ),
+            "exit_layer": ("l: layers that compute their own KV.", getattr(config, "num_key_value_layers", None)),
+        }
+        for name, (what, value) in values.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"swiftkv:{name}", what, value=value)

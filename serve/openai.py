@@ -1,0 +1,140 @@
+"""OpenAI's routes on the engine: completions, chat completions, models. Knows no Ray.
+
+Errors have OpenAI's shape below `/v1` (see `problems.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from sse_starlette import EventSourceResponse
+
+from serve.access import TheCaller
+from serve.answers import Answers, Asking, whole
+from serve.chat import render_chat
+from serve.openai_answers import chat_choice, chat_delta, completion_choice, usage
+from serve.openai_schemas import ChatRequest, CompletionRequest, OpenAIFields
+from serve.problems import openai_error, problem
+from serve.sampling import prompts_of
+from swiftkv_platform.errors import NotFoundError, SwiftKVError
+
+if TYPE_CHECKING:
+    from serve.current import Current, Version
+    from swiftkv_platform.engine import RequestOutput
+
+DONE = "[DONE]"
+
+Chunk = Callable[[int, "RequestOutput", "RequestOutput | None"], dict[str, Any]]
+"""(choice, output so far, the output before it) -> what is new."""
+
+
+def openai_router(current: Current) -> APIRouter:
+    """The routes below `/v1`."""
+    router = APIRouter(prefix="/v1", tags=["openai"])
+
+    @router.get("/models")
+    async def list_models(_caller: TheCaller) -> dict[str, Any]:
+        """What is served."""
+        return {"object": "list", "data": [_model(current.version)]}
+
+    @router.get("/models/{model}")
+    async def get_model(model: str, _caller: TheCaller) -> dict[str, Any]:
+        """The served model."""
+        _check_model(model, current.version)
+        return _model(current.version)
+
+    @router.post("/completions")
+    async def completions(body: CompletionRequest, request: Request, caller: TheCaller) -> Response:
+        """Continue one prompt or several."""
+        asking = Asking(caller, priority=body.priority, timeout_s=body.timeout_s)
+        with current.entering() as version:
+            _check_model(body.model, version)
+            answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), asking)
+        head = _head("cmpl", "text_completion", answers, version)
+        if body.stream:
+
+            def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
+                return completion_choice(choice, output, version.tokenizer, since=since, echo=body.echo)
+
+            return _stream(answers, head, chunk, body)
+        outputs = await whole(answers, request)
+        choices = [completion_choice(i, output, version.tokenizer, echo=body.echo) for i, output in enumerate(outputs)]
+        return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+
+    @router.post("/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
+        """The assistant's next turn."""
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        asking = Asking(caller, priority=body.priority, timeout_s=body.timeout_s)
+        with current.entering() as version:
+            _check_model(body.model, version)
+            prompt = await asyncio.to_thread(render_chat, version.tokenizer, messages)
+            params = body.sampling_params(room=max(version.card.max_model_len - len(prompt), 1))
+            answers = await current.ask(version, [prompt], params, asking)
+        top = body.top_logprobs or 0
+        if body.stream:
+
+            def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
+                return chat_delta(choice, output, version.tokenizer, top=top, since=since)
+
+            return _stream(answers, _head("chatcmpl", "chat.completion.chunk", answers, version), chunk, body)
+        outputs = await whole(answers, request)
+        head = _head("chatcmpl", "chat.completion", answers, version)
+        choices = [chat_choice(i, output, version.tokenizer, top=top) for i, output in enumerate(outputs)]
+        return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+
+    return router
+
+
+def _model(version: Version) -> dict[str, Any]:
+    card = version.card
+    return {
+        "id": card.model,
+        "object": "model",
+        "created": version.created,
+        "owned_by": "swiftkv",
+        "max_model_len": card.max_model_len,
+        "swiftkv": card.swiftkv,
+    }
+
+
+def _check_model(model: str, version: Version) -> None:
+    if model != version.card.model:
+        raise NotFoundError(f"model is {model!r}; {version.card.model!r} is served here", field="model", value=model)
+
+
+def _head(prefix: str, kind: str, answers: Answers, version: Version) -> dict[str, Any]:
+    request_id = f"{prefix}-{answers.id.removeprefix('gen_')}"
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": version.card.model}
+
+
+def _stream(answers: Answers, head: dict[str, Any], chunk: Chunk, body: OpenAIFields) -> Response:
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    stream: Response = EventSourceResponse(_events(answers, head, chunk, with_usage=with_usage), sep="\n")
+    return stream
+
+
+async def _events(
+    answers: Answers, head: dict[str, Any], chunk: Chunk, *, with_usage: bool
+) -> AsyncIterator[dict[str, str]]:
+    """One event a token, the usage if it is wanted, `[DONE]`; an error document if it fails."""
+    outputs: dict[int, RequestOutput] = {}
+    empty = {"usage": None} if with_usage else {}
+    try:
+        async for choice, output in answers.as_they_come():
+            fresh = chunk(choice, output, outputs.get(choice))
+            outputs[choice] = output
+            yield {"data": json.dumps({**head, "choices": [fresh], **empty})}
+    except SwiftKVError as error:
+        yield {"data": json.dumps(openai_error(problem(error, "/v1/")))}
+        return
+    if with_usage:
+        ended = [outputs[choice] for choice in sorted(outputs)]
+        yield {"data": json.dumps({**head, "choices": [], "usage": usage(ended)})}
+    yield {"data": DONE}

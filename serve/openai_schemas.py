@@ -1,0 +1,122 @@
+"""The bodies of OpenAI's completion routes, as far as this server answers them. Unknown keys are refused.
+
+Field names and meanings: https://platform.openai.com/docs/api-reference; extensions as in vLLM's server.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from serve.sampling import PromptField, SamplingFields
+from swiftkv_platform.engine import SamplingParams
+from swiftkv_platform.errors import InvalidInputError
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class StreamOptions(_Part):
+    include_usage: bool = False
+    """Send a last event that has usage and no choices."""
+    include_obfuscation: bool = False
+    """Accepted, and without effect."""
+
+
+def _joined_text(content: Any) -> Any:
+    """Content parts that are text, as one text."""
+    if isinstance(content, list) and content:
+        if all(isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text" for part in content):
+            return "".join(str(part["text"]) for part in content)
+        raise ValueError("only parts of type text are accepted")
+    return content
+
+
+class ChatMessage(_Part):
+    role: Annotated[str, Field(min_length=1)]
+    content: Annotated[str, BeforeValidator(_joined_text)]
+    name: str | None = None
+
+
+class ResponseFormat(_Part):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class OpenAIFields(SamplingFields):
+    """What both completion routes take."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """Accepted, and without effect."""
+    priority: int = 0
+    """Lower goes first."""
+    # null means the default with OpenAI's clients.
+    temperature: float | None = None  # type: ignore[assignment]
+    top_p: float | None = None  # type: ignore[assignment]
+    n: int | None = None  # type: ignore[assignment]
+    presence_penalty: float | None = None  # type: ignore[assignment]
+    frequency_penalty: float | None = None  # type: ignore[assignment]
+
+    def sampling(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+        """Raises `InvalidInputError` for a value out of range."""
+        nullable = ("temperature", "top_p", "n", "presence_penalty", "frequency_penalty")
+        given = {name: getattr(self, name) for name in nullable if getattr(self, name) is not None}
+        defaults = {name: getattr(SamplingParams, name) for name in nullable}
+        fields = self.model_copy(update={**defaults, **given})
+        return SamplingFields.params(fields, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+class CompletionRequest(OpenAIFields):
+    """Body of `POST /v1/completions`."""
+
+    prompt: PromptField
+    max_tokens: int | None = None
+    """Default 16."""
+    logprobs: int | None = None
+    echo: bool = False
+    """Begin the answer with the prompt; with logprobs also the prompt's."""
+    best_of: int | None = None
+    suffix: None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises `InvalidInputError` for a value out of range."""
+        if self.best_of not in (None, self.n or 1):
+            raise InvalidInputError(
+                f"best_of is {self.best_of}; only the value of n ({self.n or 1}) is served",
+                field="best_of",
+                value=self.best_of,
+            )
+        echoed = self.logprobs if self.echo else None
+        return self.sampling(
+            SamplingParams.max_tokens if self.max_tokens is None else self.max_tokens, self.logprobs, echoed
+        )
+
+
+class ChatRequest(OpenAIFields):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """Default: what the context leaves."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+
+    def sampling_params(self, room: int) -> SamplingParams:
+        """`room`: tokens that the context leaves for the answer. Raises `InvalidInputError`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidInputError("top_logprobs needs logprobs: true", field="top_logprobs", value=self.top_logprobs)
+        if self.response_format is not None and self.response_format.type != "text":
+            raise InvalidInputError(
+                f"response_format.type is {self.response_format.type!r}; only 'text' is served",
+                field="response_format.type",
+                value=self.response_format.type,
+            )
+        limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
+        return self.sampling(limits[0] if limits else room, (self.top_logprobs or 0) if self.logprobs else None)

@@ -1,0 +1,124 @@
+"""The fields by which any route says how tokens are chosen, and what the engine is told of them. Knows no route."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from swiftkv_platform.engine import EarlyExit, SamplingParams
+from swiftkv_platform.errors import InvalidInputError
+
+
+def encodable(value: Any) -> Any:
+    """The value, unless text in it has lone surrogates: JSON may escape them, no tokenizer takes them."""
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"is no text: a lone surrogate at character {error.start}") from error
+    return value
+
+
+def _string_or_strings(value: Any) -> Any:
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [encodable(value)]
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return encodable(value)
+    raise ValueError("must be a string or a list of strings")
+
+
+def _biases_by_token(value: Any) -> Any:
+    """JSON's keys are strings."""
+    if value is None:
+        return {}
+    if isinstance(value, dict) and all(isinstance(key, int) or str(key).isdecimal() for key in value):
+        return {int(key): bias for key, bias in value.items()}
+    raise ValueError("must be an object of numbers by token id")
+
+
+class SamplingFields(BaseModel):
+    """Ranges are the engine's to check; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    temperature: float = SamplingParams.temperature
+    top_p: float = SamplingParams.top_p
+    top_k: int = SamplingParams.top_k
+    """0 keeps all tokens."""
+    min_p: float = SamplingParams.min_p
+    repetition_penalty: float = SamplingParams.repetition_penalty
+    presence_penalty: float = SamplingParams.presence_penalty
+    frequency_penalty: float = SamplingParams.frequency_penalty
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases_by_token)] = {}
+    """Added to logits, by token id."""
+    n: int = SamplingParams.n
+    """Answers to each prompt."""
+    seed: int | None = SamplingParams.seed
+    stop: Annotated[list[str], BeforeValidator(_string_or_strings)] = []
+    """Strings that end the answer and are not part of it."""
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = SamplingParams.ignore_eos
+    timeout_s: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds from arrival, waiting included, after which the answer is given up: 504."""
+    early_exit: str | dict[str, Any] | None = None
+    """`off`, `threshold`, `lossless`, or an object with `mode`, `threshold` and `num_draft_tokens`."""
+
+    def params(self, **others: Any) -> SamplingParams:
+        """What the engine is told, with the fields that routes name in their own ways.
+
+        Raises:
+            InvalidInputError: a value out of range.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            n=self.n,
+            seed=self.seed,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            early_exit=EarlyExit.parse(self.early_exit),
+            **others,
+        )
+
+
+TokenPrompts = str | list[str] | list[int] | list[list[int]]
+"""Text or token ids, one prompt or several."""
+
+
+def _one_or_several(value: Any) -> Any:
+    def is_ids(item: Any) -> bool:
+        return isinstance(item, list) and all(type(token) is int for token in item)
+
+    if isinstance(value, str) or is_ids(value):
+        return encodable(value)
+    if isinstance(value, list) and (all(isinstance(item, str) for item in value) or all(map(is_ids, value))):
+        return encodable(value)
+    raise ValueError("must be text, a list of token ids, or a list of either")
+
+
+PromptField = Annotated[TokenPrompts, BeforeValidator(_one_or_several)]
+
+MAX_PROMPTS = 256
+"""Of one request."""
+
+
+def prompts_of(value: TokenPrompts) -> list[str | list[int]]:
+    """The prompts as a list. Raises `InvalidInputError` for too many."""
+    several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+    prompts: list[Any] = list(value) if several else [value]
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidInputError(
+            f"prompt has {len(prompts)} entries; a request accepts {MAX_PROMPTS}", field="prompt", value=len(prompts)
+        )
+    return prompts

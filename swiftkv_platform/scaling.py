@@ -1,0 +1,69 @@
+"""How many replicas a deployment needs: Ray Serve's autoscaling by what saturates an engine. Imports no Ray.
+
+Ray Serve's controller runs `replicas_by_load` on what replicas report with `record_autoscaling_stats`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+POLICY = "swiftkv_platform.scaling:replicas_by_load"
+WAITING_STEPS = "waiting_prompt_steps"
+"""Reported: prompt tokens that wait to be read, in steps of `max_num_batched_tokens`."""
+KV_CACHE_USAGE = "kv_cache_usage"
+"""Reported: share of the KV cache's blocks that sequences hold, 0 to 1."""
+
+FULL_WAITING_STEPS = 4.0
+"""A replica with so many steps of prompts before it is fully loaded: whoever comes now waits for all of them."""
+FULL_KV_CACHE_USAGE = 0.8
+"""A replica whose KV cache is this full is fully loaded: what still fits is soon preempted."""
+FALLBACK_ONGOING_REQUESTS = 8.0
+"""Requests a replica should work on at once while none has reported its load."""
+
+LOOK_BACK_S = 15.0
+"""Time over which reports are averaged; longer than Serve's interval between them, 10 s."""
+
+
+def replica_load(waiting_steps: float, kv_cache_usage: float) -> float:
+    """Load of one replica; 1 is full."""
+    return max(waiting_steps / FULL_WAITING_STEPS, kv_cache_usage / FULL_KV_CACHE_USAGE)
+
+
+def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:
+    """Serve's policy: as many replicas as carry the load at 1 each. Bounds and delays are Serve's to apply.
+
+    Args:
+        context: `ray.serve.config.AutoscalingContext`.
+    """
+    metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
+    waiting, usage = metrics.get(WAITING_STEPS, {}), metrics.get(KV_CACHE_USAGE, {})
+    requests = context.total_num_requests or 0.0
+    if not usage:
+        return math.ceil(requests / FALLBACK_ONGOING_REQUESTS), {}
+    loads = [replica_load(waiting.get(replica, 0.0), share) for replica, share in usage.items()]
+    # Replicas that have only just started report nothing yet: they are taken to be as loaded as the others.
+    load = sum(loads) / len(loads) * max(context.current_num_replicas, len(loads))
+    return max(math.ceil(load), int(requests > 0)), {}
+
+
+def autoscaling_config(
+    *,
+    min_replicas: int,
+    max_replicas: int,
+    target_ongoing_requests: float | None,
+    upscale_delay_s: float,
+    downscale_delay_s: float,
+) -> dict[str, Any]:
+    """Serve's `autoscaling_config`: by load, or by the number of requests where a target is given."""
+    config: dict[str, Any] = {
+        "min_replicas": min_replicas,
+        "max_replicas": max_replicas,
+        "upscale_delay_s": upscale_delay_s,
+        "downscale_delay_s": downscale_delay_s,
+        "look_back_period_s": LOOK_BACK_S,
+    }
+    if target_ongoing_requests is None:
+        return {**config, "policy": {"policy_function": POLICY}}
+    return {**config, "target_ongoing_requests": target_ongoing_requests}

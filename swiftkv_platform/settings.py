@@ -32,8 +32,13 @@ class Settings(BaseSettings):
     """Where Ray's job and serve APIs answer."""
     serve_url: str = "http://127.0.0.1:8001"
     """Where Ray Serve's HTTP proxy answers."""
+    source_roots: tuple[str, ...] | None = None
+    """Directories and `s3://` prefixes that specs may read, `{tenant}` standing for the caller's; the hub and built-in
+    sources are always open. None opens everything, or nothing else where there are API keys."""
     host: str = "127.0.0.1"
     """Address the control plane listens on; without API keys only loopback is allowed."""
+    api_keys_file: Path | None = None
+    """File of hashed API keys (`swiftkv keys create` writes it); None lets everybody on this machine in."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     reconcile_interval_s: Annotated[float, Field(gt=0.0)] = 1.0
     """Pause between two rounds of the reconciler."""
@@ -47,6 +52,10 @@ class Settings(BaseSettings):
     @property
     def resolved_database_url(self) -> str:
         return self.database_url or f"sqlite:///{self.home / 'swiftkv.db'}"
+
+    @property
+    def resolved_source_roots(self) -> tuple[str, ...] | None:
+        return () if self.source_roots is None and self.api_keys_file is not None else self.source_roots
 
     @property
     def resolved_storage_uri(self) -> str:

@@ -8,9 +8,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+from tests.postgres import postgres_server
+
+# A search for new counterexamples belongs to `make soak`; elsewhere the same examples are tried each time.
+settings.register_profile("repeatable", deadline=None, derandomize="SWIFTKV_SOAK" not in os.environ)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +39,10 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     database.upgrade()
     database.close()
     return path
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A PostgreSQL database; what is in it may be dropped."""
+    with postgres_server() as url:
+        yield url

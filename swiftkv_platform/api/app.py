@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from uuid import uuid4
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components
-from swiftkv_platform.api.guards import BodyLimit, OriginGuard
-from swiftkv_platform.api.routes import deployments, health, history, jobs, models, outputs
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.api.guards import OriginGuard, too_large
+from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs
+from swiftkv_platform.asgi import BodyLimit
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.keys import KeyRing
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.leadership import Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
@@ -30,15 +36,21 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         components: the outside world, where it is not the one that `settings` describes.
 
     Raises:
-        InvalidInputError: `settings.host` is not a loopback address; there are no API keys.
+        InvalidInputError: `settings.host` is not a loopback address and there are no API keys, or their file cannot
+            be used.
     """
-    _check_host(settings.host)
+    key_ring = None if settings.api_keys_file is None else KeyRing(settings.api_keys_file)
+    if key_ring is None:
+        _check_host(settings.host)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         parts = await run_in_threadpool(build_components, settings) if components is None else components
-        loops = _loops(settings, parts)
+        holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
+        leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in ("jobs", "deployments")}
+        loops = _loops(settings, parts, leaderships)
         app.state.settings = settings
+        app.state.key_ring = key_ring
         app.state.components = parts
         app.state.metrics = health.metrics_registry(parts, loops)
         for loop in loops:
@@ -48,6 +60,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         finally:
             for loop in loops:
                 await run_in_threadpool(loop.stop, _STOP_TIMEOUT_S)
+            await run_in_threadpool(_resign, leaderships.values())
             parts.database.close()
 
     app = FastAPI(
@@ -57,14 +70,16 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         responses={"default": {"model": error_handlers.Problem, "description": "Problem details (RFC 9457)"}},
     )
     error_handlers.install(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes)
-    app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
-    for module in (jobs, history, outputs, models, deployments, health):
+    app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes, refuse=too_large)
+    if key_ring is None:
+        app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
+    for module in (jobs, history, outputs, models, deployments, health, dashboard):
         app.include_router(module.router)
+    app.mount("/dashboard", dashboard.Assets())
     return app
 
 
-def _loops(settings: Settings, parts: Components) -> list[ControlLoop]:
+def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Leadership]) -> list[ControlLoop]:
     """Jobs and deployments apart: bringing up the first deployment takes Ray Serve a while."""
     reconciler = Reconciler(
         jobs=parts.jobs,
@@ -78,7 +93,18 @@ def _loops(settings: Settings, parts: Components) -> list[ControlLoop]:
     )
     steps = {"jobs": reconciler.tick, "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick}
     interval_s = settings.reconcile_interval_s
-    return [ControlLoop(name, step, interval_s=interval_s, clock=parts.clock) for name, step in steps.items()]
+    return [
+        ControlLoop(name, leaderships[name].guard(step), interval_s=interval_s, clock=parts.clock)
+        for name, step in steps.items()
+    ]
+
+
+def _resign(leaderships: Iterable[Leadership]) -> None:
+    for leadership in leaderships:
+        try:
+            leadership.resign()
+        except DatabaseUnavailableError as error:
+            get_logger().info("lease not given up; it runs out", reason=error.message)
 
 
 def _check_host(host: str) -> None:
@@ -88,7 +114,8 @@ def _check_host(host: str) -> None:
         is_loopback = host == "localhost"
     if not is_loopback:
         raise InvalidInputError(
-            f"host is {host!r}; without API keys only a loopback address such as 127.0.0.1 is accepted",
+            f"host is {host!r}; without API keys (SWIFTKV_API_KEYS_FILE) only a loopback address such as "
+            "127.0.0.1 is accepted",
             field="host",
             value=host,
         )

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.api.schemas import Answer
 from swiftkv_platform.orchestration.job import Model
-from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
+from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec, DeploymentStatus
 
 
 class ModelAnswer(Answer):
@@ -53,10 +53,16 @@ class DeploymentRequest(BaseModel):
     """`mdl_` id."""
     route_prefix: Annotated[str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200)] = "/"
     """HTTP path below which it answers; one deployment can hold it."""
-    min_replicas: Annotated[int, Field(ge=1)] = 1
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """0: no replica while nobody asks; the first request then waits for one."""
     max_replicas: Annotated[int, Field(ge=1)] = 1
-    target_ongoing_requests: Annotated[float, Field(gt=0.0)] = 8.0
-    """Requests a replica should work on at once; more replicas are started above it."""
+    target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
+    """Requests a replica should work on at once; more replicas are started above it. Null: by the engine's load,
+    prompt tokens that wait and KV cache in use."""
+    upscale_delay_s: Annotated[float, Field(ge=0.0)] = DeploymentSpec.upscale_delay_s
+    """How long the load must ask for more replicas before they are started."""
+    downscale_delay_s: Annotated[float, Field(ge=0.0)] = DeploymentSpec.downscale_delay_s
+    """How long it must ask for fewer before they are drained."""
     engine: dict[str, Any] = {}
     """Engine options."""
 
@@ -71,6 +77,26 @@ class DeploymentRequest(BaseModel):
         return self
 
 
+class DeploymentChange(BaseModel):
+    """What to change of a deployment; what is left out stays."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    # The defaults are never used: only what a body sets is changed.
+    model: Annotated[str, Field(min_length=1)] = ""
+    """`mdl_` id: loaded beside the model that serves, and swapped in without a failed request."""
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    max_replicas: Annotated[int, Field(ge=1)] = 1
+    target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
+    upscale_delay_s: Annotated[float, Field(ge=0.0)] = 0.0
+    downscale_delay_s: Annotated[float, Field(ge=0.0)] = 0.0
+    engine: dict[str, Any] = {}
+    """Engine options, all of them; swapped in as a model is. Other cores or another device replace the replicas."""
+
+    def changes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.model_fields_set}
+
+
 class DeploymentAnswer(Answer):
     """A served model."""
 
@@ -82,7 +108,9 @@ class DeploymentAnswer(Answer):
     route_prefix: str
     min_replicas: int
     max_replicas: int
-    target_ongoing_requests: float
+    target_ongoing_requests: float | None
+    upscale_delay_s: float
+    downscale_delay_s: float
     engine: dict[str, Any]
     status: DeploymentStatus
     message: str
@@ -103,6 +131,8 @@ class DeploymentAnswer(Answer):
             min_replicas=spec.min_replicas,
             max_replicas=spec.max_replicas,
             target_ongoing_requests=spec.target_ongoing_requests,
+            upscale_delay_s=spec.upscale_delay_s,
+            downscale_delay_s=spec.downscale_delay_s,
             engine=dict(spec.engine),
             status=state.status,
             message=state.message,

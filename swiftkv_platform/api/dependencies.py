@@ -7,20 +7,26 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fastapi import Depends, Query, Request
+from fastapi import Depends, Query, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
 from swiftkv_platform.cluster.ray_jobs import RayJobs
-from swiftkv_platform.cluster.ray_serve import RayServe, http_address
+from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Page, ServeCluster
+from swiftkv_platform.keys import KeyRing, Scope
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
+SESSION_COOKIE = "swiftkv_session"
+"""Carries the dashboard's key. No other site's page can make a browser send it (`SameSite=Strict`)."""
 _LOCAL_CALLER = Caller(tenant="default", name="local")
 """Who everybody is while no API key is configured."""
 
@@ -32,6 +38,7 @@ class Components:
     database: Database
     jobs: JobRepository
     catalog: Catalog
+    leases: Leases
     cluster: JobCluster
     serving: ServeCluster
     objects: ObjectStore
@@ -51,13 +58,13 @@ def build_components(settings: Settings) -> Components:
     else:
         database.check_schema()
     objects = open_store(settings.resolved_storage_uri, patient=False)  # requests fail fast, the reconciler repeats
-    http_host, http_port = http_address(settings.serve_url)
     return Components(
         database=database,
         jobs=SqlJobRepository(database),
         catalog=SqlCatalog(database),
+        leases=SqlLeases(database),
         cluster=RayJobs(settings.ray_dashboard_url),
-        serving=RayServe(settings.ray_dashboard_url, http_host=http_host, http_port=http_port),
+        serving=RayServe(settings.ray_dashboard_url, settings.serve_url),
         objects=objects,
         attempts=AttemptStore(objects),
         # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
@@ -80,8 +87,26 @@ def get_settings(request: Request) -> Settings:
     return settings
 
 
-def get_caller() -> Caller:
-    return _LOCAL_CALLER
+def get_caller(
+    request: Request,
+    scopes: SecurityScopes,
+    _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+) -> Caller:
+    """Who asks, if they may. Raises `UnauthenticatedError` and `ForbiddenError`."""
+    key_ring: KeyRing | None = request.app.state.key_ring
+    if key_ring is None:
+        return _LOCAL_CALLER
+    key = key_ring.authenticate(_authorization(request))
+    for scope in scopes.scopes:
+        key.require(Scope(scope))
+    if request.method not in ("GET", "HEAD"):
+        get_logger().info("audit", tenant=key.tenant, key=key.name, method=request.method, path=request.url.path)
+    return Caller(tenant=key.tenant, name=key.name)
+
+
+def _authorization(request: Request) -> str | None:
+    header, cookie = request.headers.get("authorization"), request.cookies.get(SESSION_COOKIE)
+    return f"Bearer {cookie}" if header is None and cookie else header
 
 
 def newest_first(
@@ -102,6 +127,9 @@ def oldest_first(
 
 Parts = Annotated[Components, Depends(get_components)]
 TheSettings = Annotated[Settings, Depends(get_settings)]
-TheCaller = Annotated[Caller, Depends(get_caller)]
+Reader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_READ])]
+Writer = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]
+Asker = Annotated[Caller, Security(get_caller, scopes=[Scope.GENERATE])]
+Deployer = Annotated[Caller, Security(get_caller, scopes=[Scope.DEPLOY])]
 NewestFirst = Annotated[Page, Depends(newest_first)]
 OldestFirst = Annotated[Page, Depends(oldest_first)]

@@ -19,18 +19,22 @@ from swiftkv_platform.errors import (
     ClusterUnavailableError,
     ConflictError,
     DatabaseUnavailableError,
+    ForbiddenError,
     IdempotencyConflictError,
     InvalidInputError,
     NotFoundError,
     ObjectNotFoundError,
     StorageError,
     SwiftKVError,
+    UnauthenticatedError,
 )
 from swiftkv_platform.logs import get_logger
 
 _STATUS: Sequence[tuple[type[SwiftKVError], int]] = (
     (InvalidInputError, 422),
     (IdempotencyConflictError, 422),
+    (UnauthenticatedError, 401),
+    (ForbiddenError, 403),
     (NotFoundError, 404),
     (ConflictError, 409),
     (ObjectNotFoundError, 404),
@@ -43,6 +47,8 @@ _STATUS: Sequence[tuple[type[SwiftKVError], int]] = (
 """The first class that fits decides."""
 
 _RETRY_AFTER_S = 5
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(_RETRY_AFTER_S)}}
+"""By status."""
 _LONGEST_VALUE = 500
 """Characters of a refused value that are repeated in the answer."""
 
@@ -90,11 +96,10 @@ def problem_response(
         code=code,
         errors=list(errors),
     )
-    extra = {"Retry-After": str(_RETRY_AFTER_S)} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     return JSONResponse(
         problem.model_dump(mode="json"),
         status_code=status,
-        headers={**(headers or {}), **extra},
+        headers={**(headers or {}), **_HEADERS.get(status, {})},
         media_type="application/problem+json",
     )
 

@@ -1,4 +1,4 @@
-"""What is checked before a request reaches a route: where it comes from, and how much it carries. Knows no route.
+"""What is checked before a request reaches a route: where it comes from. Knows no route.
 
 Without API keys, any web page that a user of this machine opens could submit a job, directly or by rebinding its own
 host name to the loopback address. So the Host header must name this server, a browser's Origin must be this server, and
@@ -10,9 +10,8 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftkv_platform.api.error_handlers import problem_response
 
@@ -46,33 +45,6 @@ class OriginGuard:
         return None
 
 
-class BodyLimit:
-    """Refuses bodies of more than `max_bytes`, announced or not."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._max_bytes:
-            await problem_response(scope["path"], 413, "request_entity_too_large", self._detail)(scope, receive, send)
-            return
-        received = 0
-
-        async def count() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise HTTPException(413, self._detail)
-            return message
-
-        await self._app(scope, count, send)
-
-    @property
-    def _detail(self) -> str:
-        return f"the body has more than {self._max_bytes} bytes, which is the limit"
+def too_large(path: str, detail: str) -> Response:
+    """The answer to a body that is too large."""
+    return problem_response(path, 413, "request_entity_too_large", detail)

@@ -130,17 +130,40 @@ def _job_error(reason: Reason | None) -> JobError | None:
     return None if reason is None else JobError(code=reason.code, message=reason.message, param=reason.field)
 
 
+class SourceEstimateAnswer(Answer):
+    """A data source at first sight; null where it is not on the control plane's machine."""
+
+    name_or_path: str
+    num_files: int | None
+    num_bytes: int | None
+    formats: list[str]
+    """Row formats that the first rows of its files have."""
+
+
 class EstimateAnswer(Answer):
-    """What the job would make of its teacher; null where the teacher's configuration is on the hub."""
+    """What the job would cost and make of its teacher; null where the teacher's configuration is on the hub."""
 
     object: Literal["distillation.estimate"] = "distillation.estimate"
     num_hidden_layers: int | None
     num_key_value_layers: int | None
     num_kv_cache_layers: int | None
-    prefill_layers_ratio: float | None
-    """Share of the layers that a prompt token runs through."""
+    prefill_flops_ratio: float | None
+    """Prompts of `data.max_length` tokens, SwiftKV relative to the teacher, as executed."""
+    kv_bytes_per_token: float | None
+    """Of the student's cache in bfloat16."""
     kv_bytes_ratio: float | None
     """KV bytes per token relative to the teacher's."""
+    parameters: int | None
+    trained_parameters: int | None
+    flops_per_token: float | None
+    """Of training, forward and backward."""
+    memory_per_worker: int | None
+    """Bytes on each worker's device at the peak of a step."""
+    max_tokens: int | None
+    """Tokens trained with `training.max_steps` full batches; null where epochs decide."""
+    total_flops: float | None
+    """Of those tokens."""
+    sources: list[SourceEstimateAnswer]
 
 
 class EventAnswer(Answer):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from swiftkv_platform.cli import distill, local, serving
+from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, plan, serving
 from swiftkv_platform.cli.jobs import jobs_app
+from swiftkv_platform.cli.keys import keys_app
 from swiftkv_platform.cli.output import ReportingGroup
 
 app = typer.Typer(
@@ -21,6 +22,12 @@ app.command()(local.status)
 app.command()(local.demo)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(serving.models_app, name="models")
+app.add_typer(keys_app, name="keys")
 app.command()(distill.distill)
+app.command()(evaluate.evaluate)
+app.command()(analyze.analyze)
+app.command()(plan.plan)
+app.command()(convert.convert)
+app.command()(convert.export)
 app.command()(serving.deploy)
 app.command()(serving.generate)

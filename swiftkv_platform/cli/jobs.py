@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from swiftkv_platform.cli.context import Json, SpecFile, Url, connect, read_spec
 from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_table
-from swiftkv_platform.client import Client, Job
+from swiftkv_platform.client import Client, Estimate, Job
+from swiftkv_platform.orchestration.validation import validate as validate_spec
+from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.terminal import follow
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
@@ -39,11 +43,34 @@ def submit(
 
 
 @jobs_app.command()
-def validate(file: SpecFile, url: Url = None, json: Json = False) -> None:
-    """Check a spec as `submit` would, and estimate what it costs; nothing is stored."""
+def validate(
+    file: SpecFile,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE_OR_DIR",
+            exists=True,
+            help="The teacher's config.json, for a teacher on the hub: then l and g are checked here, without network.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SWIFTKV_URL",
+            show_envvar=True,
+            help="Control plane that is to check it, with the files it sees. Default: this process, without network.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check a spec as `submit` would, and say what it would make of the teacher; nothing is stored."""
     spec = read_spec(file)
-    with connect(url) as client:
-        estimate = client.jobs.validate(spec)
+    if config is not None or url is None:
+        found = validate_spec(spec, _read_object, config=config)
+        estimate = Estimate.model_validate({"object": "distillation.estimate", **asdict(found)})
+    else:
+        with connect(url) as client:
+            estimate = client.jobs.validate(spec)
     if json:
         print_json(estimate)
     else:
@@ -102,11 +129,32 @@ def logs(
 def cancel(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """End a job; its workers are freed."""
     with connect(url) as client:
-        job = client.jobs.cancel(job_id)
+        _print_status(client.jobs.cancel(job_id), json=json)
+
+
+@jobs_app.command()
+def pause(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """Let a job checkpoint and free its workers, until it is resumed."""
+    with connect(url) as client:
+        _print_status(client.jobs.pause(job_id), json=json)
+
+
+@jobs_app.command()
+def resume(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """Queue a paused job again; it goes on from its last checkpoint."""
+    with connect(url) as client:
+        _print_status(client.jobs.resume(job_id), json=json)
+
+
+def _print_status(job: Job, *, json: bool) -> None:
     if json:
         print_json(job)
     else:
         out().print(f"{job.id} is {job.status}.", highlight=False)
+
+
+def _read_object(store: str, key: str) -> bytes:
+    return open_store(store, patient=False).get_bytes(key)
 
 
 def _watch(client: Client, job: Job, *, json: bool) -> None:

@@ -47,16 +47,24 @@ def get_model(
 
 def deploy(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).")],
-    min_replicas: Annotated[int, typer.Option(min=1)] = 1,
-    max_replicas: Annotated[int, typer.Option(min=1)] = 1,
+    replace: Annotated[
+        str | None, typer.Option(metavar="DEPLOYMENT", help="Swap the model of this deployment (dep_...), live.")
+    ] = None,
+    min_replicas: Annotated[int | None, typer.Option(min=0, help="1, or what the deployment has.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="1, or what the deployment has.")] = None,
     wait: Annotated[bool, typer.Option(help="Return only when it answers.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
     url: Url = None,
     json: Json = False,
 ) -> None:
-    """Serve a distilled model."""
+    """Serve a distilled model, or serve it where another one is served now."""
+    replicas = {"min_replicas": min_replicas, "max_replicas": max_replicas}
+    given = {name: number for name, number in replicas.items() if number is not None}
     with connect(url) as client, err().status(f"Deploying {model}"):
-        deployment = client.deployments.create(model, min_replicas=min_replicas, max_replicas=max_replicas)
+        if replace is None:
+            deployment = client.deployments.create(model, **given)
+        else:
+            deployment = client.deployments.update(replace, model=model, **given)
         if wait:
             deployment = client.deployments.wait_ready(deployment.id, timeout)
     if json:

@@ -18,6 +18,8 @@ from swiftkv_platform.client.transport import Transport
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
 DEFAULT_BASE_URL = "http://127.0.0.1:8000"
+_ANSWERING = ("running", "swapping", "refused")
+"""Statuses of a deployment that answers."""
 _CONTROL_PLANE_AWAY = "Is the control plane running? `swiftkv status` tells, `swiftkv up` starts one on this machine."
 _SERVE_AWAY = "Is a model deployed? `swiftkv deploy MODEL` serves one."
 
@@ -105,7 +107,7 @@ class Client:
 
     def _found_serve(self) -> Transport:
         if self._serve is None:
-            url = next((item.url for item in self.deployments.list() if item.status == "running" and item.url), None)
+            url = next((item.url for item in self.deployments.list() if item.status in _ANSWERING and item.url), None)
             if url is None:
                 raise SwiftKVError(f"{self._control.base_url} knows of no running deployment. {_SERVE_AWAY}")
             self._serve = self._connect(url, when_away=_SERVE_AWAY)
@@ -151,7 +153,8 @@ class Deployments:
 
         Args:
             model: a `mdl_...` id, such as a succeeded job's `distilled_model`.
-            options: `min_replicas`, `max_replicas`, `target_ongoing_requests`, `engine`.
+            options: `min_replicas`, `max_replicas`, `target_ongoing_requests`, `engine`, `route_prefix`,
+                `upscale_delay_s`, `downscale_delay_s`.
         """
         if model is None:
             raise InvalidInputError(
@@ -168,6 +171,16 @@ class Deployments:
         response = self._transport.request("GET", f"/deployments/{deployment_id}", repeatable=True)
         return Deployment.model_validate(response.json())
 
+    def update(self, deployment_id: str, **changes: Any) -> Deployment:
+        """Serve another model, or with other options, without a failed request; returns at once, `wait_ready` waits.
+
+        Args:
+            changes: `model`, `engine` (all its options), `min_replicas`, `max_replicas`, `target_ongoing_requests`,
+                `upscale_delay_s`, `downscale_delay_s`; the rest stays as it is.
+        """
+        path = f"/deployments/{deployment_id}"
+        return Deployment.model_validate(self._transport.request("PATCH", path, json=changes, repeatable=True).json())
+
     def list(self) -> list[Deployment]:
         return [Deployment.model_validate(row) for row in rows(self._transport, "/deployments", {}, None)]
 
@@ -179,10 +192,10 @@ class Deployments:
             return
 
     def wait_ready(self, deployment_id: str, timeout: float = 300.0, *, poll_interval: float = 1.0) -> Deployment:
-        """Block until the deployment answers requests.
+        """Block until the deployment answers requests with what it was last told to serve.
 
         Raises:
-            SwiftKVError: it failed; the message says why.
+            SwiftKVError: it failed, or refused a new version; the message says why.
             WaitTimeoutError: time is up.
         """
         deadline = time.monotonic() + timeout
@@ -190,8 +203,9 @@ class Deployments:
             deployment = self.get(deployment_id)
             if deployment.status == "running":
                 return deployment
-            if deployment.status == "failed":
-                raise SwiftKVError(f"Deployment {deployment_id} failed: {deployment.message or 'no reason given'}")
+            if deployment.status in ("failed", "refused"):
+                what = "failed" if deployment.status == "failed" else f"refused {deployment.model} and serves on"
+                raise SwiftKVError(f"Deployment {deployment_id} {what}: {deployment.message or 'no reason given'}")
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"Deployment {deployment_id} is still {deployment.status} after {timeout:g} s: {deployment.message}"

@@ -59,6 +59,14 @@ class Jobs:
         """Ask for the end of a job; asking twice is the same."""
         return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/cancel", repeatable=True).json())
 
+    def pause(self, job_id: str) -> Job:
+        """Ask a job to checkpoint and free the cluster; asking twice is the same."""
+        return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/pause", repeatable=True).json())
+
+    def resume(self, job_id: str) -> Job:
+        """Queue a paused job again; it goes on from its last checkpoint."""
+        return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/resume", repeatable=True).json())
+
     def wait(self, job_id: str, timeout: float | None = None, *, poll_interval: float = 1.0) -> Job:
         """Block until the job has finished, well or not, and return it.
 

@@ -1,20 +1,20 @@
-"""Deployments as Ray Serve applications, over the declarative REST interface of Ray's dashboard. Knows HTTP and Ray's
+"""Deployments as Ray Serve applications, over the declarative REST interface of Ray's dashboard. Knows Ray's
 words, neither models nor torch: what an application is, `serve.app:build_app` knows on the cluster.
 """
 
 from __future__ import annotations
 
-import re
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-
-from swiftkv_platform.cluster.ray_jobs import auth_headers
-from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
+from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
+from swiftkv_platform.cluster.served_revisions import ServedRevisions
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+from swiftkv_platform.scaling import autoscaling_config
 
 APPLICATION = "serve.app:build_app"
 """What the cluster imports for every deployment."""
@@ -23,7 +23,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATH = "/api/serve/applications/"
 
 # The first `apply` starts Serve's controller and proxies, and waits for them.
-_TIMEOUT_S = httpx.Timeout(120.0, connect=3.0)
+_TIMEOUT_S = 120.0
 
 _STATUS = {
     "NOT_STARTED": DeploymentStatus.DEPLOYING,
@@ -33,9 +33,6 @@ _STATUS = {
     "DEPLOY_FAILED": DeploymentStatus.FAILED,
     "DELETING": DeploymentStatus.DELETING,
 }
-
-_RAISED = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
-"""Beginning of the line of a traceback that names the error."""
 
 
 def http_address(serve_url: str) -> tuple[str, int]:
@@ -58,73 +55,115 @@ class RayServe:
 
     Args:
         dashboard_url: where Ray's dashboard answers. No connection is made before the first call.
-        http_host: address Serve's proxies listen on. Ray reads it when the first `apply` starts Serve, not later.
-        http_port: their port; likewise.
+        serve_url: `http://host:port` where clients reach Serve's proxies. Ray reads where they are to listen when the
+            first `apply` starts Serve, not later.
+
+    Raises:
+        InvalidInputError: a `serve_url` that is no such address.
     """
 
-    def __init__(self, dashboard_url: str, *, http_host: str = "127.0.0.1", http_port: int = 8001) -> None:
-        self._url = dashboard_url.rstrip("/")
-        self._http_options = {"host": http_host, "port": http_port}
-        # A proxy from the environment cannot reach a cluster's own addresses.
-        self._http = httpx.Client(base_url=self._url, timeout=_TIMEOUT_S, trust_env=False)
+    def __init__(self, dashboard_url: str, serve_url: str = "http://127.0.0.1:8001") -> None:
+        host, port = http_address(serve_url)
+        self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
+        self._http_options = {"host": host, "port": port}
+        self._revisions = ServedRevisions(serve_url)
 
     def apply(self, deployments: Sequence[DeploymentSpec]) -> None:
         config = {
             "http_options": self._http_options,
             "applications": [_application(deployment) for deployment in deployments],
         }
-        self._request("PUT", "configure Serve", json=config)
+        self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
+        self._revisions.want({deployment.id: _revision(deployment) for deployment in deployments})
 
     def status(self) -> Mapping[str, DeploymentState]:
-        try:
-            details = self._request("GET", "tell the state of Serve").json()
-        except ValueError as error:
-            raise self._unavailable(f"did not tell the state of Serve in JSON: {error}") from error
+        details = self._dashboard.document(self._dashboard.request("GET", _PATH), "tell the state of Serve")
         listening = any(proxy["status"] == "HEALTHY" for proxy in details.get("proxies", {}).values())
         applications: dict[str, Any] = details.get("applications", {})
-        return {name: _state(application, listening) for name, application in applications.items()}
+        return {name: self._state(name, application, listening) for name, application in applications.items()}
 
     def close(self) -> None:
-        self._http.close()
+        self._dashboard.close()
+        self._revisions.close()
 
-    def _request(self, method: str, action: str, *, json: Any = None) -> httpx.Response:
-        try:
-            response = self._http.request(method, _PATH, json=json, headers=auth_headers())
-        except httpx.TransportError as error:
-            raise self._unavailable(f"does not answer: {error or type(error).__name__}; is it running?") from error
-        if not response.is_success:
-            raise self._unavailable(f"could not {action}: {response.status_code} {_reason(response.text)}")
-        return response
-
-    def _unavailable(self, what: str) -> ClusterUnavailableError:
-        return ClusterUnavailableError(f"Ray at {self._url} {what}", field="ray_dashboard_url", value=self._url)
+    def _state(self, name: str, application: Mapping[str, Any], listening: bool) -> DeploymentState:
+        """Ray's word on an application; it is not running while no proxy takes requests for it, or while replicas serve
+        something else than is wanted."""
+        state = _told_by_ray(application, listening)
+        replicas = _answering(application)
+        if state.status is not DeploymentStatus.RUNNING or not replicas:
+            return state
+        progress = self._revisions.ask(name, application["route_prefix"], replicas)
+        if progress is None:
+            return state
+        refusal, serving = progress.refusal(replicas), progress.num_serving(replicas)
+        if refusal is not None:
+            return DeploymentState(DeploymentStatus.REFUSED, f"the version before serves on: {refusal}", len(replicas))
+        if serving < len(replicas):
+            message = f"{serving} of {len(replicas)} replicas serve what is wanted"
+            return DeploymentState(DeploymentStatus.SWAPPING, message, len(replicas))
+        return state
 
 
 def _application(deployment: DeploymentSpec) -> dict[str, Any]:
-    """A deployment in Serve's config; the application's name is the deployment's id."""
-    arguments = {field.name: getattr(deployment, field.name) for field in fields(deployment)}
+    """A deployment in Serve's config; the application's name is the deployment's id.
+
+    A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
+    below.
+    """
     return {
         "name": deployment.id,
         "route_prefix": deployment.route_prefix,
         "import_path": APPLICATION,
-        "args": arguments | {"engine": dict(deployment.engine)},
+        "args": {
+            "id": deployment.id,
+            "num_cpus": deployment.engine.get("num_threads") or 1,
+            "num_gpus": int(deployment.engine.get("device") == "cuda"),
+        },
+        "deployments": [
+            {
+                "name": "Replica",
+                "user_config": {**_served(deployment), "revision": _revision(deployment)},
+                "autoscaling_config": autoscaling_config(
+                    min_replicas=deployment.min_replicas,
+                    max_replicas=deployment.max_replicas,
+                    target_ongoing_requests=deployment.target_ongoing_requests,
+                    upscale_delay_s=deployment.upscale_delay_s,
+                    downscale_delay_s=deployment.downscale_delay_s,
+                ),
+            }
+        ],
     }
 
 
-def _state(application: Mapping[str, Any], listening: bool) -> DeploymentState:
-    """Ray's word on an application; it is not running while no proxy takes requests for it."""
+def _served(deployment: DeploymentSpec) -> dict[str, Any]:
+    return {
+        "model": deployment.model,
+        "artifact_uri": deployment.artifact_uri,
+        "engine": dict(deployment.engine),
+    }
+
+
+def _revision(deployment: DeploymentSpec) -> str:
+    """The same for all that is loaded alike."""
+    canonical = json.dumps(_served(deployment), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _answering(application: Mapping[str, Any]) -> list[str]:
+    """Ids of the replicas that take requests."""
+    deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
+    replicas = [replica for deployment in deployments for replica in deployment["replicas"]]
+    return [replica["replica_id"] for replica in replicas if replica["state"] in ("RUNNING", "UPDATING")]
+
+
+def _told_by_ray(application: Mapping[str, Any], listening: bool) -> DeploymentState:
     status = _STATUS[application["status"]]
-    deployments: Iterable[Mapping[str, Any]] = list(application.get("deployments", {}).values())
-    replicas = sum(replica["state"] == "RUNNING" for deployment in deployments for replica in deployment["replicas"])
+    replicas = len(_answering(application))
     # The application's own message only says which deployment failed, where one did.
+    deployments: Iterable[Mapping[str, Any]] = application.get("deployments", {}).values()
     messages = [*(deployment["message"] for deployment in deployments), application["message"]]
-    message = next((_reason(text) for text in messages if text), "")
+    message = next((last_error(text) for text in messages if text), "")
     if status is DeploymentStatus.RUNNING and not listening:
         return DeploymentState(DeploymentStatus.DEPLOYING, "no HTTP proxy of Serve is healthy yet", replicas)
     return DeploymentState(status, message, replicas)
-
-
-def _reason(text: str) -> str:
-    """The error at the end of a traceback; the text itself where there is none."""
-    starts = [match.start() for match in _RAISED.finditer(text)]
-    return text[starts[-1] if starts else 0 :].strip()

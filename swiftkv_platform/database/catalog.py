@@ -72,11 +72,7 @@ class SqlCatalog:
         with self._database.reading() as session:
             row = session.get(DeploymentRow, deployment_id)
             if row is None or row.tenant != tenant:
-                raise NotFoundError(
-                    f"there is no deployment {deployment_id}; GET /deployments lists them",
-                    field="deployment_id",
-                    value=deployment_id,
-                )
+                raise _unknown(deployment_id)
             return _deployment(row)
 
     def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]:
@@ -91,10 +87,28 @@ class SqlCatalog:
         with self._database.reading() as session:
             return [_deployment(row) for row in session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))]
 
-    def set_deployment_state(self, deployment_id: str, state: DeploymentState) -> None:
+    def update_deployment(self, spec: DeploymentSpec, state: DeploymentState, *, tenant: str) -> Deployment:
+        with self._database.writing() as session:
+            row = session.get(DeploymentRow, spec.id, with_for_update=True)
+            if row is None or row.tenant != tenant:
+                raise _unknown(spec.id)
+            if _state(row.state).status is DeploymentStatus.DELETING:
+                raise ConflictError(
+                    f"deployment {spec.id} is being deleted; create another one", field="deployment_id", value=spec.id
+                )
+            row.model = spec.model
+            row.spec = _SPEC.dump_python(spec, mode="json")
+            row.state = _STATE.dump_python(state, mode="json")
+            return _deployment(row)
+
+    def set_deployment_state(
+        self, deployment_id: str, state: DeploymentState, *, of: DeploymentSpec | None = None
+    ) -> None:
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or _state(row.state).status is DeploymentStatus.DELETING:
+                return
+            if of is not None and _SPEC.validate_python(row.spec) != of:
                 return
             row.state = _STATE.dump_python(state, mode="json")
             if state.status is DeploymentStatus.DELETING:
@@ -114,6 +128,14 @@ class SqlCatalog:
             field="route_prefix",
             value=route_prefix,
         )
+
+
+def _unknown(deployment_id: str) -> NotFoundError:
+    return NotFoundError(
+        f"there is no deployment {deployment_id}; GET /deployments lists them",
+        field="deployment_id",
+        value=deployment_id,
+    )
 
 
 def _model(row: ModelRow) -> Model:

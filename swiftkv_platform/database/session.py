@@ -53,7 +53,7 @@ class Database:
     def upgrade(self) -> None:
         """Bring the schema to the newest revision, all of it or nothing."""
         with self.writing() as session:
-            config = _alembic_config()
+            config = alembic_config()
             config.attributes["connection"] = session.connection()
             command.upgrade(config, "head")
 
@@ -61,7 +61,7 @@ class Database:
         """Raises `InvalidInputError` unless the schema is at the newest revision."""
         with self.reading() as session:
             present = current_revision(session.connection())
-        wanted = ScriptDirectory.from_config(_alembic_config()).get_current_head()
+        wanted = ScriptDirectory.from_config(alembic_config()).get_current_head()
         if present != wanted:
             raise InvalidInputError(
                 f"the database is at schema revision {present or 'none'}, this program needs {wanted}; "
@@ -79,7 +79,7 @@ def current_revision(connection: Connection) -> str | None:
     return MigrationContext.configure(connection).get_current_revision()
 
 
-def _alembic_config() -> Config:
+def alembic_config() -> Config:
     config = Config()
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")

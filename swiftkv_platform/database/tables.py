@@ -107,3 +107,12 @@ class DeploymentRow(Base):
     """Its route prefix, which no other may have; null while it is being deleted."""
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     state: Mapped[dict[str, Any]] = mapped_column(Document)
+
+
+class LeaseRow(Base):
+    __tablename__ = "leases"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    holder: Mapped[str] = mapped_column(String(64))
+    expires_at: Mapped[float] = mapped_column(Float(53))
+    """Unix seconds."""

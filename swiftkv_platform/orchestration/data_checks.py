@@ -7,61 +7,84 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
+from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec, looks_like_a_path
 
+_TEXT = "text"
+_SAVED_DATASETS = ("dataset_dict.json", "state.json")
+"""What `datasets` leaves in a directory it saved to."""
 _TEXT_FILES = frozenset({".txt", ".py"})
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".py")
 _FORMATS: dict[str, tuple[frozenset[str], ...]] = {
-    "text": (frozenset({"text"}),),
     "messages": (frozenset({"messages"}),),
     "sharegpt": (frozenset({"conversations"}),),
     "prompt_completion": (
         frozenset({"prompt", "completion"}),
         frozenset({"prompt", "response"}),
         frozenset({"question", "answer"}),
+        frozenset({"question", "answer_with_tags"}),
+        frozenset({"problem", "solution"}),
     ),
     "alpaca": (frozenset({"instruction", "output"}),),
+    "text": (frozenset({"text"}),),
 }
-"""Columns of each row format; any of its sets will do."""
+"""Columns of each row format, any of its sets will do, in the order in which formats are tried."""
+_PROMPTS: dict[str, tuple[frozenset[str], ...]] = _FORMATS | {
+    "prompt_completion": (frozenset({"prompt"}), frozenset({"question"}), frozenset({"problem"})),
+    "alpaca": (frozenset({"instruction"}),),
+}
+"""The same for sources that the teacher completes."""
 _HEAD_BYTES = 1 << 20
 """How much of a JSON file is looked at."""
 
 
-def check_sources(sources: Sequence[DataSourceSpec]) -> None:
+@dataclass(frozen=True)
+class SourceEstimate:
+    """What a first look tells of a data source; nothing of one that is not on this machine."""
+
+    name_or_path: str
+    num_files: int | None = None
+    num_bytes: int | None = None
+    formats: tuple[str, ...] = ()
+    """Row formats that the first rows of its files have."""
+
+
+def check_sources(sources: Sequence[DataSourceSpec]) -> tuple[SourceEstimate, ...]:
     """Raises `DataError`, naming the source, for the first one that cannot be trained on."""
-    for index, source in enumerate(sources):
-        _check_source(source, f"data.sources[{index}]")
+    return tuple(_check_source(source, f"data.sources[{index}]") for index, source in enumerate(sources))
 
 
-def _check_source(source: DataSourceSpec, where: str) -> None:
+def _check_source(source: DataSourceSpec, where: str) -> SourceEstimate:
     name = source.name_or_path
     if name.startswith("builtin:"):
         if name != BUILTIN_DATA:
             raise _unusable(where, name, f"the only built-in data set is {BUILTIN_DATA}")
-        return
+        return SourceEstimate(name, formats=("text",))
     path = Path(name).expanduser()
-    if name.startswith("s3://") or not (path.exists() or _looks_like_a_path(name)):
-        return
+    if name.startswith("s3://") or not (path.exists() or looks_like_a_path(name, _SUFFIXES)):
+        return SourceEstimate(name)
     if not path.exists():
         raise _unusable(where, name, "no such file or directory")
+    if any((path / marker).is_file() for marker in _SAVED_DATASETS):
+        return SourceEstimate(name)
     found = _data_files(path)
     if not found:
         raise _unusable(where, name, f"it has no file that can be read; {', '.join(_SUFFIXES)} can")
     filled = [file for file in found if file.stat().st_size]
     if not filled:
         raise _unusable(where, name, "it is empty; at least one row is needed")
-    for file in filled:
-        if file.suffix not in _TEXT_FILES:
-            _check_columns(file, source, where)
-
-
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix in _SUFFIXES
+    formats = [_TEXT if file.suffix in _TEXT_FILES else _find_format(file, source, where) for file in filled]
+    return SourceEstimate(
+        name,
+        num_files=len(filled),
+        num_bytes=sum(file.stat().st_size for file in filled),
+        formats=tuple(dict.fromkeys(found for found in formats if found is not None)),
+    )
 
 
 def _data_files(path: Path) -> list[Path]:
@@ -69,14 +92,17 @@ def _data_files(path: Path) -> list[Path]:
     return [file for file in candidates if file.suffix in _SUFFIXES and file.is_file()]
 
 
-def _check_columns(file: Path, source: DataSourceSpec, where: str) -> None:
+def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:
+    """The row format of the file's first row; None where its columns cannot be seen."""
     read_columns = _parquet_columns if file.suffix == ".parquet" else _json_columns
     columns = read_columns(file, source, where)
     if columns is None:
-        return
-    wanted = _FORMATS if source.format == "auto" else {source.format: _FORMATS[source.format]}
-    if any(group <= columns for groups in wanted.values() for group in groups):
-        return
+        return None
+    formats = _FORMATS if source.complete is None else _PROMPTS
+    wanted = formats if source.format == "auto" else {source.format: formats[source.format]}
+    for name, groups in wanted.items():
+        if any(group <= columns for group in groups):
+            return name
     accepted = "; ".join(
         f"{name}: {' or '.join(' + '.join(sorted(group)) for group in groups)}" for name, groups in wanted.items()
     )

@@ -2,8 +2,9 @@
 
 queued ──▶ starting ──▶ running ──▶ evaluating ──▶ succeeded
    ▲          │            │            │
-   └──────────┴── retry ───┴────────────┘      paused ──▶ queued
-any live status ──▶ failed, or ──▶ cancelling ──▶ cancelled; running ──▶ pausing ──▶ paused
+   └──────────┴── retry ───┴────────────┘
+starting, running ──▶ pausing ──▶ paused ──▶ queued; queued ──▶ paused
+any live status ──▶ failed, or ──▶ cancelling ──▶ cancelled
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class JobStatus(StrEnum):
 TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
     source: frozenset(JobStatus(target) for target in targets.split())
     for source, targets in {
-        JobStatus.QUEUED: "starting failed cancelling",
-        JobStatus.STARTING: "running queued failed cancelling",
+        JobStatus.QUEUED: "starting paused failed cancelling",
+        JobStatus.STARTING: "running pausing queued failed cancelling",
         JobStatus.RUNNING: "evaluating succeeded pausing queued failed cancelling",
         JobStatus.EVALUATING: "succeeded queued failed cancelling",
         JobStatus.PAUSING: "paused succeeded failed cancelling",
@@ -125,6 +126,10 @@ class Attempt:
     pace: Pace | None = None
     failure: Failure | None = None
     """What the attempt itself last said about why it fails."""
+    pause_requested: bool = False
+    """Whether the attempt has been asked to pause."""
+    paused: bool = False
+    """Whether the attempt says that it has: its checkpoint is complete."""
     stopping: Reason | None = None
     """Why the control plane ends it; the job then fails."""
 
@@ -217,7 +222,7 @@ def status_event(job: Job, *, now: int, previous: JobStatus | None = None) -> Ev
     level: Level = "info"
     if job.status is JobStatus.FAILED:
         level = "error"
-    elif job.status is JobStatus.QUEUED and job.status_reason is not None:
+    elif job.status is JobStatus.QUEUED and job.status_reason is not None and previous is not JobStatus.PAUSED:
         level = "warn"
     return Event(new_id("evt"), job.id, now, "status", message, level=level, data=data)
 
@@ -246,17 +251,19 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
     return changed, status_event(changed, now=now, previous=job.status)
 
 
-def start(job: Job, *, now: int) -> tuple[Job, Event]:
+def start(job: Job, *, now: int, resume_from: str | None = None) -> tuple[Job, Event]:
     """Give the present attempt its submission id; what is submitted under it can be found again after a crash."""
-    attempt = replace(job.attempt, submission_id=submission_id(job.id, job.attempt.number))
+    name = submission_id(job.id, job.attempt.number)
+    attempt = replace(job.attempt, submission_id=name, resume_from=resume_from)
     return transition(replace(job, attempt=attempt), JobStatus.STARTING, now=now)
 
 
-def requeue(
-    job: Job, *, now: int, reason: Reason, resume_from: str | None, delay_s: float, counts: bool
-) -> tuple[Job, Event]:
-    """Queue the next attempt, at the earliest after `delay_s` seconds; `counts` says whether it uses up a retry."""
-    following = Attempt(number=job.attempt.number + 1, resume_from=resume_from)
+def requeue(job: Job, *, now: int, reason: Reason, delay_s: float = 0.0, counts: bool = False) -> tuple[Job, Event]:
+    """Queue the next attempt, at the earliest after `delay_s` seconds; `counts` says whether it uses up a retry.
+
+    An attempt that has not been started is still the next one.
+    """
+    following = Attempt(number=job.attempt.number + 1) if job.attempt.submission_id else job.attempt
     retries = job.retries + 1 if counts else job.retries
     queued = replace(job, attempt=following, retries=retries, not_before=now + delay_s)
     return transition(queued, JobStatus.QUEUED, now=now, reason=reason)

@@ -132,12 +132,37 @@ class Catalog(Protocol):
         """All tenants', oldest first."""
         ...
 
-    def set_deployment_state(self, deployment_id: str, state: DeploymentState) -> None:
-        """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free."""
+    def update_deployment(self, spec: DeploymentSpec, state: DeploymentState, *, tenant: str) -> Deployment:
+        """Replace what is wanted of the deployment `spec.id`; its route prefix stays.
+
+        Raises `NotFoundError`, and `ConflictError` for one that is being deleted.
+        """
+        ...
+
+    def set_deployment_state(
+        self, deployment_id: str, state: DeploymentState, *, of: DeploymentSpec | None = None
+    ) -> None:
+        """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free.
+
+        Args:
+            of: what the cluster spoke of; nothing is stored if something else is wanted by now.
+        """
         ...
 
     def remove_deployment(self, deployment_id: str) -> None:
         """Forget a deployment that is no longer served."""
+        ...
+
+
+class Leases(Protocol):
+    """Rights that one process at a time holds, until a time. Both methods raise `DatabaseUnavailableError`."""
+
+    def take(self, name: str, holder: str, *, now: float, until: float) -> bool:
+        """Take or renew a lease; False while another holder's has not run out."""
+        ...
+
+    def give_up(self, name: str, holder: str) -> None:
+        """Free the lease if it is the holder's."""
         ...
 
 
@@ -209,6 +234,10 @@ class AttemptStore(Protocol):
         """Write `attempt.json`; writing the same request again changes nothing."""
         ...
 
+    def request_pause(self, job_id: str, attempt: int) -> None:
+        """Ask the attempt to checkpoint and end; asking again changes nothing."""
+        ...
+
     def read_events(self, job_id: str, attempt: int, cursor: Mapping[str, int]) -> Sequence[StoredEvent]:
         """Events after `cursor` (last sequence number read, by writer), each writer's in order and without gaps."""
         ...
@@ -234,6 +263,10 @@ class DeploymentStatus(StrEnum):
     """Stored, not yet handed to the cluster."""
     DEPLOYING = "deploying"
     RUNNING = "running"
+    SWAPPING = "swapping"
+    """It answers, with the version before; the one that is wanted is being loaded beside it."""
+    REFUSED = "refused"
+    """It answers, with the version before; the one that is wanted was refused."""
     UNHEALTHY = "unhealthy"
     """It ran, and some replica does not any more."""
     FAILED = "failed"
@@ -253,7 +286,7 @@ class DeploymentState:
 
 @dataclass(frozen=True)
 class DeploymentSpec:
-    """What is to be served. The fields are the arguments of `serve.app:build_app`."""
+    """What is to be served. The fields' names are those of `serve.args.ServeArgs`."""
 
     id: str
     model: str
@@ -262,8 +295,12 @@ class DeploymentSpec:
     route_prefix: str = "/"
     min_replicas: int = 1
     max_replicas: int = 1
-    target_ongoing_requests: float = 8
-    """Requests a replica should work on at once; more replicas are started above it."""
+    target_ongoing_requests: float | None = None
+    """Requests a replica should work on at once; more replicas are started above it. None: by the engine's load."""
+    upscale_delay_s: float = 10.0
+    """How long the load must ask for more replicas before they are started."""
+    downscale_delay_s: float = 300.0
+    """How long it must ask for fewer before they are drained."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine options, handed through."""
 

@@ -106,6 +106,9 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
 
 def _advance(reading: Reading, status: JobStatus) -> None:
     """Follow the attempt from phase to phase; what it says while it is being stopped changes nothing."""
+    if status is JobStatus.PAUSED:
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, paused=True))
+        return
     if reading.job.status is JobStatus.STARTING and status in (JobStatus.RUNNING, JobStatus.EVALUATING):
         reading.move(JobStatus.RUNNING)
     if reading.job.status is JobStatus.RUNNING and status is JobStatus.EVALUATING:

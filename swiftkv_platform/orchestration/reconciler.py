@@ -48,7 +48,7 @@ class Entrypoint:
 
 
 class Reconciler:
-    """Looks after all jobs; one instance at a time, from one thread.
+    """Looks after all jobs, from one thread; of several control planes the one that leads.
 
     Args:
         digest: SHA-256 of a manifest.
@@ -126,7 +126,9 @@ class Reconciler:
 
     def _start(self, job: Job) -> None:
         self._cluster.check()  # while Ray is away, a job keeps its place in the queue
-        started, event = start(job, now=int(self._clock()))
+        number = job.attempt.number
+        resume_from = self._store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
+        started, event = start(job, now=int(self._clock()), resume_from=resume_from)
         self._submit(self._jobs.update(started, events=[event]))
 
     def _submit(self, job: Job) -> None:
@@ -173,10 +175,14 @@ class Reconciler:
             message = f"attempt {reading.job.attempt.number} ran longer than limits.max_runtime_s, {limit} s"
             reason = Reason("max_runtime_exceeded", message, field="limits.max_runtime_s")
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
-        if reading.job != before:
-            self._jobs.update(reading.job, events=reading.events, points=reading.points)
-        if reading.job.status is JobStatus.CANCELLING or reading.job.attempt.stopping is not None:
-            self._cluster.stop(_submission_id(reading.job))
+        if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
+            self._store.request_pause(reading.job.id, reading.job.attempt.number)
+            reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
+        job = reading.job
+        if job != before:
+            self._jobs.update(job, events=reading.events, points=reading.points)
+        if job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused:
+            self._cluster.stop(_submission_id(job))
 
     def _is_overdue(self, job: Job) -> bool:
         limit, since = job.spec.limits.max_runtime_s, job.attempt.submitted_at

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError, NotFoundError, StaleVersionError
-from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, new_id, status_event, transition
+from swiftkv_platform.orchestration.access import OPEN, SourceRules
+from swiftkv_platform.orchestration.estimates import Estimate
+from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, new_id, requeue, status_event, transition
 from swiftkv_platform.orchestration.ports import (
     Catalog,
     Clock,
@@ -20,11 +22,13 @@ from swiftkv_platform.orchestration.ports import (
     Idempotency,
     JobRepository,
 )
-from swiftkv_platform.orchestration.validation import Estimate, ReadObject, validate
+from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.specs import JobSpec
 
 _UPDATE_TRIES = 5
 """The reconciler may change a job between our reading and writing it."""
+
+_UNDER_WAY = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,19 @@ class Caller:
 
 
 class JobService:
-    """Submitting and cancelling."""
+    """Submitting, pausing, resuming and cancelling."""
 
-    def __init__(self, jobs: JobRepository, *, clock: Clock, read_object: ReadObject) -> None:
+    def __init__(
+        self, jobs: JobRepository, *, clock: Clock, read_object: ReadObject, rules: SourceRules = OPEN
+    ) -> None:
         self._jobs = jobs
         self._clock = clock
         self._read_object = read_object
+        self._rules = rules
 
-    def validate(self, spec: JobSpec) -> Estimate:
-        """Everything `submit` checks; stores nothing. Raises as `validation.validate`."""
+    def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
+        """Everything `submit` checks; stores nothing. Raises as `SourceRules.check` and `validation.validate`."""
+        self._rules.check(spec, caller.tenant)
         return validate(spec, self._read_object)
 
     def submit(self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None) -> Job:
@@ -53,7 +61,7 @@ class JobService:
         With a key the caller has used before, returns that key's job. Raises `IdempotencyConflictError` if that came
         with another body, and as `validate`.
         """
-        self.validate(spec)
+        self.validate(spec, caller)
         now = int(self._clock())
         job = Job(id=new_id("job"), tenant=caller.tenant, created_by=caller.name, spec=spec, created_at=now)
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
@@ -64,18 +72,55 @@ class JobService:
 
         Raises `NotFoundError`, and `IllegalTransitionError` for a job that has ended otherwise.
         """
-        for _ in range(_UPDATE_TRIES):
-            job = self._jobs.get(job_id, tenant=caller.tenant)
+
+        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
-                return job
-            now, reason = int(self._clock()), Reason("cancelled", f"cancelled by {caller.name}")
+                return job, []
+            reason = Reason("cancelled", f"cancelled by {caller.name}")
             cancelled, event = transition(job, JobStatus.CANCELLING, now=now, reason=reason)
             events = [event]
             if not job.status.holds_cluster:
                 cancelled, event = transition(cancelled, JobStatus.CANCELLED, now=now, reason=reason)
                 events.append(event)
+            return cancelled, events
+
+        return self._change(job_id, caller, step)
+
+    def pause(self, job_id: str, caller: Caller) -> Job:
+        """Ask a job to checkpoint and leave the cluster; asking again is the same. Raises as `cancel`."""
+
+        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
+            if job.status in (JobStatus.PAUSING, JobStatus.PAUSED):
+                return job, []
+            status = JobStatus.PAUSING if job.status.holds_cluster else JobStatus.PAUSED
+            reason = Reason("paused", f"paused by {caller.name}")
+            paused, event = transition(job, status, now=now, reason=reason)
+            return paused, [event]
+
+        return self._change(job_id, caller, step)
+
+    def resume(self, job_id: str, caller: Caller) -> Job:
+        """Queue a paused job again, from its last checkpoint; a job that is under way stays as it is.
+
+        Raises as `cancel`, also for a job that is still pausing.
+        """
+
+        def step(job: Job, now: int) -> tuple[Job, list[Event]]:
+            if job.status in _UNDER_WAY:
+                return job, []
+            queued, event = requeue(job, now=now, reason=Reason("resumed", f"resumed by {caller.name}"))
+            return queued, [event]
+
+        return self._change(job_id, caller, step)
+
+    def _change(self, job_id: str, caller: Caller, step: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
+        """Store what `step` makes of the job, read again while others change it; no events: nothing is to be done."""
+        for _ in range(_UPDATE_TRIES):
+            changed, events = step(self._jobs.get(job_id, tenant=caller.tenant), int(self._clock()))
+            if not events:
+                return changed
             try:
-                return self._jobs.update(cancelled, events=events)
+                return self._jobs.update(changed, events=events)
             except StaleVersionError as error:
                 latest = error
         raise latest
@@ -96,32 +141,67 @@ class DeploymentService:
         route_prefix: str,
         min_replicas: int,
         max_replicas: int,
-        target_ongoing_requests: float,
+        target_ongoing_requests: float | None = None,
         engine: Mapping[str, Any],
+        upscale_delay_s: float = DeploymentSpec.upscale_delay_s,
+        downscale_delay_s: float = DeploymentSpec.downscale_delay_s,
     ) -> Deployment:
         """Store a deployment; the reconciler brings it up.
 
         Raises `InvalidInputError` for an unknown model and `ConflictError` for a route prefix that is taken.
         """
+        spec = DeploymentSpec(
+            id=new_id("dep"),
+            model=model,
+            artifact_uri=self._artifact_uri(model, caller),
+            route_prefix=route_prefix,
+            min_replicas=min_replicas,
+            max_replicas=max_replicas,
+            target_ongoing_requests=target_ongoing_requests,
+            upscale_delay_s=upscale_delay_s,
+            downscale_delay_s=downscale_delay_s,
+            engine=engine,
+        )
+        return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())))
+
+    def update(self, deployment_id: str, caller: Caller, changes: Mapping[str, Any]) -> Deployment:
+        """Want something else of a deployment: another `model`, `engine` or number of replicas.
+
+        The reconciler hands it to the cluster, where another model or engine is loaded beside the one that serves, and
+        swapped in. `engine` replaces all options.
+
+        Raises `NotFoundError`, `InvalidInputError` for an unknown model or replicas out of order, and `ConflictError`
+        for a deployment that is being deleted.
+        """
+        deployment = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
+        spec = replace(deployment.spec, **changes)
+        if "model" in changes:
+            spec = replace(spec, artifact_uri=self._artifact_uri(spec.model, caller))
+        if spec.max_replicas < spec.min_replicas:
+            raise InvalidInputError(
+                f"max_replicas would be {spec.max_replicas}, below min_replicas {spec.min_replicas}",
+                field="max_replicas",
+                value=spec.max_replicas,
+            )
+        if spec == deployment.spec:
+            return deployment
+        status = deployment.state.status
+        if status in (DeploymentStatus.RUNNING, DeploymentStatus.REFUSED, DeploymentStatus.UNHEALTHY):
+            status = DeploymentStatus.SWAPPING
+        elif status is DeploymentStatus.FAILED:
+            status = DeploymentStatus.DEPLOYING
+        state = DeploymentState(status, "the change is being applied", deployment.state.replicas)
+        return self._catalog.update_deployment(spec, state, tenant=caller.tenant)
+
+    def _artifact_uri(self, model: str, caller: Caller) -> str:
         try:
-            artifact_uri = self._catalog.get_model(model, tenant=caller.tenant).artifact_uri
+            return self._catalog.get_model(model, tenant=caller.tenant).artifact_uri
         except NotFoundError as error:
             raise InvalidInputError(
                 f"model is {model!r}: there is no such model; the `distilled_model` of a job that succeeded would do",
                 field="model",
                 value=model,
             ) from error
-        spec = DeploymentSpec(
-            id=new_id("dep"),
-            model=model,
-            artifact_uri=artifact_uri,
-            route_prefix=route_prefix,
-            min_replicas=min_replicas,
-            max_replicas=max_replicas,
-            target_ongoing_requests=target_ongoing_requests,
-            engine=engine,
-        )
-        return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())))
 
     def delete(self, deployment_id: str, caller: Caller) -> Deployment:
         """Mark a deployment for its end; asking again is the same. Raises `NotFoundError` once it is gone."""

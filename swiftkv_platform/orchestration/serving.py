@@ -32,12 +32,16 @@ class DeploymentReconciler:
             return
         wanted = [item.spec for item in deployments if item.state.status is not DeploymentStatus.DELETING]
         states = self._cluster.status()
+        stale: Sequence[DeploymentSpec] = ()
         if wanted != self._applied or _differ(wanted, states):
+            # What the cluster has said is no word on what it is only now told to serve.
+            stale = [spec for spec in wanted if spec not in (self._applied or ())]
             self._applied = None
             self._cluster.apply(wanted)
             self._applied = wanted
         for deployment in deployments:
-            self._store_state(deployment, states.get(deployment.spec.id))
+            if deployment.spec not in stale or deployment.state.status is DeploymentStatus.DELETING:
+                self._store_state(deployment, states.get(deployment.spec.id))
 
     def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
         deleting = deployment.state.status is DeploymentStatus.DELETING
@@ -46,7 +50,7 @@ class DeploymentReconciler:
         elif state is None and deployment.state.status is not DeploymentStatus.PENDING:
             self._catalog.set_deployment_state(deployment.spec.id, _FORGOTTEN)
         elif state is not None and state != deployment.state and not deleting:
-            self._catalog.set_deployment_state(deployment.spec.id, state)
+            self._catalog.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
 
 
 def _differ(wanted: Sequence[DeploymentSpec], states: Mapping[str, DeploymentState]) -> bool:

@@ -19,6 +19,8 @@ from swiftkv_platform.orchestration.job import (
 from swiftkv_platform.orchestration.ports import AttemptStore, Submission, SubmissionStatus
 from swiftkv_platform.orchestration.reading import Reading
 
+PREEMPTED = "preempted"
+"""Reason code of an attempt that was stopped from outside."""
 _LONGEST_DELAY_S = 60.0
 
 
@@ -40,6 +42,7 @@ class Settlement:
         job = reading.job
         cancelling = job.status is JobStatus.CANCELLING
         ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
+        ended_well = ended_well and not job.attempt.paused
         unexplained = job.attempt.stopping is None and job.attempt.failure is None
         damage: Failure | None = None
         if ended_well or (unexplained and not cancelling):
@@ -53,6 +56,8 @@ class Settlement:
                     return self._promote(reading, manifest)
         if cancelling:
             reading.move(JobStatus.CANCELLED, job.status_reason)
+        elif job.status is JobStatus.PAUSING:
+            self._settle_pause(reading, damage or job.attempt.failure)
         elif submission is None and unexplained and damage is None:
             # Nobody follows the attempt any more. That is no fault of the job's and uses up no retry.
             message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
@@ -61,10 +66,20 @@ class Settlement:
             self._settle_failure(reading, damage or _cause(job, submission))
         return None
 
+    def _settle_pause(self, reading: Reading, failure: Failure | None) -> None:
+        """An attempt that ended for another cause is off the cluster as well, unless trying again is no use."""
+        if reading.job.attempt.stopping is not None:
+            reading.move(JobStatus.FAILED, reading.job.attempt.stopping)
+        elif failure is not None and not failure.retryable:
+            reading.move(JobStatus.FAILED, failure.reason)
+        else:
+            reading.move(JobStatus.PAUSED, reading.job.status_reason)
+
     def _settle_failure(self, reading: Reading, failure: Failure) -> None:
         retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
-        if failure.retryable and retries_left:
-            self._requeue(reading, failure.reason, counts=True)
+        preempted = failure.reason.code == PREEMPTED  # the cluster's doing, so no retry is used up
+        if failure.retryable and (retries_left or preempted):
+            self._requeue(reading, failure.reason, counts=not preempted)
         else:
             reading.move(JobStatus.FAILED, failure.reason)
 
@@ -74,7 +89,6 @@ class Settlement:
             job,
             now=reading.now,
             reason=reason,
-            resume_from=self.store.newest_checkpoint(job.id),
             delay_s=min(self.retry_delay_s * 2.0 ** min(job.attempt.number - 1, 16), _LONGEST_DELAY_S),
             counts=counts,
         )
@@ -122,7 +136,7 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
             message = f"{name} ended well, but its artifact has no manifest, so it is not complete"
             return Failure(Reason("storage_error", message), retryable=False)
         case SubmissionStatus.STOPPED:
-            return Failure(Reason("preempted", f"{name} was stopped, not by this control plane"), retryable=True)
+            return Failure(Reason(PREEMPTED, f"{name} was stopped, not by this control plane"), retryable=True)
         case _:
             # The log's tail follows in Ray's message; the whole log is kept beside the attempt.
             explanation = submission.message.partition("\n")[0].strip() or "no reason given"

@@ -1,8 +1,7 @@
-"""What every database must do for jobs, models and deployments: SQLite always, PostgreSQL where one is offered."""
+"""What every database must do for jobs, models, deployments and leases: SQLite and PostgreSQL alike."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import text
+from sqlalchemy import inspect, text
 
 from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.repository import SqlJobRepository
-from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.session import Database, alembic_config
 from swiftkv_platform.database.tables import Base
 from swiftkv_platform.errors import (
     ConflictError,
@@ -52,18 +53,12 @@ from swiftkv_platform.orchestration.ports import (
 )
 from swiftkv_platform.specs import JobSpec
 
-POSTGRES = "SWIFTKV_TEST_POSTGRES_URL"
 TENANT = "acme"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    if request.param == "sqlite":
-        url = f"sqlite:///{tmp_path / 'test.db'}"
-    elif POSTGRES in os.environ:
-        url = os.environ[POSTGRES]
-    else:
-        pytest.skip(f"{POSTGRES} names no PostgreSQL database (its tables are dropped)")
+    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
     database = Database(url)
     if request.param == "postgresql":
         with database.writing() as session:
@@ -121,6 +116,17 @@ def test_upgrade_makes_the_schema_that_the_tables_declare_and_can_be_repeated(da
     with database.reading() as session:
         context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
         assert compare_metadata(context, Base.metadata) == []
+
+
+def test_every_migration_can_be_taken_back(database: Database) -> None:
+    with database.writing() as session:
+        config = alembic_config()
+        config.attributes["connection"] = session.connection()
+        command.downgrade(config, "base")
+        tables = inspect(session.connection()).get_table_names()
+    assert tables == ["alembic_version"]
+    database.upgrade()
+    database.check_schema()
 
 
 def test_check_schema_names_the_way_out_for_an_old_database(database: Database) -> None:
@@ -342,9 +348,57 @@ def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlCatalog, model:
         catalog.get_deployment(deployment, tenant=TENANT)
 
 
+def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(catalog: SqlCatalog, model: Model) -> None:
+    before = catalog.create_deployment(make_deployment(model)).spec
+    after = replace(before, engine={"dtype": "float32"}, max_replicas=3)
+    swapping = DeploymentState(DeploymentStatus.SWAPPING)
+    changed = catalog.update_deployment(after, swapping, tenant=TENANT)
+    assert (changed.spec, changed.state) == (after, swapping)
+    catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.RUNNING), of=before)
+    assert catalog.get_deployment(after.id, tenant=TENANT) == changed
+    catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.RUNNING), of=after)
+    assert catalog.get_deployment(after.id, tenant=TENANT).state.status is DeploymentStatus.RUNNING
+    with pytest.raises(NotFoundError):
+        catalog.update_deployment(after, swapping, tenant="other")
+    catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.DELETING))
+    with pytest.raises(ConflictError, match="being deleted"):
+        catalog.update_deployment(after, swapping, tenant=TENANT)
+
+
 def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
         SqlJobRepository(database).live()
     with pytest.raises(InvalidInputError, match="postgresql"):
         Database("nonsense")
+
+
+def test_a_lease_is_held_by_one_until_it_runs_out_or_is_given_up(database: Database) -> None:
+    leases = SqlLeases(database)
+    assert leases.take("jobs", "a", now=100.0, until=105.0)
+    assert leases.take("deployments", "b", now=100.0, until=105.0)
+    assert not leases.take("jobs", "b", now=104.0, until=109.0)
+    assert leases.take("jobs", "a", now=104.0, until=109.0), "renewed"
+    assert not leases.take("jobs", "b", now=108.0, until=113.0)
+    assert leases.take("jobs", "b", now=109.0, until=114.0), "run out"
+    leases.give_up("jobs", "a")
+    assert not leases.take("jobs", "a", now=110.0, until=115.0), "not its own to give up"
+    leases.give_up("jobs", "b")
+    assert leases.take("jobs", "a", now=110.0, until=115.0)
+
+
+def test_of_many_who_want_a_lease_at_once_one_gets_it(database: Database) -> None:
+    leases, start_line = SqlLeases(database), threading.Barrier(8)
+    taken: list[str] = []
+
+    def take(holder: str) -> None:
+        start_line.wait()
+        if leases.take("jobs", holder, now=100.0, until=105.0):
+            taken.append(holder)
+
+    threads = [threading.Thread(target=take, args=(str(number),)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 1

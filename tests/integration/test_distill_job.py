@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from swiftkv_platform.attempts import (
     artifact_prefix,
     checkpoints_prefix,
 )
+from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
@@ -88,7 +91,9 @@ def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int, **secti
 
 def start(store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1) -> subprocess.Popen[bytes]:
     """The entrypoint, as a Ray Job runs it."""
-    AttemptStore(store).write_request(AttemptRequest(job_id=JOB, attempt=attempt, spec=spec, run_id="run"))
+    newest = AttemptStore(store).newest_checkpoint(JOB, before_attempt=attempt)
+    request = AttemptRequest(job_id=JOB, attempt=attempt, spec=spec, resume_from=newest, run_id="run")
+    AttemptStore(store).write_request(request)
     command = [sys.executable, "-m", "jobs.distill", "--job-id", JOB, "--attempt", str(attempt), "--store", store.uri]
     return subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster})
 
@@ -103,16 +108,53 @@ def wait_for_checkpoint(store: ObjectStore, process: subprocess.Popen[bytes]) ->
         time.sleep(0.05)
 
 
+def wait_for_step(store: ObjectStore, process: subprocess.Popen[bytes], step: int, *, attempt: int = 1) -> None:
+    while not any(p["step"] >= step for e in events(store, attempt=attempt) for p in e.data.get("points", [])):
+        assert process.poll() is None, f"the job ended before step {step}"
+        time.sleep(0.05)
+
+
+def final_weights(store: ObjectStore, directory: Path) -> dict[str, torch.Tensor]:
+    newest = AttemptStore(store).newest_checkpoint(JOB)
+    assert newest is not None
+    assert f"/step-{TOTAL_STEPS:08d}-" in newest
+    fetch_directory(store, newest, directory)
+    return read_trained(directory)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    cluster: str, tiny_teacher: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, torch.Tensor]:
+    """What a run that nothing disturbs ends with."""
+    path = tmp_path_factory.mktemp("uninterrupted")
+    store = open_store(str(path / "store"))
+    assert start(store, job_spec(tiny_teacher, corpus, max_steps=TOTAL_STEPS), cluster).wait() == 0
+    return final_weights(store, path / "checkpoint")
+
+
+def assert_equal_bit_for_bit(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].equal(tensor), name
+
+
 def train_workers() -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "RayTrainWorker" in " ".join(process.cmdline())
-    ]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since, or waits for its parent to notice
+            if "RayTrainWorker" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_a_job_on_s3_survives_the_loss_of_a_worker(
-    cluster: str, s3_server: S3Server, tiny_teacher: Path, corpus: Path, tmp_path: Path
+    cluster: str,
+    s3_server: S3Server,
+    tiny_teacher: Path,
+    corpus: Path,
+    tmp_path: Path,
+    uninterrupted: dict[str, torch.Tensor],
 ) -> None:
     """Teacher, data, checkpoints, events and artifact are objects."""
     inputs = open_store(s3_server.uri("inputs"))
@@ -148,6 +190,7 @@ def test_a_job_on_s3_survives_the_loss_of_a_worker(
     assert runs[1][-1] == saved[-1] == TOTAL_STEPS
     assert len(store.list_directories(checkpoints_prefix(JOB, 1))) == spec.checkpoint.keep
     _assert_artifact_is_complete(store, said, tmp_path / "artifact")
+    assert_equal_bit_for_bit(final_weights(store, tmp_path / "checkpoint"), uninterrupted)
     _another_attempt_trains_no_more_and_meets_its_gate(store, spec)
 
 
@@ -203,16 +246,49 @@ def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec:
 
     assert failure is not None
     assert (failure.code, failure.field, failure.retryable) == ("quality_gate", "evaluation.max_kl", False)
-    assert [event.type for event in events(store, attempt=2)] == ["status", "message", "status", "error"]
+    said = [event.type for event in events(store, attempt=2)]
+    assert [kind for kind in said if kind != "message"] == ["status", "status", "error"]
     assert AttemptStore(store).artifact_manifest(JOB, 2) is None
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_long_calibration_is_divided_among_workers(tiny_teacher: Path, tmp_path: Path) -> None:
+    import ray
+
+    from jobs.phases import prepare
+    from jobs.prepare import calibration_shares
+    from jobs.prepare import prepare as prepare_here
+    from jobs.training import as_task
+
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"def add_{i}(x):\n    return x + {i}\n\n" for i in range(1200)))
+    spec = job_spec(
+        tiny_teacher,
+        corpus,
+        max_steps=4,
+        data={"sources": [{"name_or_path": str(corpus)}], "max_length": 256, "validation_fraction": 0.0},
+        swiftkv={"calibration_tokens": 1 << 15},
+        resources={"num_workers": 2},
+    )
+    request = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
+    store = open_store(str(tmp_path / "store"))
+    _, stored = ray.get(as_task(prepare, spec.resources, num_returns=2).remote(request, store.uri))
+    stored.fetch(tmp_path / "rows")
+    _, alone = prepare_here(spec, tmp_path / "rows")
+    assert calibration_shares(spec, alone.data) == 2
+    assert alone.calibrated is not None
+    for name, tensor in alone.calibrated.items():
+        torch.testing.assert_close(stored.calibrated[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
 def test_sigterm_ends_the_job_and_frees_its_workers(
     cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path
 ) -> None:
+    """Its checkpoint is of the step it got to, not of the last multiple of `every_steps`."""
     store = open_store(str(tmp_path / "store"))
-    process = start(store, job_spec(tiny_teacher, corpus, max_steps=100_000, resources=ONE_WORKER), cluster)
-    wait_for_checkpoint(store, process)
+    seldom = {"resources": ONE_WORKER, "checkpoint": {"every_steps": 100_000}}
+    process = start(store, job_spec(tiny_teacher, corpus, max_steps=100_000, **seldom), cluster)
+    wait_for_step(store, process, 2)
 
     process.send_signal(signal.SIGTERM)
 
@@ -220,7 +296,41 @@ def test_sigterm_ends_the_job_and_frees_its_workers(
     while train_workers():
         time.sleep(0.1)
     assert AttemptStore(store).newest_checkpoint(JOB) is not None
+    error = events(store)[-1]
+    assert (error.type, error.data["code"], error.data["retryable"]) == ("error", "preempted", True)
     assert AttemptStore(store).artifact_manifest(JOB, 1) is None
+
+
+@pytest.mark.parametrize("seed", [int(os.environ.get("SWIFTKV_SEED", "0"))])
+def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
+    cluster: str,
+    tiny_teacher: Path,
+    corpus: Path,
+    tmp_path: Path,
+    uninterrupted: dict[str, torch.Tensor],
+    seed: int,
+) -> None:
+    chance = random.Random(seed)
+    store = open_store(str(tmp_path / "store"))
+    spec = job_spec(tiny_teacher, corpus, max_steps=TOTAL_STEPS)
+    paused = start(store, spec, cluster)
+    wait_for_step(store, paused, chance.randint(1, 12))
+    AttemptStore(store).request_pause(JOB, 1)
+    assert paused.wait() == 0
+    assert events(store)[-1].data == {"status": "paused"}
+    assert AttemptStore(store).artifact_manifest(JOB, 1) is None
+
+    killed = start(store, spec, cluster, attempt=2)
+    wait_for_step(store, killed, TOTAL_STEPS - chance.randint(5, 12), attempt=2)
+    killed.kill()
+    killed.wait()
+    while train_workers():
+        time.sleep(0.1)
+
+    assert start(store, spec, cluster, attempt=3).wait() == 0
+    begins = [e.data["step"] for n in (1, 2, 3) for e in events(store, attempt=n) if e.message.startswith("training b")]
+    assert begins[0] == 0 < begins[1] < begins[2] < TOTAL_STEPS
+    assert_equal_bit_for_bit(final_weights(store, tmp_path / "checkpoint"), uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -263,13 +373,18 @@ def test_what_only_the_cluster_can_know_is_an_error_event(
 def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
     """`run_local` in a process of its own: it starts a Ray, and leaves nothing but the artifact."""
     spec_file, output = tmp_path / "spec.json", tmp_path / "output"
-    spec_file.write_text(job_spec(tiny_teacher, corpus, max_steps=2, resources=ONE_WORKER).model_dump_json())
+    spec = job_spec(tiny_teacher, corpus, max_steps=2, resources=ONE_WORKER).model_dump(mode="json")
+    prompts = {"name_or_path": str(corpus), "sample_count": 3, "complete": {"max_tokens": 4, "prompt_tokens": 8}}
+    spec["data"]["sources"].append(prompts)
+    spec_file.write_text(json.dumps(spec))
     program = """
 import sys
 from pathlib import Path
 from jobs.distill import run_local
 from swiftkv_platform.specs import load_spec
-run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=lambda event: print(event.type, flush=True))
+def say(event):
+    print(event.type, event.message, sep="\\t", flush=True)
+run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
 """
     environment = {**os.environ, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()
@@ -279,7 +394,11 @@ run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=lambda event
     )
 
     assert done.returncode == 0, done.stderr
-    kinds = done.stdout.split()
+    said = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
+    kinds = [kind for kind, _ in said]
+    wrote = next(message.split()[3] for _, message in said if message.startswith("the teacher wrote "))
+    assert 3 <= int(wrote) <= 12
+    assert any(message.startswith("data.sources[1] ") and f"{wrote} tokens written" in message for _, message in said)
     assert kinds[0] == "status"
     assert kinds[-1] == "artifact"
     assert {"metrics", "checkpoint"} <= set(kinds)

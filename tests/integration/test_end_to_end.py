@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.local.processes import marked
@@ -18,7 +20,9 @@ from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import read_manifest
 from swiftkv_platform.storage.object_store import open_store
+from tests import browsers
 
+browser, page = browsers.browser, browsers.page  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 SPEC: dict[str, Any] = {
@@ -104,6 +108,41 @@ def test_its_model_is_deployed_and_generates(client: Client, job: Job) -> None:
     assert "".join(piece.text for piece in pieces) == whole.choices[0].text
     assert whole.usage.prefill_layers_skipped_tokens == whole.usage.prompt_tokens - 1
     client.deployments.delete(deployment.id)
+
+
+def test_a_browser_submits_watches_deploys_and_asks(platform: Platform, page: Any, tmp_path: Path) -> None:
+    """Pictures of the pages go to `SWIFTKV_SCREENSHOTS`, where that names a directory."""
+    pictures = Path(os.environ.get("SWIFTKV_SCREENSHOTS", tmp_path))
+    page.set_default_timeout(240_000)
+
+    def picture(name: str) -> None:
+        page.screenshot(path=pictures / f"{name}.png", full_page=True)
+
+    page.goto(f"{platform.url}/#/submit")
+    page.get_by_label("Spec, YAML or JSON").fill(yaml.safe_dump({**SPEC, "name": "from-a-browser"}))
+    page.get_by_role("button", name="Check").click()
+    page.get_by_role("heading", name="Accepted").wait_for()
+    picture("submit")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_role("img", name="Loss by step").wait_for()
+    page.get_by_text("succeeded", exact=True).wait_for()
+    page.get_by_role("row", name="distilled").wait_for()
+    picture("job")
+    page.get_by_role("link", name="Its model").click()
+    page.get_by_label("Route").fill("/browser")
+    page.get_by_role("button", name="Deploy").click()
+    page.get_by_role("link", name="Try it").wait_for()
+    picture("deployments")
+    page.get_by_role("link", name="Try it").click()
+    page.get_by_label("Prompt").fill(PROMPT)
+    page.get_by_role("button", name="Generate").click()
+    page.get_by_text("time to first token").wait_for()
+    picture("playground")
+    answer = page.get_by_label("Answer of").inner_text()
+    (deployment,) = platform.client.deployments.list()
+    with Client(platform.url, serve_url=deployment.url) as client:
+        assert client.generate(PROMPT, max_tokens=64, temperature=0.0).choices[0].text.strip() == answer.strip()
+    platform.client.deployments.delete(deployment.id)
 
 
 def test_cancelling_a_running_job_frees_its_workers(platform: Platform, client: Client) -> None:

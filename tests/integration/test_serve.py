@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +17,7 @@ from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from swiftkv_platform.storage.object_store import open_store
+from tests.integration.conftest import wait_for
 from tests.unit.engine.tiny_models import save_swiftkv
 
 pytestmark = pytest.mark.integration
@@ -33,61 +25,8 @@ pytestmark = pytest.mark.integration
 CONTEXT = 1 << 17
 """So long that an answer of this length outlasts every wait of these tests."""
 
-DEADLINE_S = 240.0
-
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 ENDLESS = {"prompt": [1], "max_tokens": CONTEXT, "ignore_eos": True}
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_for(what: Callable[[], Any]) -> Any:
-    """The first true value of `what`; a cluster that is not there yet is waited for."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            value = what()
-        except ClusterUnavailableError:
-            value = None
-        if value:
-            return value
-        assert time.monotonic() < deadline, "gave up waiting"
-        time.sleep(0.2)
-
-
-@pytest.fixture(scope="module")
-def dashboard_url() -> Iterator[str]:
-    """A Ray of its own: ports, token, home and temporary directory shared with nobody; ended by its process group."""
-    home = Path(tempfile.mkdtemp(prefix="r-", dir="/tmp"))  # short: Ray's socket paths have a limit
-    token = home / "token"
-    token.write_text(secrets.token_hex(32))
-    port = free_port()
-    ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    ports = [f"--dashboard-port={port}", f"--ray-client-server-port={free_port()}", "--port=0"]
-    ports += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    limits = ["--num-cpus=4", f"--object-store-memory={200 << 20}", f"--temp-dir={home}"]
-    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    with (home / "ray.log").open("wb") as log, pytest.MonkeyPatch.context() as patch:
-        for name, value in auth.items():
-            patch.setenv(name, value)
-        ray = subprocess.Popen(
-            [*ray_start, *ports, *limits],
-            env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            os.killpg(ray.pid, signal.SIGKILL)
-            ray.wait()
-            shutil.rmtree(home, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -110,18 +49,13 @@ def specs(artifacts: Path) -> list[DeploymentSpec]:
     def spec(name: str, **options: Any) -> DeploymentSpec:
         return DeploymentSpec(f"dep_{name}", f"mdl_{name}", str(artifacts / name), f"/{name}", **options)
 
-    return [spec("good", engine={"max_num_waiting": 0}), spec("corrupt")]
-
-
-@pytest.fixture(scope="module")
-def serve_port() -> int:
-    return free_port()
+    return [spec("good", engine={"max_num_seqs": 1, "max_num_waiting": 0}), spec("corrupt")]
 
 
 @pytest.fixture(scope="module")
 def cluster(dashboard_url: str, serve_port: int, specs: list[DeploymentSpec]) -> Iterator[RayServe]:
     """Both deployments applied, and at their ends."""
-    with closing(RayServe(dashboard_url, http_port=serve_port)) as cluster:
+    with closing(RayServe(dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
         assert wait_for(lambda: cluster.status() == {})
         cluster.apply(specs)
         wait_for(lambda: all(state.status is not DeploymentStatus.DEPLOYING for state in cluster.status().values()))

@@ -335,6 +335,18 @@ def test_generation_goes_to_the_newest_running_deployment(script: Script) -> Non
         assert client.generate("x").text == "a"
 
 
+def test_a_deployment_is_changed_and_may_refuse(script: Script, client: Client) -> None:
+    row = {"id": "dep_1", "model": "mdl_2", "status": "swapping"}
+    script.on("PATCH", "/deployments/dep_1", json_answer(row))
+    script.on(
+        "GET", "/deployments/dep_1", json_answer(row), json_answer({**row, "status": "refused", "message": "bad"})
+    )
+    assert client.deployments.update("dep_1", model="mdl_2").status == "swapping"
+    assert script.sent("PATCH", "/deployments/dep_1")[0].body == {"model": "mdl_2"}
+    with pytest.raises(SwiftKVError, match="refused mdl_2 and serves on: bad"):
+        client.deployments.wait_ready("dep_1", poll_interval=0.01)
+
+
 def test_a_failed_deployment_says_why(script: Script, client: Client) -> None:
     row = {"id": "dep_1", "model": "mdl_1", "status": "deploying"}
     failed = {**row, "status": "failed", "message": "manifest differs"}

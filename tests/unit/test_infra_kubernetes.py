@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from fastapi.routing import APIRoute
 
+from swiftkv_platform.api.routes import health
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.object_store import open_store
 from tests.infra_files import INFRA, KUBERNETES, PINNED, documents, environments, objects, pod_templates, ray_cluster
@@ -39,7 +37,7 @@ def test_kustomization_lists_every_file() -> None:
     assert kustomization["namespace"] == namespace["metadata"]["name"]
 
 
-CORE = ("ConfigMap", "Deployment", "Namespace", "NetworkPolicy", "PersistentVolumeClaim", "ServiceAccount")
+CORE = ("ConfigMap", "Deployment", "Namespace", "NetworkPolicy", "PersistentVolumeClaim", "Service", "ServiceAccount")
 
 
 @pytest.mark.parametrize("document", objects(*CORE))
@@ -91,30 +89,28 @@ def test_references_lead_somewhere() -> None:
                     assert reference["key"] == "auth_token"
 
 
-@pytest.mark.parametrize(("probe", "path"), [("startup", "healthz"), ("liveness", "healthz"), ("readiness", "readyz")])
-@pytest.mark.parametrize("status", [200, 503])
-def test_probes_tell_a_control_plane_that_is_well_from_one_that_is_not(probe: str, path: str, status: int) -> None:
-    asked: list[str] = []
-
-    class ControlPlane(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the name it has in the base class)
-            """Stay silent."""
-
+def test_probes_ask_the_port_the_control_plane_listens_on_for_routes_it_has() -> None:
     [container] = pod_templates()["swiftkv-control-plane"]["spec"]["containers"]
-    command = container[f"{probe}Probe"]["exec"]["command"]
-    assert command[0] == "python"
-    with ThreadingHTTPServer(("127.0.0.1", 0), ControlPlane) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        script = command[2].replace(f"127.0.0.1:{Settings().port}", f"127.0.0.1:{server.server_port}")
-        outcome = subprocess.run([sys.executable, "-c", script], capture_output=True)
-        server.shutdown()
-    assert asked == [f"/{path}"]
-    assert (outcome.returncode == 0) == (status == 200)
+    [port] = container["ports"]
+    assert port["containerPort"] == Settings().port
+    paths = {route.path for route in health.router.routes if isinstance(route, APIRoute)}
+    for probe, path in (("startup", "/healthz"), ("liveness", "/healthz"), ("readiness", "/readyz")):
+        assert container[f"{probe}Probe"]["httpGet"] == {"path": path, "port": port["name"]}
+        assert path in paths
+    [service] = [parameter.values[0] for parameter in objects("Service")]
+    assert service["spec"]["ports"] == [{"name": "http", "port": port["containerPort"], "targetPort": port["name"]}]
+
+
+def test_the_control_plane_listens_beyond_its_pod_behind_keys_that_are_mounted() -> None:
+    settings = environments()["ConfigMap-swiftkv-control-plane"]
+    assert settings["SWIFTKV_HOST"] == "0.0.0.0"
+    pod = pod_templates()["swiftkv-control-plane"]["spec"]
+    [mount] = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "api-keys"]
+    directory, _, file = settings["SWIFTKV_API_KEYS_FILE"].rpartition("/")
+    assert (mount["mountPath"], mount["readOnly"]) == (directory, True)
+    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "api-keys"]
+    told = f"secret generic {volume['secret']['secretName']} --from-file={file}"
+    assert told in (INFRA / "README.md").read_text()
 
 
 @pytest.mark.parametrize("document", objects("RayCluster", "RayService"))

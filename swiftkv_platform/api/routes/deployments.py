@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response, status
+from typing import Any
 
-from swiftkv_platform.api.catalog_schemas import DeploymentAnswer, DeploymentRequest
-from swiftkv_platform.api.dependencies import NewestFirst, Parts, TheCaller, TheSettings
+import httpx
+from fastapi import APIRouter, Response, status
+from fastapi.responses import StreamingResponse
+from starlette.background import BackgroundTask
+from starlette.concurrency import run_in_threadpool
+
+from swiftkv_platform.api.catalog_schemas import DeploymentAnswer, DeploymentChange, DeploymentRequest
+from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Parts, Reader, TheSettings
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
+from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.service import DeploymentService
+
+_ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
+"""Seconds; a replica that is busy keeps silent until the first token."""
 
 router = APIRouter(prefix="/deployments", tags=["deployments"])
 
@@ -18,7 +28,7 @@ def _service(parts: Parts) -> DeploymentService:
 
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_deployment(
-    body: DeploymentRequest, parts: Parts, caller: TheCaller, settings: TheSettings, response: Response
+    body: DeploymentRequest, parts: Parts, caller: Deployer, settings: TheSettings, response: Response
 ) -> DeploymentAnswer:
     """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
     deployment = _service(parts).create(caller, **dict(body))
@@ -28,7 +38,7 @@ def create_deployment(
 
 @router.get("")
 def list_deployments(
-    parts: Parts, caller: TheCaller, settings: TheSettings, page: NewestFirst
+    parts: Parts, caller: Reader, settings: TheSettings, page: NewestFirst
 ) -> ListAnswer[DeploymentAnswer]:
     """Deployments, newest first."""
     found = parts.catalog.list_deployments(page, tenant=caller.tenant)
@@ -36,13 +46,49 @@ def list_deployments(
 
 
 @router.get("/{deployment_id}")
-def get_deployment(deployment_id: str, parts: Parts, caller: TheCaller, settings: TheSettings) -> DeploymentAnswer:
+def get_deployment(deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings) -> DeploymentAnswer:
     """One deployment."""
     found = parts.catalog.get_deployment(deployment_id, tenant=caller.tenant)
     return DeploymentAnswer.of(found, settings.serve_url)
 
 
+@router.patch("/{deployment_id}")
+def change_deployment(
+    deployment_id: str, body: DeploymentChange, parts: Parts, caller: Deployer, settings: TheSettings
+) -> DeploymentAnswer:
+    """Serve another model, or with other options, without a failed request. Answers at once: the deployment is
+    `swapping` until all replicas serve it, and `refused` if they would not; they then serve on what they did."""
+    changed = _service(parts).update(deployment_id, caller, body.changes())
+    return DeploymentAnswer.of(changed, settings.serve_url)
+
+
+@router.post("/{deployment_id}/generate", response_class=StreamingResponse)
+async def generate(
+    deployment_id: str, body: dict[str, Any], parts: Parts, caller: Asker, settings: TheSettings
+) -> StreamingResponse:
+    """Ask a deployment, as its own `POST /generate` does: for pages, which may ask no other server than this one."""
+    found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
+    url = DeploymentAnswer.of(found, settings.serve_url).url
+    client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
+    try:
+        answer = await client.send(client.build_request("POST", f"{url}/generate", json=body), stream=True)
+    except httpx.TransportError as error:
+        await client.aclose()
+        raise ClusterUnavailableError(
+            f"deployment {deployment_id} does not answer: {error or type(error).__name__}",
+            field="deployment_id",
+            value=deployment_id,
+        ) from error
+
+    async def close() -> None:
+        await answer.aclose()
+        await client.aclose()
+
+    kept = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
+    return StreamingResponse(answer.aiter_raw(), answer.status_code, kept, background=BackgroundTask(close))
+
+
 @router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)
-def delete_deployment(deployment_id: str, parts: Parts, caller: TheCaller, settings: TheSettings) -> DeploymentAnswer:
+def delete_deployment(deployment_id: str, parts: Parts, caller: Deployer, settings: TheSettings) -> DeploymentAnswer:
     """Stop serving. It is `deleting` until its replicas are gone, and then unknown."""
     return DeploymentAnswer.of(_service(parts).delete(deployment_id, caller), settings.serve_url)

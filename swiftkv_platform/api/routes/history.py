@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, TheCaller
+from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
 from swiftkv_platform.api.schemas import EventAnswer, ListAnswer, MetricPointAnswer, list_answer
 from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
@@ -30,7 +30,7 @@ def list_events(
     request: Request,
     job_id: str,
     parts: Parts,
-    caller: TheCaller,
+    caller: Reader,
     page: OldestFirst,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> ListAnswer[EventAnswer] | Response:
@@ -67,7 +67,7 @@ async def _follow_events(
 
 
 @router.get("/metrics")
-def list_metrics(job_id: str, parts: Parts, caller: TheCaller, page: OldestFirst) -> ListAnswer[MetricPointAnswer]:
+def list_metrics(job_id: str, parts: Parts, caller: Reader, page: OldestFirst) -> ListAnswer[MetricPointAnswer]:
     """The time series, by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
@@ -77,7 +77,7 @@ def list_metrics(job_id: str, parts: Parts, caller: TheCaller, page: OldestFirst
 def get_logs(
     job_id: str,
     parts: Parts,
-    caller: TheCaller,
+    caller: Reader,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
 ) -> Response:
     """What the attempts have printed, one after the other."""

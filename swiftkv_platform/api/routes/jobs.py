@@ -1,14 +1,15 @@
-"""`/jobs`: submit, validate, list, get, cancel."""
+"""`/jobs`: submit, validate, list, get, cancel, pause, resume."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request, Response, status
+from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 
-from swiftkv_platform.api.dependencies import NewestFirst, Parts, TheCaller, read_object
+from swiftkv_platform.api.dependencies import NewestFirst, Parts, Reader, TheSettings, Writer, read_object
 from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, list_answer
+from swiftkv_platform.orchestration.access import SourceRules
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
 from swiftkv_platform.orchestration.service import JobService
@@ -19,35 +20,39 @@ router = APIRouter(prefix="/jobs", tags=["jobs"])
 _METADATA = "metadata."
 
 
-def _service(parts: Parts) -> JobService:
-    return JobService(parts.jobs, clock=parts.clock, read_object=read_object)
+def _service(parts: Parts, settings: TheSettings) -> JobService:
+    rules = SourceRules(settings.resolved_source_roots)
+    return JobService(parts.jobs, clock=parts.clock, read_object=read_object, rules=rules)
+
+
+Service = Annotated[JobService, Depends(_service)]
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_job(
     spec: JobSpec,
-    parts: Parts,
-    caller: TheCaller,
+    service: Service,
+    caller: Writer,
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
-    job = _service(parts).submit(spec, caller, idempotency_key=idempotency_key)
+    job = service.submit(spec, caller, idempotency_key=idempotency_key)
     response.headers["Location"] = f"/jobs/{job.id}"
     return JobAnswer.of(job)
 
 
 @router.post("/validate")
-def validate_job(spec: JobSpec, parts: Parts) -> EstimateAnswer:
+def validate_job(spec: JobSpec, service: Service, caller: Writer) -> EstimateAnswer:
     """Check a spec as submitting it would, and say what it would make; stores nothing."""
-    return EstimateAnswer(**asdict(_service(parts).validate(spec)))
+    return EstimateAnswer(**asdict(service.validate(spec, caller)))
 
 
 @router.get("")
 def list_jobs(
     request: Request,
     parts: Parts,
-    caller: TheCaller,
+    caller: Reader,
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
@@ -63,12 +68,24 @@ def list_jobs(
 
 
 @router.get("/{job_id}")
-def get_job(job_id: str, parts: Parts, caller: TheCaller) -> JobAnswer:
+def get_job(job_id: str, parts: Parts, caller: Reader) -> JobAnswer:
     """One job."""
     return JobAnswer.of(parts.jobs.get(job_id, tenant=caller.tenant))
 
 
 @router.post("/{job_id}/cancel")
-def cancel_job(job_id: str, parts: Parts, caller: TheCaller) -> JobAnswer:
+def cancel_job(job_id: str, service: Service, caller: Writer) -> JobAnswer:
     """Ask for the end of a job; asking again is the same."""
-    return JobAnswer.of(_service(parts).cancel(job_id, caller))
+    return JobAnswer.of(service.cancel(job_id, caller))
+
+
+@router.post("/{job_id}/pause")
+def pause_job(job_id: str, service: Service, caller: Writer) -> JobAnswer:
+    """Ask a job to checkpoint and free the cluster; asking again is the same."""
+    return JobAnswer.of(service.pause(job_id, caller))
+
+
+@router.post("/{job_id}/resume")
+def resume_job(job_id: str, service: Service, caller: Writer) -> JobAnswer:
+    """Queue a paused job again; it goes on from its last checkpoint."""
+    return JobAnswer.of(service.resume(job_id, caller))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, TheCaller
+from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
 from swiftkv_platform.api.schemas import ArtifactFileAnswer, CheckpointAnswer, ListAnswer, list_answer, page_of
 from swiftkv_platform.attempts import MANIFEST, ManifestFile, artifact_prefix
 from swiftkv_platform.errors import NotFoundError
@@ -20,7 +20,7 @@ _URL_LIFETIME_S = 3600
 
 
 @router.get("/checkpoints")
-def list_checkpoints(job_id: str, parts: Parts, caller: TheCaller, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
+def list_checkpoints(job_id: str, parts: Parts, caller: Reader, page: OldestFirst) -> ListAnswer[CheckpointAnswer]:
     """Complete checkpoints of all attempts, by step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
     found = [CheckpointAnswer.of(checkpoint) for checkpoint in parts.attempts.list_checkpoints(job_id)]
@@ -30,7 +30,7 @@ def list_checkpoints(job_id: str, parts: Parts, caller: TheCaller, page: OldestF
 
 @router.get("/artifacts")
 def list_artifacts(
-    request: Request, job_id: str, parts: Parts, caller: TheCaller, page: OldestFirst
+    request: Request, job_id: str, parts: Parts, caller: Reader, page: OldestFirst
 ) -> ListAnswer[ArtifactFileAnswer]:
     """The files of the distilled model, by path; none before the job has succeeded."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
@@ -48,7 +48,7 @@ def list_artifacts(
 
 
 @router.get("/artifacts/{path:path}", response_class=StreamingResponse)
-def download_artifact(job_id: str, path: str, parts: Parts, caller: TheCaller) -> StreamingResponse:
+def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader) -> StreamingResponse:
     """One file of the distilled model."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     file = _files(parts, job).get(path)

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.ports import SubmissionStatus
@@ -27,6 +29,7 @@ from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.cluster import FakeCluster
 from tests.fakes.serve_cluster import FakeServeCluster
+from tests.model_configs import llama_config
 
 URL = "http://127.0.0.1:8000"
 SPEC: dict[str, Any] = {"name": "test", "model": {"name_or_path": "org/teacher"}}
@@ -47,13 +50,14 @@ class Clock:
 class Server:
     """A control plane behind a client. Its own loops sleep; `tick` does what they would do."""
 
-    client: TestClient
+    client: httpx.Client
     parts: Components
-    cluster: FakeCluster
-    serving: FakeServeCluster
     settings: Settings
 
     def __post_init__(self) -> None:
+        assert isinstance(self.parts.cluster, FakeCluster)
+        assert isinstance(self.parts.serving, FakeServeCluster)
+        self.cluster, self.serving = self.parts.cluster, self.parts.serving
         self._reconciler = Reconciler(
             jobs=self.parts.jobs,
             cluster=self.cluster,
@@ -107,26 +111,31 @@ def teacher(tmp_path: Path) -> dict[str, str]:
     """A model of 12 layers, as a spec names it."""
     directory = tmp_path / "teacher"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"num_hidden_layers": 12}))
+    (directory / "config.json").write_text(json.dumps(llama_config(12)))
     return {"name_or_path": str(directory)}
 
 
-@pytest.fixture
-def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
-    database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
-    objects = LocalObjectStore(tmp_path / "store")
-    cluster, serving = FakeCluster(), FakeServeCluster()
-    parts = Components(
+def make_parts(directory: Path, empty_database: Path) -> Components:
+    """Real database and object store in `directory`, clusters that a test commands."""
+    database = Database(f"sqlite:///{shutil.copy(empty_database, directory / 'test.db')}")
+    objects = LocalObjectStore(directory / "store")
+    return Components(
         database=database,
         jobs=SqlJobRepository(database),
         catalog=SqlCatalog(database),
-        cluster=cluster,
-        serving=serving,
+        leases=SqlLeases(database),
+        cluster=FakeCluster(),
+        serving=FakeServeCluster(),
         objects=objects,
         attempts=AttemptStore(objects),
         entrypoint=Entrypoint(("python",), objects.uri),
         clock=Clock(),
     )
+
+
+@pytest.fixture
+def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
+    parts = make_parts(tmp_path, empty_database)
     settings = Settings(home=tmp_path, reconcile_interval_s=1e6, max_request_bytes=4096, _env_file=None)
     with TestClient(create_app(settings, components=parts), base_url=URL) as client:
-        yield Server(client, parts, cluster, serving, settings)
+        yield Server(client, parts, settings)

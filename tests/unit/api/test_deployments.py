@@ -26,7 +26,7 @@ def test_a_deployment_comes_up_and_goes_away(server: Server, model: str) -> None
     path = f"/deployments/{created['id']}"
     assert response.headers["location"] == path
     assert (created["status"], created["model"], created["url"]) == ("pending", model, "http://127.0.0.1:8001")
-    assert (created["min_replicas"], created["max_replicas"], created["target_ongoing_requests"]) == (1, 2, 8.0)
+    assert (created["min_replicas"], created["max_replicas"], created["target_ongoing_requests"]) == (1, 2, None)
 
     server.tick()
     [spec] = server.serving.applied[-1]
@@ -47,6 +47,37 @@ def test_a_deployment_comes_up_and_goes_away(server: Server, model: str) -> None
     assert server.client.delete(path).status_code == 404
 
 
+def test_another_model_is_swapped_in(server: Server, model: str) -> None:
+    path = f"/deployments/{deploy(server, model, max_replicas=2).json()['id']}"
+    server.tick()
+    server.serving.become(path.rpartition("/")[2], DeploymentStatus.RUNNING, replicas=1)
+    server.tick()
+    other = str(server.succeed()["distilled_model"])
+    response = server.client.patch(path, json={"model": other, "engine": {"max_num_seqs": 8}})
+    changed = response.json()
+    assert (response.status_code, changed["model"], changed["status"]) == (200, other, "swapping")
+    assert (changed["engine"], changed["max_replicas"]) == ({"max_num_seqs": 8}, 2)
+    assert changed["artifact_uri"] == server.get(f"/models/{other}")["artifact_uri"]
+    server.tick()
+    assert server.serving.applied[-1][0].model == other
+    assert server.get(path)["status"] == "swapping", "the cluster has not said anything of the new model yet"
+    server.tick()
+    assert server.get(path)["status"] == "running"
+
+    for body, field in (
+        ({"model": "mdl_unknown"}, "model"),
+        ({"max_replicas": 0}, "max_replicas"),
+        ({"min_replicas": 3}, "max_replicas"),
+        ({"min_replicas": None}, "min_replicas"),
+        ({"route_prefix": "/other"}, "route_prefix"),
+    ):
+        refused = server.client.patch(path, json=body)
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, field)
+    server.client.delete(path)
+    assert server.client.patch(path, json={"max_replicas": 4}).status_code == 409
+    assert server.client.patch("/deployments/dep_unknown", json={}).status_code == 404
+
+
 def test_a_route_has_one_holder(server: Server, model: str) -> None:
     holder = deploy(server, model).json()
     refused = deploy(server, model)
@@ -63,7 +94,7 @@ def test_a_route_has_one_holder(server: Server, model: str) -> None:
     ("options", "field"),
     [
         ({"model": "mdl_unknown"}, "model"),
-        ({"min_replicas": 0}, "min_replicas"),
+        ({"min_replicas": -1}, "min_replicas"),
         ({"route_prefix": "python"}, "route_prefix"),
         ({"route_prefix": "/a/"}, "route_prefix"),
         ({"target_ongoing_requests": 0}, "target_ongoing_requests"),

@@ -32,7 +32,12 @@ def problem(response: Any, status: int) -> dict[str, Any]:
         ({"name": "x", "colour": "red"}, "colour", "red", "unknown key; accepted here: checkpoint, data"),
         ({}, "name", None, "missing"),
         ({"name": "x" * 101}, "name", "x" * 101, "100"),
-        ({"name": "x", "sharding": {"strategy": "zero9"}}, "sharding.strategy", "zero9", "'ddp' or 'fsdp2'"),
+        (
+            {"name": "x", "sharding": {"strategy": "zero9"}},
+            "sharding.strategy",
+            "zero9",
+            "'ddp', 'fsdp2' or 'deepspeed'",
+        ),
     ],
 )
 def test_a_refused_spec_names_field_value_and_what_would_do(

@@ -1,4 +1,4 @@
-"""The job routes: submitting, reading, cancelling, and what a job says and leaves."""
+"""The job routes: submitting, reading, cancelling, pausing, and what a job says and leaves."""
 
 from __future__ import annotations
 
@@ -46,14 +46,18 @@ def test_the_same_key_and_body_is_the_same_job(server: Server) -> None:
 def test_validation_says_what_the_job_would_make_and_stores_nothing(server: Server, teacher: dict[str, str]) -> None:
     body = {"name": "test", "model": teacher, "swiftkv": {"key_value_group_size": 3}}
     response = server.client.post("/jobs/validate", json=body)
-    assert response.json() == {
-        "object": "distillation.estimate",
-        "num_hidden_layers": 12,
-        "num_key_value_layers": 6,
-        "num_kv_cache_layers": 8,
-        "prefill_layers_ratio": 0.5,
-        "kv_bytes_ratio": pytest.approx(2 / 3),
-    }
+    estimate = response.json()
+    assert (estimate["num_hidden_layers"], estimate["num_key_value_layers"], estimate["num_kv_cache_layers"]) == (
+        12,
+        6,
+        8,
+    )
+    assert estimate["kv_bytes_ratio"] == pytest.approx(2 / 3)
+    assert estimate["memory_per_worker"] > estimate["parameters"] > estimate["trained_parameters"] > 0
+    assert estimate["max_tokens"] is None, "epochs decide"
+    assert estimate["sources"] == [
+        {"name_or_path": "builtin:python-stdlib", "num_files": None, "num_bytes": None, "formats": ["text"]}
+    ]
     assert server.get("/jobs")["data"] == []
 
 
@@ -81,6 +85,19 @@ def test_cancelling_is_idempotent_and_refused_after_the_end(server: Server) -> N
     done = server.succeed()
     refused = server.client.post(f"/jobs/{done['id']}/cancel")
     assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
+
+
+def test_pausing_and_resuming_are_idempotent_and_refused_after_the_end(server: Server) -> None:
+    job = server.submit()
+    for verb, status in (("pause", "paused"), ("resume", "queued")):
+        for _ in range(2):
+            response = server.client.post(f"/jobs/{job['id']}/{verb}")
+            assert (response.status_code, response.json()["status"]) == (200, status)
+    server.client.post(f"/jobs/{job['id']}/cancel")
+    done = server.succeed()
+    for verb in ("pause", "resume"):
+        refused = server.client.post(f"/jobs/{done['id']}/{verb}")
+        assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
 
 
 def test_a_failed_job_says_why(server: Server) -> None:

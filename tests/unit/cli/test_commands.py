@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer, serve
+from tests.model_configs import llama_config
 
 Run = Callable[..., Result]
 
@@ -205,11 +206,26 @@ def test_validate_prints_the_estimate(run: Run, script: Script, spec: Path) -> N
     assert json.loads(run("jobs", "validate", "-f", str(spec), "--json").stdout) == {"kv_bytes_ratio": 0.75}
 
 
+@pytest.mark.parametrize(("verb", "status"), [("pause", "pausing"), ("resume", "queued")])
+def test_pause_and_resume(run: Run, script: Script, verb: str, status: str) -> None:
+    script.on("POST", f"/jobs/job_1/{verb}", json_answer(job_row(status)))
+    assert status in run("jobs", verb, "job_1").stdout
+    assert json.loads(run("jobs", verb, "job_1", "--json").stdout)["status"] == status
+
+
 def test_cancel_and_logs(run: Run, script: Script) -> None:
     script.on("POST", "/jobs/job_1/cancel", json_answer(job_row("cancelling")))
     assert "cancelling" in run("jobs", "cancel", "job_1").stdout
     script.on("GET", "/jobs/job_1/logs", json_answer("step 1"))
     assert "step 1" in run("jobs", "logs", "job_1").stdout
+
+
+def test_deploy_can_replace_a_model(run: Run, script: Script) -> None:
+    script.on("PATCH", "/deployments/dep_1", json_answer({"id": "dep_1", "model": "mdl_2", "status": "swapping"}))
+    result = run("deploy", "mdl_2", "--replace", "dep_1", "--max-replicas", "3", "--no-wait")
+    assert result.exit_code == 0, result.output
+    assert "dep_1 serves mdl_2: swapping" in result.output
+    assert script.sent("PATCH", "/deployments/dep_1")[0].body == {"model": "mdl_2", "max_replicas": 3}
 
 
 def test_deploy_waits_until_the_model_answers(run: Run, script: Script) -> None:
@@ -247,3 +263,20 @@ def test_status_of_nothing_fails(tmp_path: Path) -> None:
     result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)}).invoke(app, ["status", "--json"])
     assert result.exit_code == 1
     assert {part["state"] for part in json.loads(result.stdout)["parts"]} == {"stopped"}
+
+
+def test_a_given_configuration_is_checked_here(run: Run, script: Script, spec: Path, tmp_path: Path) -> None:
+    spec.write_text("name: tiny\nmodel: {name_or_path: org/model}\nswiftkv: {num_key_value_layers: 3}\n")
+    config = tmp_path / "teacher.json"
+    config.write_text(json.dumps(llama_config(4)))
+    result = run("jobs", "validate", "-f", str(spec), "--config", str(config), "--json")
+    assert json.loads(result.stdout)["num_kv_cache_layers"] == 4
+    config.write_text(json.dumps(llama_config(3)))
+    result = run("jobs", "validate", "-f", str(spec), "--config", str(config))
+    assert result.exit_code != 0
+    assert "1..2 are accepted" in result.stderr
+    (tmp_path / "config.json").write_text("[]")
+    result = run("jobs", "validate", "-f", str(spec), "--config", str(tmp_path))
+    assert str(tmp_path) in result.stderr
+    assert "holds no object" in result.stderr
+    assert not script.requests

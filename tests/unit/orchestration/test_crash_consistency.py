@@ -18,8 +18,9 @@ from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.service import Caller, JobService
 from tests.unit.orchestration.conftest import TENANT, Plane
 
+ANN = Caller(TENANT, "ann")
 Moment = Literal["before", "after"]
-EFFECTS = frozenset({"update", "write_request", "submit", "stop", "save_logs"})
+EFFECTS = frozenset({"update", "write_request", "request_pause", "submit", "stop", "save_logs"})
 """A kill at any other call is the same as one before the next of these."""
 
 
@@ -76,6 +77,12 @@ class World:
             if not submission.state.status.is_terminal:
                 age = self._ages[submission_id] = self._ages.get(submission_id, -1) + 1
                 self._script(self, int(submission_id.rpartition("-")[2]), age)
+        if self.plane.get(self.job).status is JobStatus.PAUSED:
+            self.service.resume(self.job.id, ANN)
+
+    @property
+    def service(self) -> JobService:
+        return JobService(self.plane.jobs, clock=self.plane.clock, read_object=lambda store, key: b"")
 
     def finish(self, attempt: int, status: SubmissionStatus) -> None:
         self.plane.cluster.finish(f"{self.job.id}-{attempt}", status)
@@ -118,8 +125,19 @@ def cancelled(world: World, attempt: int, age: int) -> None:
     """The user cancels the job as soon as it runs."""
     if age == 0:
         succeed(world, attempt, age)
-        service = JobService(world.plane.jobs, clock=world.plane.clock, read_object=lambda store, key: b"")
-        service.cancel(world.job.id, Caller(TENANT, "ann"))
+        world.service.cancel(world.job.id, ANN)
+
+
+def paused_once(world: World, attempt: int, age: int) -> None:
+    """The user pauses the first attempt as soon as it runs, and resumes the job once it is paused."""
+    if attempt > 1 or age == 0:
+        succeed(world, attempt, age)
+        if attempt == 1:
+            world.service.pause(world.job.id, ANN)
+    elif world.plane.store.pause_requested(world.job.id, attempt):
+        worker = world.plane.worker(world.job, attempt)
+        worker.checkpoint(1)
+        worker.say("status", status="paused")
 
 
 def carry_on(world: World, reconciler: Reconciler) -> Job:
@@ -147,6 +165,7 @@ SCENARIOS: list[tuple[Callable[[World, int, int], None], JobStatus, int]] = [
     (fail_once, JobStatus.SUCCEEDED, 2),
     (forgotten_once, JobStatus.SUCCEEDED, 2),
     (cancelled, JobStatus.CANCELLED, 1),
+    (paused_once, JobStatus.SUCCEEDED, 2),
 ]
 
 

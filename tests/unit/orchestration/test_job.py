@@ -49,16 +49,17 @@ def test_every_live_job_can_fail_or_be_cancelled() -> None:
 
 
 def test_times_and_reasons_follow_the_status() -> None:
-    job, _ = start(make_job(), now=101)
+    job, _ = start(make_job(), now=101, resume_from=None)
     assert job.attempt.submission_id == "job_1-1"
     job, _ = transition(job, JobStatus.RUNNING, now=102)
     job = replace(job, progress=Progress(seconds_remaining=7), estimated_finish=500)
-    job, event = requeue(job, now=103, reason=REASON, resume_from="checkpoint", delay_s=2.0, counts=True)
+    job, event = requeue(job, now=103, reason=REASON, delay_s=2.0, counts=True)
     assert (job.status_reason, job.error, event.level) == (REASON, None, "warn")
-    assert (job.attempt.number, job.attempt.submission_id, job.attempt.resume_from) == (2, None, "checkpoint")
+    assert (job.attempt.number, job.attempt.submission_id) == (2, None)
     assert (job.retries, job.not_before) == (1, 105.0)
     assert (job.estimated_finish, job.progress.seconds_remaining) == (None, None)
-    job, _ = start(job, now=110)
+    job, _ = start(job, now=110, resume_from="checkpoint")
+    assert (job.attempt.submission_id, job.attempt.resume_from) == ("job_1-2", "checkpoint")
     job, _ = transition(job, JobStatus.RUNNING, now=111)
     assert (job.started_at, job.status_reason) == (102, None)
     job, event = transition(job, JobStatus.FAILED, now=120, reason=REASON)

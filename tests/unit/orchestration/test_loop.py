@@ -6,8 +6,11 @@ import threading
 
 import pytest
 
+from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.errors import DatabaseUnavailableError
+from swiftkv_platform.orchestration.leadership import LEASE_S, Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
+from tests.unit.orchestration.conftest import Plane
 
 
 @pytest.mark.parametrize("error", [DatabaseUnavailableError("away"), ZeroDivisionError("a bug")])
@@ -28,3 +31,22 @@ def test_a_loop_outlives_failures_and_ends_when_asked(error: Exception) -> None:
     assert loop.last_success == 7.0
     recovered.clear()
     assert not recovered.wait(0.05)
+
+
+def test_one_of_two_leads_until_it_resigns_or_dies(plane: Plane) -> None:
+    leases = SqlLeases(plane.database)
+    turns: list[str] = []
+    first, second = (Leadership(leases, "jobs", holder, plane.clock) for holder in ("a", "b"))
+    step_a, step_b = first.guard(lambda: turns.append("a")), second.guard(lambda: turns.append("b"))
+    for _ in range(3):
+        step_a()
+        step_b()
+        plane.clock.now += LEASE_S / 2
+    assert turns == ["a", "a", "a"]
+    first.resign()
+    step_b()
+    step_a()
+    assert turns[3:] == ["b"]
+    plane.clock.now += LEASE_S
+    step_a()
+    assert turns[3:] == ["b", "a"], "nobody has heard of b for as long as its lease"

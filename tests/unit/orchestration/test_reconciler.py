@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swiftkv_platform.attempts import MANIFEST, artifact_prefix
-from swiftkv_platform.errors import StorageError
-from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.errors import IllegalTransitionError, StorageError
+from swiftkv_platform.orchestration.job import Job, JobStatus, Reason
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
 from swiftkv_platform.orchestration.service import Caller, JobService
 from tests.fakes.attempt_store import METRICS
@@ -15,8 +15,12 @@ from tests.unit.orchestration.conftest import TENANT, Plane
 ANN = Caller(TENANT, "ann")
 
 
+def service(plane: Plane) -> JobService:
+    return JobService(plane.jobs, clock=plane.clock, read_object=lambda store, key: b"")
+
+
 def cancel(plane: Plane, job: Job) -> Job:
-    return JobService(plane.jobs, clock=plane.clock, read_object=lambda store, key: b"").cancel(job.id, ANN)
+    return service(plane).cancel(job.id, ANN)
 
 
 def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
@@ -250,6 +254,97 @@ def test_a_cancelled_run_that_ray_forgot_is_cancelled(plane: Plane) -> None:
     plane.cluster.forget()
     reconciler.tick()
     assert plane.get(job).status is JobStatus.CANCELLED
+
+
+def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: Plane) -> None:
+    job = plane.submit(fault_tolerance={"max_retries": 0})
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    worker = plane.worker(job)
+    worker.say("status", status="running")
+    reconciler.tick()
+    for _ in range(2):
+        assert service(plane).pause(job.id, ANN).status is JobStatus.PAUSING
+    reconciler.tick()
+    assert plane.store.pause_requested(job.id, 1)
+    running = plane.cluster.status(f"{job.id}-1")
+    assert running.status is SubmissionStatus.RUNNING, "the attempt is given the time to checkpoint"
+
+    checkpoint = worker.checkpoint(5)
+    worker.say("status", status="paused")
+    for _ in range(2):  # stopped, then seen to have ended
+        reconciler.tick()
+    paused = plane.get(job)
+    assert (paused.status, paused.status_reason) == (JobStatus.PAUSED, Reason("paused", "paused by ann"))
+    reconciler.tick()
+    assert plane.cluster.started == [f"{job.id}-1"]
+
+    for _ in range(2):
+        resumed = service(plane).resume(job.id, ANN)
+        assert (resumed.status, resumed.attempt.number, resumed.retries) == (JobStatus.QUEUED, 2, 0)
+    reconciler.tick()
+    assert plane.store.read_request(job.id, 2).resume_from == checkpoint
+    assert not plane.store.pause_requested(job.id, 2)
+    assert plane.statuses(job) == ["queued", "starting", "running", "pausing", "paused", "queued", "starting"]
+
+
+def test_an_attempt_that_ends_by_itself_after_its_checkpoint_is_paused(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    service(plane).pause(job.id, ANN)
+    plane.worker(job).say("status", status="paused")
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.PAUSED
+
+
+@pytest.mark.parametrize(
+    ("retryable", "status"), [(True, JobStatus.PAUSED), (False, JobStatus.FAILED)], ids=["worker lost", "bad data"]
+)
+def test_a_failure_while_pausing_pauses_if_another_try_can_mend_it(
+    plane: Plane, retryable: bool, status: JobStatus
+) -> None:
+    job = plane.submit(fault_tolerance={"max_retries": 0})
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    service(plane).pause(job.id, ANN)
+    plane.worker(job).say("error", "why", level="error", code="some_error", retryable=retryable)
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.FAILED)
+    reconciler.tick()
+    assert plane.get(job).status is status
+
+
+def test_a_job_that_finishes_while_it_is_pausing_has_succeeded(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    service(plane).pause(job.id, ANN)
+    plane.worker(job).artifact()
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.SUCCEEDED
+    with pytest.raises(IllegalTransitionError, match="is succeeded"):
+        service(plane).pause(job.id, ANN)
+
+
+def test_a_queued_job_is_paused_at_once_and_keeps_its_attempt(plane: Plane) -> None:
+    job = plane.submit()
+    assert service(plane).pause(job.id, ANN).status is JobStatus.PAUSED
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    assert plane.cluster.started == []
+    assert service(plane).resume(job.id, ANN).attempt.number == 1
+    reconciler.tick()
+    assert plane.cluster.started == [f"{job.id}-1"]
+
+
+def test_a_job_that_is_still_pausing_cannot_be_resumed(plane: Plane) -> None:
+    job = plane.submit()
+    plane.reconciler().tick()
+    service(plane).pause(job.id, ANN)
+    with pytest.raises(IllegalTransitionError, match="is pausing"):
+        service(plane).resume(job.id, ANN)
 
 
 def test_a_run_over_its_time_is_stopped_and_fails(plane: Plane) -> None:

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.distillation.data_formats import FORMATS, PROMPT_FORMATS
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, ObjectNotFoundError, StorageError
-from swiftkv_platform.orchestration.validation import Estimate, validate
+from swiftkv_platform.orchestration import data_checks
+from swiftkv_platform.orchestration.data_checks import SourceEstimate
+from swiftkv_platform.orchestration.estimates import Estimate
+from swiftkv_platform.orchestration.validation import validate
 from swiftkv_platform.specs import JobSpec
+from tests.model_configs import llama_config
 
 DATA = "data.sources[0].name_or_path"
+BUILTIN = SourceEstimate("builtin:python-stdlib", formats=("text",))
 
 
 def read_nothing(store: str, key: str) -> bytes:
@@ -28,14 +34,38 @@ def teacher(tmp_path: Path) -> dict[str, Any]:
     """A model of 12 layers, as the spec names it."""
     directory = tmp_path / "teacher"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 12}))
+    (directory / "config.json").write_text(json.dumps(llama_config(12)))
     return {"name_or_path": str(directory)}
 
 
-def test_the_estimate_is_the_layer_maps(teacher: dict[str, Any]) -> None:
-    estimate = check(model=teacher, swiftkv={"key_value_group_size": 4})
-    assert estimate == Estimate(12, 6, 8, 0.5, 8 / 12)
+def test_the_estimate_is_the_plans(teacher: dict[str, Any]) -> None:
+    training = {"max_steps": 10, "batch_size": 4, "micro_batch_size": 2}
+    spec = {"swiftkv": {"key_value_group_size": 4}, "training": training, "data": {"max_length": 256}}
+    estimate = check(model=teacher, **spec)
+    assert (estimate.num_hidden_layers, estimate.num_key_value_layers, estimate.num_kv_cache_layers) == (12, 6, 8)
+    assert estimate.kv_bytes_ratio == pytest.approx(8 / 12)
+    assert estimate.kv_bytes_per_token == 8 * 2 * 8 * 4 * 2, "layers, K and V, heads, their size, bytes"
+    assert estimate.prefill_flops_ratio == pytest.approx(0.5, abs=0.05)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    student = 6 * 64 * 64 + 2 * 2 * 64 * 32 + 64
+    assert estimate.trained_parameters == student
+    assert estimate.parameters == 12 * layer + student + 2 * 1024 * 64 + 64
+    assert estimate.max_tokens == 10 * 4 * 256
+    assert estimate.total_flops == pytest.approx(estimate.max_tokens * (estimate.flops_per_token or 0))
+    assert estimate.memory_per_worker is not None
+    halved = check(model=teacher, **{**spec, "training": {**training, "micro_batch_size": 1}}).memory_per_worker
+    assert halved is not None
+    assert halved < estimate.memory_per_worker
+    assert estimate.sources == (BUILTIN,)
     assert check(model=teacher, swiftkv={"prefill_reduction": 0.25}).num_key_value_layers == 9
+
+
+def test_the_estimate_counts_shared_heads(tmp_path: Path) -> None:
+    """8 of 16 query heads: six lower layers cache 8 heads; six groups above cache 1 (mqa), three 16 (mha)."""
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(12)))
+    model = {"name_or_path": str(tmp_path)}
+    assert check(model=model, swiftkv={"sharing": "mqa"}).kv_bytes_ratio == pytest.approx(54 / 96)
+    assert check(model=model, swiftkv={"sharing": "mha", "key_value_group_size": 2}).kv_bytes_ratio == 1.0
 
 
 @pytest.mark.parametrize("layers", [12, 13])
@@ -51,6 +81,20 @@ def test_a_group_larger_than_the_layers_that_share_is_refused(teacher: dict[str,
     assert (caught.value.field, caught.value.value) == ("swiftkv.key_value_group_size", 3)
 
 
+@pytest.mark.parametrize("values", [{"num_key_value_layers": [6, 12]}, {"key_value_group_size": [8, 7]}])
+def test_a_sweep_whose_trials_do_not_fit_is_refused(teacher: dict[str, Any], values: dict[str, list[int]]) -> None:
+    (name,) = values
+    with pytest.raises(InvalidInputError) as caught:
+        check(model=teacher, sweep=values, evaluation={"max_kl": 0.2})
+    assert (caught.value.field, caught.value.value) == (f"swiftkv.{name}", max(values[name]))
+
+
+def test_a_sweep_may_name_a_group_too_large_for_some_of_its_layers(teacher: dict[str, Any]) -> None:
+    sweep = {"num_key_value_layers": [9, 6], "key_value_group_size": [4]}
+    estimate = check(model=teacher, sweep=sweep, evaluation={"max_kl": 0.2})
+    assert (estimate.num_key_value_layers, estimate.num_kv_cache_layers) == (6, 8)
+
+
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
@@ -59,6 +103,7 @@ def test_a_group_larger_than_the_layers_that_share_is_refused(teacher: dict[str,
         ("[]", "no object"),
         ("{}", "num_hidden_layers None"),
         ('{"num_hidden_layers": 1}', "num_hidden_layers 1"),
+        (json.dumps(llama_config(12, model_type="gpt2")), "gpt2"),
     ],
 )
 def test_an_unreadable_model_is_refused(tmp_path: Path, config: str | None, complaint: str) -> None:
@@ -66,7 +111,7 @@ def test_an_unreadable_model_is_refused(tmp_path: Path, config: str | None, comp
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=complaint) as caught:
         check(model={"name_or_path": str(tmp_path)})
-    assert (caught.value.field, caught.value.value) == ("model.name_or_path", str(tmp_path))
+    assert caught.value.field == "model.name_or_path"
 
 
 @pytest.mark.parametrize("name", ["/missing/model", "./missing", "a/b/c", "builtin:other", "s3://bucket/missing"])
@@ -76,7 +121,7 @@ def test_a_model_that_is_not_there_is_refused(name: str) -> None:
 
 
 def test_a_model_in_an_object_store_is_read_there() -> None:
-    objects = {("s3://bucket/model", "config.json"): b'{"num_hidden_layers": 4}'}
+    objects = {("s3://bucket/model", "config.json"): json.dumps(llama_config(4)).encode()}
     estimate = check(lambda store, key: objects[store, key], model={"name_or_path": "s3://bucket/model"})
     assert estimate.num_key_value_layers == 2
 
@@ -88,7 +133,7 @@ def test_a_model_in_an_object_store_is_read_there() -> None:
 
 
 def test_a_hub_id_is_left_to_the_worker() -> None:
-    assert check(model={"name_or_path": "org/model"}) == Estimate()
+    assert check(model={"name_or_path": "org/model"}).num_hidden_layers is None
     check(model={"name_or_path": "org/model"}, data={"sources": [{"name_or_path": "org/data"}]})
 
 
@@ -110,7 +155,7 @@ def check_data(name: str, **source: Any) -> None:
         ("", "empty"),
         ("nonsense", "no JSON"),
         ("[1]", "no object"),
-        ('{"body": "x"}', r"has the columns body; these would do: text: text; messages: messages"),
+        ('{"body": "x"}', r"has the columns body; these would do: messages: messages; sharegpt: conversations"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
@@ -157,6 +202,39 @@ def test_parquet_columns_are_read_from_its_schema(tmp_path: Path) -> None:
     file.write_bytes(b"nonsense")
     with pytest.raises(DataError, match="no Parquet file"):
         check_data(str(file))
+
+
+def test_the_formats_are_those_the_worker_finds() -> None:
+    for here, there in ((data_checks._FORMATS, FORMATS), (data_checks._PROMPTS, PROMPT_FORMATS)):
+        assert list(here) == [row_format.name for row_format in there]
+        for row_format in there:
+            assert here[row_format.name] == tuple(map(frozenset, row_format.columns))
+
+
+def test_a_first_look_at_the_data_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "b.json").write_text('[{"messages": [], "text": "x"}]')
+    (tmp_path / "c.txt").write_text("plain")
+    (tmp_path / "d.jsonl").write_text("")
+    estimate = check(data={"sources": [{"name_or_path": str(tmp_path)}, {"name_or_path": "org/data"}]})
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert estimate.sources == (
+        SourceEstimate(str(tmp_path), 3, size, ("text", "messages")),
+        SourceEstimate("org/data"),
+    )
+
+
+def test_prompts_that_the_teacher_completes_need_no_answers(tmp_path: Path) -> None:
+    name = data_file(tmp_path, '{"prompt": "x"}')
+    check_data(name, complete={})
+    with pytest.raises(DataError, match="prompt_completion: completion"):
+        check_data(name)
+
+
+def test_what_datasets_saved_is_left_to_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"rows")
+    check_data(str(tmp_path))
 
 
 def test_plain_text_needs_no_columns(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+// The control plane's HTTP interface. Knows problem documents and event streams, no page.
+
+export class ApiError extends Error {
+  constructor(problem) {
+    super(problem.detail);
+    this.code = problem.code;
+    this.status = problem.status;
+    this.errors = problem.errors ?? [];
+  }
+}
+
+async function failure(response) {
+  const text = await response.text();
+  try {
+    return new ApiError(JSON.parse(text));
+  } catch {
+    return new ApiError({ detail: text || response.statusText, code: "http_error", status: response.status });
+  }
+}
+
+/** Send a request; `body` is made JSON. Throws `ApiError` for a refusal, `TypeError` where nobody answers. */
+export async function send(method, path, body) {
+  const options = { method, headers: body === undefined ? {} : { "Content-Type": "application/json" } };
+  if (body !== undefined) options.body = JSON.stringify(body);
+  const response = await fetch(path, options);
+  if (!response.ok) throw await failure(response);
+  return response;
+}
+
+export const get = async (path) => (await send("GET", path)).json();
+export const post = async (path, body) => (await send("POST", path, body)).json();
+export const remove = async (path) => (await send("DELETE", path)).json();
+
+/** All pages of a list. */
+export async function all(path) {
+  const rows = [];
+  let after = null;
+  do {
+    const url = new URL(path, location.origin);
+    url.searchParams.set("limit", "1000");
+    if (after !== null) url.searchParams.set("after", after);
+    const page = await get(url.pathname + url.search);
+    rows.push(...page.data);
+    after = page.has_more ? page.last_id : null;
+  } while (after !== null);
+  return rows;
+}
+
+/** Call `onEvent` with each event of a job, past and coming; returns what ends it. */
+export function followEvents(jobId, onEvent) {
+  const source = new EventSource(`/jobs/${jobId}/events`);
+  for (const type of ["status", "message", "metrics", "checkpoint"]) {
+    source.addEventListener(type, (message) => onEvent(JSON.parse(message.data)));
+  }
+  return () => source.close();
+}
+
+/** POST and yield the JSON of each server-sent event, until `[DONE]`. Throws `ApiError`. */
+export async function* stream(path, body, signal) {
+  const response = await fetch(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  if (!response.ok) throw await failure(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    buffer += value;
+    const blocks = buffer.split(/\r?\n\r?\n/);
+    buffer = blocks.pop();
+    for (const block of blocks) {
+      const lines = block.split(/\r?\n/);
+      const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
+      if (data === "[DONE]") return;
+      if (lines.includes("event: error")) throw new ApiError(JSON.parse(data));
+      if (data) yield JSON.parse(data);
+    }
+  }
+}

@@ -1,0 +1,86 @@
+// The shell: which page is shown, and the key that opens the server. Pages live in pages/.
+
+import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
+import { send } from "./api.js";
+import { Problem } from "./parts.js";
+import { Deployments } from "./pages/deployments.js";
+import { Job } from "./pages/job.js";
+import { Jobs } from "./pages/jobs.js";
+import { Models } from "./pages/models.js";
+import { Playground } from "./pages/playground.js";
+import { Submit } from "./pages/submit.js";
+
+const PAGES = [
+  { path: /^jobs$/, page: Jobs, title: "Jobs" },
+  { path: /^jobs\/(\w+)$/, page: Job, title: "Job" },
+  { path: /^submit$/, page: Submit, title: "New job" },
+  { path: /^models$/, page: Models, title: "Models" },
+  { path: /^deployments$/, page: Deployments, title: "Deployments" },
+  { path: /^playground$/, page: Playground, title: "Playground" },
+];
+const MENU = ["jobs", "submit", "models", "deployments", "playground"];
+
+function route() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  for (const { path: pattern, page, title } of PAGES) {
+    const match = pattern.exec(path || "jobs");
+    if (match) return { page, title, section: (path || "jobs").split("/")[0], id: match[1], query: new URLSearchParams(query) };
+  }
+  return null;
+}
+
+function SignIn({ onDone }) {
+  const [problem, setProblem] = useState(null);
+  async function submit(event) {
+    event.preventDefault();
+    try {
+      await send("POST", "/session", { api_key: new FormData(event.target).get("key") });
+      onDone();
+    } catch (error) {
+      setProblem(error);
+    }
+  }
+  return html`<form onSubmit=${submit}>
+    <h1>Sign in</h1>
+    <p>This server asks for an API key (<code>swiftkv keys create</code> makes one).</p>
+    <p class="row">
+      <label>API key <input name="key" type="password" autocomplete="off" required size="50" /></label>
+      <button>Sign in</button>
+    </p>
+    <${Problem} problem=${problem} />
+  </form>`;
+}
+
+function App() {
+  const [shown, setShown] = useState(route());
+  const [open, setOpen] = useState(null);
+  async function look() {
+    try {
+      await send("GET", "/jobs?limit=1");
+      setOpen(true);
+    } catch (error) {
+      setOpen(error.status !== 401);
+    }
+  }
+  useEffect(() => {
+    look();
+    const changed = () => setShown(route());
+    addEventListener("hashchange", changed);
+    return () => removeEventListener("hashchange", changed);
+  }, []);
+  useEffect(() => {
+    document.title = `${shown?.title ?? "Not found"} · SwiftKV`;
+  }, [shown]);
+  const link = (section) => {
+    const { title } = PAGES.find(({ path }) => path.test(section));
+    return html`<a href="#/${section}" aria-current=${shown?.section === section ? "page" : null}>${title}</a>`;
+  };
+  let page = html`<h1>No such page</h1>`;
+  if (open === null) page = html`<p class="quiet">Loading…</p>`;
+  else if (!open) page = html`<${SignIn} onDone=${look} />`;
+  else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
+  return html`<header><strong>SwiftKV</strong><nav aria-label="Pages">${MENU.map(link)}</nav></header>
+    <main id="main" tabindex="-1">${page}</main>`;
+}
+
+render(html`<${App} />`, document.getElementById("root"));

@@ -1,0 +1,76 @@
+// One prompt, one or two deployments answering it side by side, token by token.
+
+import { html, useRef, useState } from "../vendor/htm-preact.js";
+import { all, stream } from "../api.js";
+import { Facts, Problem, answering, figure, useFresh } from "../parts.js";
+
+const EMPTY = { pieces: [], usage: null, timings: null, problem: null };
+
+function Answer({ title, answer }) {
+  const { pieces, usage, timings, problem } = answer;
+  return html`<section class="panel">
+    <h2>${title}</h2>
+    <div class="answer" aria-live="polite" aria-label="Answer of ${title}">
+      ${pieces.map((piece) => (piece.exited ? html`<span class="exited" title="exited early">${piece.text}</span>` : piece.text))}
+    </div>
+    <${Problem} problem=${problem} />
+    ${usage && html`<${Facts} of=${{
+      "prompt tokens": usage.prompt_tokens,
+      "of them skipped layers": usage.prefill_layers_skipped_tokens,
+      "answer tokens": usage.completion_tokens,
+      "exited early": usage.early_exit_tokens,
+      "time to first token": timings.ttft_ms == null ? null : `${figure(timings.ttft_ms)} ms`,
+      "time per token": timings.tpot_ms == null ? null : `${figure(timings.tpot_ms)} ms`,
+    }} />`}
+  </section>`;
+}
+
+export function Playground({ query }) {
+  const [deployments, problem] = useFresh(() => all("/deployments"), [], 5000);
+  const [answers, setAnswers] = useState({});
+  const [busy, setBusy] = useState(false);
+  const running = useRef(null);
+  const ready = (deployments ?? []).filter(answering);
+
+  async function ask(id, body, signal) {
+    const put = (change) => setAnswers((old) => ({ ...old, [id]: { ...EMPTY, ...old[id], ...change(old[id] ?? EMPTY) } }));
+    put(() => EMPTY);
+    try {
+      for await (const event of stream(`/deployments/${id}/generate`, body, signal)) {
+        const [choice] = event.choices;
+        const piece = { text: choice.text, exited: choice.num_exited_tokens > 0 };
+        put((old) => ({ pieces: [...old.pieces, piece], usage: event.usage ?? null, timings: event.timings ?? null }));
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") put(() => ({ problem: error }));
+    }
+  }
+  async function submit(event) {
+    event.preventDefault();
+    const fields = new FormData(event.target);
+    const ids = [...new Set([fields.get("a"), fields.get("b")].filter(Boolean))];
+    const body = { prompt: fields.get("prompt"), max_tokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), stream: true };
+    running.current = new AbortController();
+    setAnswers({});
+    setBusy(true);
+    await Promise.all(ids.map((id) => ask(id, body, running.current.signal)));
+    setBusy(false);
+  }
+  const options = ready.map((item) => html`<option value=${item.id} selected=${item.id === query.get("a")}>${item.route_prefix} (${item.model})</option>`);
+  const name = (id) => ready.find((item) => item.id === id)?.route_prefix ?? id;
+  return html`<h1>Playground</h1>
+    <${Problem} problem=${problem} />
+    ${deployments && !ready.length && html`<p class="quiet">Nothing is served that could answer.</p>`}
+    <form onSubmit=${submit}>
+      <label class="wide">Prompt <textarea name="prompt" rows="6" required>def fibonacci(n):\n    </textarea></label>
+      <p class="row">
+        <label>Deployment <select name="a" required>${options}</select></label>
+        <label>beside it <select name="b"><option value="">none</option>${ready.map((item) => html`<option value=${item.id}>${item.route_prefix} (${item.model})</option>`)}</select></label>
+        <label>Most tokens <input name="max_tokens" type="number" min="1" value="64" /></label>
+        <label>Temperature <input name="temperature" type="number" min="0" step="0.1" value="0" /></label>
+        <button disabled=${busy || !ready.length}>Generate</button>
+        ${busy && html`<button type="button" class="plain" onClick=${() => running.current.abort()}>Stop</button>`}
+      </p>
+    </form>
+    <div class="grid">${Object.entries(answers).map(([id, answer]) => html`<${Answer} key=${id} title=${name(id)} answer=${answer} />`)}</div>`;
+}

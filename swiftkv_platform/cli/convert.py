@@ -1,0 +1,168 @@
+"""`swiftkv convert` and `swiftkv export`: a teacher's checkpoint into a student's, a student's into what is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from swiftkv_platform.cli.context import Json
+from swiftkv_platform.cli.output import err, out, print_json
+from swiftkv_platform.cli.sources import builtin_teacher
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.planning import equal_cache_group_size
+
+if TYPE_CHECKING:
+    from swiftkv_platform.model.streaming import Converted
+    from swiftkv_platform.model.streaming import Progress as Report
+
+_MIB = 1 << 20
+Output = Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")]
+Copy = Annotated[
+    bool, typer.Option("--copy", help="Copy weight files that stay as they are; by default they are hard links.")
+]
+
+
+def convert(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Teacher: directory, hub id or builtin:python-5m.")],
+    output: Output,
+    num_key_value_layers: Annotated[
+        int | None, typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own. [half]")
+    ] = None,
+    prefill_reduction: Annotated[
+        float | None, typer.Option(help="Share of the layers that prefill skips, in place of -l.")
+    ] = None,
+    key_value_group_size: Annotated[
+        int, typer.Option("--key-value-group-size", "-g", help="Later layers per KV-cache layer.")
+    ] = 1,
+    sharing: Annotated[
+        Literal["gqa", "mqa", "mha"],
+        typer.Option(help="KV heads of later layers: the teacher's, one, or one for each query head."),
+    ] = "gqa",
+    early_exit: Annotated[bool, typer.Option("--early-exit", help="Add an exit head at layer l.")] = False,
+    calibration: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Text to calibrate the start on; repeatable. Loads the teacher."),
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=64, help="Tokens of that text.")] = 16384,
+    copy: Copy = False,
+    json: Json = False,
+) -> None:
+    """Make a student of a teacher's checkpoint, file by file; its projections start as copies, or calibrated."""
+    if num_key_value_layers is not None and prefill_reduction is not None:
+        raise InvalidInputError(
+            "give --num-key-value-layers or --prefill-reduction, not both",
+            field="prefill_reduction",
+            value=prefill_reduction,
+        )
+    with _needs_torch():
+        from swiftkv_platform.distillation.calibration_text import read_calibration_text
+        from swiftkv_platform.model import convert_checkpoint
+    path = str(builtin_teacher(model)) if model.startswith("builtin:") else model
+    with _progress("Calibrating" if calibration else "Converting") as report:
+        converted = convert_checkpoint(
+            path,
+            output.expanduser(),
+            num_key_value_layers=num_key_value_layers,
+            prefill_reduction=prefill_reduction,
+            key_value_group_size=key_value_group_size,
+            sharing=sharing,
+            early_exit=early_exit,
+            calibration=read_calibration_text(path, calibration, calibration_tokens) if calibration else None,
+            files="copy" if copy else "link",
+            progress=report,
+        )
+    document = _describe(converted)
+    if json:
+        print_json(document)
+        return
+    out().print(
+        "{output}: l = {num_key_value_layers} of {num_hidden_layers} layers, g = {key_value_group_size}, KV cache "
+        "{kv_bytes_ratio:.1%} of the teacher's; {new_tensors} new tensors, {size:,.1f} MiB".format(
+            **document, size=converted.new_bytes / _MIB
+        ),
+        highlight=False,
+        soft_wrap=True,
+    )
+    if document["equal_cache_group_size"] not in (None, key_value_group_size):
+        out().print(
+            "With the heads of {sharing}, --key-value-group-size {equal_cache_group_size} caches as much as gqa does "
+            "with {key_value_group_size}.".format(**document, sharing=sharing),
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="SwiftKV model: directory or hub id.")],
+    output: Output,
+    teacher: Annotated[
+        bool,
+        typer.Option("--teacher/--no-teacher", help="Keep the teacher's projections of later layers."),
+    ] = False,
+    copy: Copy = False,
+    json: Json = False,
+) -> None:
+    """Write a student for serving: without the projections that only its teacher runs."""
+    with _needs_torch():
+        from swiftkv_platform.model import export as run
+    with _progress("Exporting") as report:
+        target = run(model, output.expanduser(), teacher=teacher, files="copy" if copy else "link", progress=report)
+    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    if json:
+        print_json({"output": str(target), "teacher": teacher, "weight_bytes": size})
+        return
+    with_teacher = "with" if teacher else "without"
+    out().print(
+        f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher", highlight=False, soft_wrap=True
+    )
+
+
+@contextmanager
+def _needs_torch() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InvalidInputError(f"This needs {error.name}; pip install 'swiftkv-platform[train]' would do") from error
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Report]:
+    """A bar on a terminal, nothing elsewhere."""
+    console = err()
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _describe(converted: Converted) -> dict[str, Any]:
+    config = converted.config
+    layer_map, heads = config.layer_map, getattr(config, "num_key_value_heads", 1)
+    cached = [config.cache_num_key_value_heads(i) for i in range(layer_map.num_kv_cache_layers)]
+    equal = None
+    if config.num_key_value_heads_swiftkv is not None:
+        equal = equal_cache_group_size(
+            config.num_hidden_layers - config.num_key_value_layers,
+            num_key_value_heads=heads,
+            num_key_value_heads_swiftkv=config.num_key_value_heads_swiftkv,
+            key_value_group_size=config.key_value_group_size,
+        )
+    return {
+        "output": str(converted.path),
+        "model_type": config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_layers": config.num_key_value_layers,
+        "key_value_group_size": config.key_value_group_size,
+        "num_key_value_heads_swiftkv": config.num_key_value_heads_swiftkv,
+        "num_kv_cache_layers": layer_map.num_kv_cache_layers,
+        "kv_bytes_ratio": sum(cached) / (config.num_hidden_layers * heads),
+        "equal_cache_group_size": equal,
+        "early_exit": config.early_exit,
+        "new_tensors": converted.num_new_tensors,
+        "new_bytes": converted.new_bytes,
+    }

@@ -1,0 +1,63 @@
+"""`swiftkv keys`: the file of API keys that control plane and replicas read. Talks to no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swiftkv_platform.cli.context import Json, settings
+from swiftkv_platform.cli.output import err, out, print_json, print_table
+from swiftkv_platform.keys import KeyRing, Scope, create_key, revoke_key
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys: the file that SWIFTKV_API_KEYS_FILE names.")
+
+KeyFile = Annotated[
+    Path | None, typer.Option("--file", help="Default: SWIFTKV_API_KEYS_FILE, else keys.json in the home directory.")
+]
+Name = Annotated[str, typer.Argument(help="Whose key it is.")]
+
+
+@keys_app.command()
+def create(
+    name: Name,
+    scope: Annotated[list[Scope], typer.Option(help="What it opens; may be repeated.")],
+    tenant: Annotated[str, typer.Option(help="Keys of one tenant see the same jobs.")] = "default",
+    file: KeyFile = None,
+    json: Json = False,
+) -> None:
+    """Add a key. It is printed once: the file keeps only its hash."""
+    path = _path(file)
+    token = create_key(path, name=name, tenant=tenant, scopes=frozenset(scope))
+    if json:
+        print_json({"name": name, "tenant": tenant, "scopes": sorted(scope), "key": token, "file": str(path)})
+    else:
+        typer.echo(token)
+        err().print(f"Added to {path}. Callers send it as SWIFTKV_API_KEY.", highlight=False, soft_wrap=True)
+
+
+@keys_app.command("list")
+def list_keys(file: KeyFile = None, json: Json = False) -> None:
+    """List names, tenants and scopes."""
+    keys = KeyRing(_path(file)).read()
+    if json:
+        print_json({"keys": [key.model_dump(mode="json", exclude={"sha256"}) for key in keys]})
+    else:
+        rows = [(key.name, key.tenant, ", ".join(sorted(key.scopes))) for key in keys]
+        print_table(("name", "tenant", "scopes"), rows, empty="No keys: nobody is let in.")
+
+
+@keys_app.command()
+def revoke(name: Name, file: KeyFile = None, json: Json = False) -> None:
+    """Take a key away; the next request with it is refused."""
+    revoke_key(_path(file), name)
+    if json:
+        print_json({"revoked": name})
+    else:
+        out().print(f"Revoked {name}.", highlight=False)
+
+
+def _path(file: Path | None) -> Path:
+    chosen = settings()
+    return file or chosen.api_keys_file or chosen.home / "keys.json"

@@ -1,0 +1,89 @@
+"""`swiftkv plan`: what a student of a model saves, from its config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from swiftkv_platform.cli.context import Json
+from swiftkv_platform.cli.output import out, print_json, print_table
+from swiftkv_platform.cli.sources import model_config
+from swiftkv_platform.planning import Components, Plan
+from swiftkv_platform.planning import plan as make_plan
+
+_COMPONENTS = ("vocab", "K,V", "Q,O", "MLP", "attn", "total")
+_COLUMNS = (*_COMPONENTS, "rel.", "executed", "KV layers", "KV bytes/token", "rel.")
+_UNITS = {"GFLOPs": 1e9, "MFLOPs": 1e6}
+_DEFAULT: Sequence[int | None] = (None,)
+_DESCRIPTION = """\
+{model_type}, {num_hidden_layers} layers, prompt of {sequence_length:,} tokens, {kv_cache_dtype} cache.
+First rel.: the vocabulary counts for every token, as in the paper's table 1. executed: as it runs, logits of the last \
+token only."""
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="Directory, config.json, hub id or builtin:python-5m.")
+    ],
+    num_key_value_layers: Annotated[
+        list[int] | None,
+        typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own; repeat to compare. [half]"),
+    ] = None,
+    key_value_group_size: Annotated[
+        list[int] | None,
+        typer.Option("--key-value-group-size", "-g", help="Later layers per KV-cache layer; repeat to compare. [1]"),
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", "-s", help="Tokens of the prompt. [the model's context]")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, fp8 or int8.")] = "bfloat16",
+    json: Json = False,
+) -> None:
+    """FLOPs per prompt token by component (paper, table 1) and KV bytes: students beside their teacher."""
+    config = model_config(model)
+    plans = [
+        make_plan(
+            config,
+            num_key_value_layers=layers,
+            key_value_group_size=group_size,
+            sequence_length=sequence_length,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        for layers in num_key_value_layers or _DEFAULT
+        for group_size in key_value_group_size or _DEFAULT
+    ]
+    if json:
+        print_json(plans[0] if len(plans) == 1 else {"plans": [each.model_dump(mode="json") for each in plans]})
+        return
+    columns, rows = table(plans)
+    print_table(columns, rows, empty="")
+    out().print(_DESCRIPTION.format(**dict(plans[0])), highlight=False, soft_wrap=True)
+
+
+def table(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows, the teacher's and one for each student: the paper's table 1 with KV bytes beside it."""
+    first = plans[0]
+    dense = first.prefill["paper"].dense
+    unit = next((name for name, size in _UNITS.items() if dense.total >= size), "MFLOPs")
+    teacher = f"{first.num_hidden_layers}", f"{first.dense_kv_bytes_per_token:,.0f}", "100.0%"
+    rows = [("dense", *_components(dense, unit), "100.0%", "100.0%", *teacher)]
+    rows += [
+        (
+            f"l = {each.num_key_value_layers}, g = {each.key_value_group_size}",
+            *_components(each.prefill["paper"].swiftkv, unit),
+            f"{each.prefill_flops_ratio:.1%}",
+            f"{each.executed_prefill_flops_ratio:.1%}",
+            f"{each.num_kv_cache_layers}",
+            f"{each.kv_bytes_per_token:,.0f}",
+            f"{each.kv_bytes_ratio:.1%}",
+        )
+        for each in plans
+    ]
+    return (f"{unit} per prompt token", *_COLUMNS), rows
+
+
+def _components(flops: Components, unit: str) -> list[str]:
+    parts = (flops.vocabulary, flops.key_value, flops.query + flops.output, flops.mlp, flops.attention, flops.total)
+    return [f"{part / _UNITS[unit]:.3g}" for part in parts]

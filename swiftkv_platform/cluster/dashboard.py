@@ -1,0 +1,87 @@
+"""Ray's dashboard over HTTP: the token, the time limits, every failure as one error. Knows no job and no deployment.
+
+The documented REST interface rather than Ray's SDK: the SDK has no time limits, and tells an unknown submission from
+any other failure only in the text of a `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from swiftkv_platform.errors import ClusterUnavailableError
+
+_RAISED = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
+"""Beginning of the line of a traceback that names the error."""
+_LONGEST_REASON = 2000
+
+
+class RayDashboard:
+    """One dashboard.
+
+    Args:
+        url: where it answers. No connection is made before the first request.
+        timeout_s: longest wait for an answer, seconds.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        # A proxy from the environment cannot reach a cluster's own addresses.
+        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=3.0), trust_env=False)
+
+    def request(self, method: str, path: str, *, json: Any = None) -> httpx.Response:
+        """Ray's answer, whatever its status. Raises `ClusterUnavailableError` where there is none."""
+        try:
+            return self._http.request(method, path, json=json, headers=_auth_headers())
+        except httpx.TransportError as error:
+            raise self._unavailable(
+                f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
+                "its dashboard's address?"
+            ) from error
+
+    def document(self, response: httpx.Response, action: str) -> dict[str, Any]:
+        """The JSON object of a successful answer. Raises `ClusterUnavailableError`: Ray could not `action`."""
+        self.check(response, action)
+        try:
+            document: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise self.failure(response, action) from error
+        return document
+
+    def check(self, response: httpx.Response, action: str) -> None:
+        """Raises `ClusterUnavailableError` unless the answer is a success."""
+        if not response.is_success:
+            raise self.failure(response, action)
+
+    def failure(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
+        """What to raise where Ray answered, but could not `action`."""
+        hint = ""
+        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            hint = "; its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
+        why = last_error(response.text) or response.reason_phrase
+        return self._unavailable(f"could not {action}: {response.status_code} {why}{hint}")
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _unavailable(self, what: str) -> ClusterUnavailableError:
+        return ClusterUnavailableError(f"Ray at {self.url} {what}", field="ray_dashboard_url", value=self.url)
+
+
+def last_error(text: str) -> str:
+    """The error at the end of a traceback; the text itself where there is none."""
+    starts = [match.start() for match in _RAISED.finditer(text)]
+    return text[starts[-1] if starts else 0 :].strip()[:_LONGEST_REASON]
+
+
+def _auth_headers() -> dict[str, str]:
+    """Ray's bearer token where this machine has one; read anew each time, since a restarted Ray may have another."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    if not token:
+        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").expanduser()
+        token = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return {"Authorization": f"Bearer {token}"} if token else {}

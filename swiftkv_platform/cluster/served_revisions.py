@@ -1,0 +1,84 @@
+"""Which replicas serve what was last asked for, as their own `/health` says. Knows no Ray.
+
+Ray knows what it has told a replica, not what became of it: a replica loads a new version beside the one that serves,
+or refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+_TIMEOUT = httpx.Timeout(2.0)
+"""Seconds; the reconciler's round waits meanwhile."""
+
+_MOST_ASKED = 16
+"""Requests a round; each reaches any replica."""
+
+
+@dataclass
+class Progress:
+    """How far a deployment is on its way to a revision."""
+
+    revision: str
+    settled: dict[str, str | None] = field(default_factory=dict)
+    """By replica that has said so: None where it serves the revision, else why it was refused."""
+
+    def refusal(self, replicas: Collection[str]) -> str | None:
+        """Why one of these replicas refused the revision; None where none did."""
+        return next((why for replica in replicas if (why := self.settled.get(replica)) is not None), None)
+
+    def num_serving(self, replicas: Collection[str]) -> int:
+        return sum(replica in self.settled and self.settled[replica] is None for replica in replicas)
+
+
+class ServedRevisions:
+    """Asks the replicas of each deployment until all have settled; then no more, until something else is wanted.
+
+    Args:
+        serve_url: where Serve's HTTP proxies answer.
+    """
+
+    def __init__(self, serve_url: str) -> None:
+        self._url = serve_url.rstrip("/")
+        self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False)
+        self._progress: dict[str, Progress] = {}
+
+    def want(self, revisions: Mapping[str, str]) -> None:
+        """These, by deployment, and no others are wanted from now on."""
+        known = self._progress
+        self._progress = {
+            name: known[name] if name in known and known[name].revision == revision else Progress(revision)
+            for name, revision in revisions.items()
+        }
+
+    def ask(self, name: str, route_prefix: str, replicas: Collection[str]) -> Progress | None:
+        """The progress of a deployment whose running replicas are these; None if nothing is known to be wanted."""
+        progress = self._progress.get(name)
+        if progress is None:
+            return None
+        for _ in range(min(4 * len(replicas), _MOST_ASKED)):
+            if progress.settled.keys() >= set(replicas):
+                break
+            said = self._health(route_prefix)
+            if said is None:
+                break
+            swap = said["swap"]
+            if swap["revision"] == progress.revision and swap["status"] != "loading":
+                progress.settled[said["replica"]] = swap["message"] if swap["status"] == "refused" else None
+        return progress
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _health(self, route_prefix: str) -> dict[str, Any] | None:
+        """What some replica says; None if none answers."""
+        try:
+            response = self._http.get(f"{self._url}{route_prefix.rstrip('/')}/health")
+            document: dict[str, Any] = response.json() if response.is_success else {}
+        except (httpx.HTTPError, ValueError):
+            return None
+        return document if "swap" in document else None

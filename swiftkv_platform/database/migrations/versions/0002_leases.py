@@ -1,0 +1,25 @@
+"""Leases: which of several control planes turns which loop."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "leases",
+        sa.Column("name", sa.String(64), nullable=False),
+        sa.Column("holder", sa.String(64), nullable=False),
+        sa.Column("expires_at", sa.Float(53), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_leases"),
+    )
+
+
+def downgrade() -> None:
+    op.drop_table("leases")

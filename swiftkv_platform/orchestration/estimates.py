@@ -1,0 +1,115 @@
+"""What a job would cost and make of its teacher, from the teacher's configuration. Reads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from swiftkv_platform.orchestration.data_checks import SourceEstimate
+from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared_key_value_heads
+from swiftkv_platform.planning.training import TrainingSetup, plan_training
+from swiftkv_platform.specs import JobSpec
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All None but the sources where the teacher's configuration is on the hub. Of a sweep, its first trial's."""
+
+    num_hidden_layers: int | None = None
+    num_key_value_layers: int | None = None
+    num_kv_cache_layers: int | None = None
+    prefill_flops_ratio: float | None = None
+    """Prompts of `data.max_length` tokens, SwiftKV relative to the teacher, as executed."""
+    kv_bytes_per_token: float | None = None
+    """Of the student's cache in bfloat16."""
+    kv_bytes_ratio: float | None = None
+    """KV bytes per token relative to the teacher's."""
+    parameters: int | None = None
+    """Of the student with its teacher's projections."""
+    trained_parameters: int | None = None
+    flops_per_token: float | None = None
+    """Of training, forward and backward."""
+    memory_per_worker: int | None = None
+    """Bytes on each worker's device at the peak of a step; without GPUs, in its host memory beside the libraries'."""
+    max_tokens: int | None = None
+    """Tokens trained with `training.max_steps` full batches; None where epochs decide."""
+    total_flops: float | None = None
+    """Of those tokens."""
+    sources: tuple[SourceEstimate, ...] = ()
+
+
+def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimate, ...]) -> Estimate:
+    """The estimate of a job without a sweep.
+
+    Raises:
+        InvalidInputError: l, g or a batch size that does not fit.
+        ModelError: a family without a row, or a configuration that lacks a key.
+    """
+    steps = spec.training.max_steps
+    max_tokens = None if steps is None else steps * spec.training.batch_size * spec.data.max_length
+    num_key_value_layers, group_size = _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size
+    prefill = plan(
+        config,
+        num_key_value_layers=num_key_value_layers,
+        key_value_group_size=group_size,
+        sequence_length=spec.data.max_length,
+        num_key_value_heads_swiftkv=_shared_heads(spec, config),
+    )
+    training = plan_training(
+        config,
+        _setup(spec),
+        num_key_value_layers=num_key_value_layers,
+        key_value_group_size=group_size,
+        num_tokens=max_tokens,
+    )
+    return Estimate(
+        num_hidden_layers=prefill.num_hidden_layers,
+        num_key_value_layers=prefill.num_key_value_layers,
+        num_kv_cache_layers=prefill.num_kv_cache_layers,
+        prefill_flops_ratio=prefill.executed_prefill_flops_ratio,
+        kv_bytes_per_token=prefill.kv_bytes_per_token,
+        kv_bytes_ratio=prefill.kv_bytes_ratio,
+        parameters=training.parameters,
+        trained_parameters=training.trained_parameters,
+        flops_per_token=training.flops_per_token.total,
+        memory_per_worker=training.memory.peak,
+        max_tokens=max_tokens,
+        total_flops=training.total_flops,
+        sources=sources,
+    )
+
+
+def _setup(spec: JobSpec) -> TrainingSetup:
+    device: Literal["cuda", "cpu"] = "cuda" if spec.resources.gpus_per_worker else "cpu"
+    return TrainingSetup(
+        sequence_length=spec.data.max_length,
+        packing=spec.data.packing,
+        micro_batch_size=spec.training.micro_batch_size,
+        batch_size=spec.training.batch_size,
+        num_workers=spec.resources.max_workers,
+        dtype=spec.model.dtype,
+        strategy=spec.sharding.strategy,
+        zero_stage=spec.sharding.zero_stage,
+        cpu_offload=spec.sharding.cpu_offload,
+        gradient_checkpointing=spec.training.gradient_checkpointing,
+        early_exit=spec.swiftkv.early_exit,
+        trainable=spec.distillation.trainable,
+        objective=spec.distillation.objective,
+        hidden_loss=spec.distillation.hidden_loss_weight > 0,
+        device=device,
+    )
+
+
+def _num_key_value_layers(spec: JobSpec, config: dict[str, Any]) -> int:
+    return resolve_num_key_value_layers(
+        config["num_hidden_layers"], spec.swiftkv.num_key_value_layers, spec.swiftkv.prefill_reduction
+    )
+
+
+def _shared_heads(spec: JobSpec, config: dict[str, Any]) -> int | None:
+    """Key-value heads of the student's groups, where they are not the teacher's."""
+    query_heads = config.get("num_attention_heads")
+    if spec.swiftkv.sharing == "gqa" or not isinstance(query_heads, int):
+        return None
+    theirs = config.get("num_key_value_heads") or query_heads
+    return shared_key_value_heads(spec.swiftkv.sharing, num_attention_heads=query_heads, num_key_value_heads=theirs)

@@ -1,0 +1,51 @@
+"""Data sources on real S3 servers: objects and prefixes, kept or streamed."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import pytest
+
+from jobs.sources import StoreFiles
+from swiftkv_platform.distillation.data import prepare_data
+from swiftkv_platform.errors import DataError
+from swiftkv_platform.specs import DataSourceSpec, DataSpec
+from swiftkv_platform.storage.object_store import open_store
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.s3_servers import RcloneServer, S3Server
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.integration) for name in ("rclone", "moto")])
+def prefix(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    found: RcloneServer | S3Server = request.getfixturevalue(f"{request.param}_server")
+    server = found.server if isinstance(found, RcloneServer) else found
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    address = server.uri(f"data/{uuid.uuid4().hex}")
+    store = open_store(address)
+    store.put_bytes("deep/a.jsonl", "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(20)).encode())
+    store.put_bytes("b.txt", b"plain")
+    store.put_bytes("c.bin", b"no rows")
+    return address
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_prefix_is_read_and_what_is_streamed_is_not_kept(prefix: str, streaming: bool, tmp_path: Path) -> None:
+    source = DataSourceSpec(name_or_path=prefix, streaming=streaming, sample_count=21)
+    rows, objects = tmp_path / "rows", tmp_path / "objects"
+    rows.mkdir()
+    spec = DataSpec(sources=(source,), max_length=64, validation_fraction=0.0)
+    prepared = prepare_data(spec, byte_tokenizer(), rows, seed=0, remote=StoreFiles(objects))
+    assert prepared.statistics.sources[0].formats == {"text": 21}
+    kept = sorted(path.name for path in objects.rglob("*") if path.is_file())
+    assert kept == ([] if streaming else ["a.jsonl", "b.txt"])
+
+
+def test_one_object_is_read_by_its_name(prefix: str, tmp_path: Path) -> None:
+    remote = StoreFiles(tmp_path)
+    assert remote.list(f"{prefix}/deep/a.jsonl") == [f"{prefix}/deep/a.jsonl"]
+    assert remote.list(f"{prefix}/deep/") == [f"{prefix}/deep/a.jsonl"]
+    with pytest.raises(DataError, match="no object at"):
+        remote.list(f"{prefix}/nothing")

@@ -1,0 +1,325 @@
+"""A deployment under load on Ray Serve: swapped, killed, drained, scaled; every answer is one of a version's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from swiftkv_platform.cluster.dashboard import RayDashboard
+from swiftkv_platform.cluster.ray_serve import RayServe
+from swiftkv_platform.engine import LLMEngine, SamplingParams
+from swiftkv_platform.model import convert
+from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+from swiftkv_platform.storage.artifacts import publish_directory
+from swiftkv_platform.storage.object_store import open_store
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.integration.conftest import wait_for
+from tests.unit.engine.tiny_models import make_model, save_swiftkv
+
+pytestmark = pytest.mark.integration
+
+NUM_SWAPS = int(os.environ.get("SWIFTKV_SOAK_SWAPS", "3"))
+LOAD_TEST_S = float(os.environ.get("SWIFTKV_SOAK_SECONDS", "20"))
+"""The soak: 20 swaps, 120 seconds."""
+
+CONTEXT = 2048
+PROMPTS = [[1, number, 2 * number, 7] for number in range(1, 33)]
+GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache_bytes": 4 << 20}
+
+Expected = dict[str, list[list[int]]]
+"""By model, the token ids of the answer to each of `PROMPTS`."""
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two students of one teacher that answer differently, and one with a flipped byte."""
+    directory = tmp_path_factory.mktemp("artifacts")
+    store = open_store(str(directory / "store"))
+    save_swiftkv(directory / "one", CONTEXT)
+    other = convert(make_model(CONTEXT), num_key_value_layers=3, key_value_group_size=1)
+    other.save_pretrained(directory / "two")
+    byte_tokenizer().save_pretrained(directory / "two")
+    for name in ("one", "two"):
+        publish_directory(store, directory / name, name, kind="artifact", lineage={}, metrics={})
+    publish_directory(store, directory / "two", "corrupt", kind="artifact", lineage={}, metrics={})
+    weights = directory / "store" / "corrupt" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    return directory / "store"
+
+
+@pytest.fixture(scope="module")
+def expected(artifacts: Path) -> Expected:
+    answers = {}
+    for name in ("one", "two"):
+        outputs = LLMEngine.from_pretrained(artifacts / name).generate(PROMPTS, SamplingParams(**GREEDY))
+        answers[name] = [list(output.token_ids) for output in outputs]
+    assert all(one != two for one, two in zip(*answers.values(), strict=True)), "the versions can be told apart"
+    return answers
+
+
+@pytest.fixture(scope="module")
+def spec(artifacts: Path) -> DeploymentSpec:
+    return DeploymentSpec("dep_live", "one", str(artifacts / "one"), "/live", engine=ENGINE)
+
+
+@pytest.fixture(scope="module")
+def cluster(dashboard_url: str, serve_port: int) -> Iterator[RayServe]:
+    with closing(RayServe(dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
+        wait_for(lambda: cluster.status() == {})
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def url(serve_port: int) -> str:
+    return f"http://127.0.0.1:{serve_port}/live"
+
+
+def serve(cluster: RayServe, spec: DeploymentSpec, *, replicas: int = 1) -> DeploymentState:
+    """Apply, and wait until so many replicas serve it or it is refused."""
+    cluster.apply([spec])
+
+    def settled() -> DeploymentState | None:
+        state = cluster.status().get(spec.id)
+        there = state is not None and state.replicas == replicas
+        assert state is None or state.status is not DeploymentStatus.FAILED, state.message
+        return state if there and state.status in (DeploymentStatus.RUNNING, DeploymentStatus.REFUSED) else None
+
+    state: DeploymentState = wait_for(settled)
+    return state
+
+
+def as_version(spec: DeploymentSpec, name: str, artifacts: Path) -> DeploymentSpec:
+    return replace(spec, model=name, artifact_uri=str(artifacts / name))
+
+
+@dataclass
+class Load:
+    """Clients that ask without a pause, half of them streaming, and check every answer."""
+
+    url: str
+    expected: Expected
+    num_clients: int = 6
+    answers: list[str] = field(default_factory=list)
+    """The model of each right answer."""
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Load:
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self.num_clients)]
+        for thread in self._threads:
+            thread.start()
+        wait_for(lambda: len(self.answers) >= self.num_clients)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number: int) -> None:
+        chosen = random.Random(number)
+        with httpx.Client(base_url=self.url, timeout=60.0, trust_env=False) as client:
+            while not self._over.is_set():
+                prompt = chosen.randrange(len(PROMPTS))
+                try:
+                    self._check(prompt, *ask(client, PROMPTS[prompt], stream=number % 2 == 0))
+                except (httpx.HTTPError, RuntimeError) as error:
+                    self.failed.append(repr(error))
+
+    def _check(self, prompt: int, models: set[str], token_ids: list[int]) -> None:
+        if len(models) == 1 and token_ids == self.expected[model := models.pop()][prompt]:
+            self.answers.append(model)
+        else:
+            self.wrong.append(f"{models} {PROMPTS[prompt]}: {token_ids}")
+
+
+def ask(client: httpx.Client, prompt: Sequence[int], *, stream: bool) -> tuple[set[str], list[int]]:
+    """(the models that the answer names, its token ids). Raises for anything but a whole answer."""
+    body = {"prompt": prompt, "stream": stream, **GREEDY}
+    if not stream:
+        answer = client.post("/generate", json=body).raise_for_status().json()
+        return {answer["model"]}, answer["choices"][0]["token_ids"]
+    models: set[str] = set()
+    token_ids: list[int] = []
+    with client.stream("POST", "/generate", json=body) as response:
+        if not response.is_success:
+            raise RuntimeError(f"{response.status_code} {response.read().decode()}")
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    if lines[-1] != "[DONE]":
+        raise RuntimeError(f"the stream ends with {lines[-1]!r}")
+    for event in map(json.loads, lines[:-1]):
+        models.add(event["model"])
+        token_ids += event["choices"][0]["token_ids"]
+    return models, token_ids
+
+
+def metrics(url: str) -> dict[str, float]:
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+
+def health(url: str) -> Any:
+    return httpx.get(f"{url}/health", trust_env=False).json()
+
+
+def test_swaps_under_load_fail_no_request_and_mix_no_versions(
+    cluster: RayServe, spec: DeploymentSpec, artifacts: Path, url: str, expected: Expected
+) -> None:
+    serve(cluster, spec)
+    replica = health(url)["replica"]
+    with Load(url, expected) as load:
+        for number in range(NUM_SWAPS):
+            name = ("two", "one")[number % 2]
+            assert serve(cluster, as_version(spec, name, artifacts)).status is DeploymentStatus.RUNNING
+            assert health(url)["model"] == name
+            before = len(load.answers)
+            wait_for(lambda before=before: len(load.answers) > before + 2 * load.num_clients)
+    assert (load.failed, load.wrong) == ([], [])
+    assert set(load.answers) == {"one", "two"}
+    assert health(url)["replica"] == replica, "the process is the same"
+    assert metrics(url)['swiftkv:swaps_total{outcome="succeeded"}'] == NUM_SWAPS
+
+
+def test_a_corrupt_version_is_refused_and_the_old_one_serves_on(
+    cluster: RayServe, spec: DeploymentSpec, artifacts: Path, url: str, expected: Expected
+) -> None:
+    serve(cluster, spec)
+    with Load(url, expected) as load:
+        state = serve(cluster, as_version(spec, "corrupt", artifacts))
+        assert state.status is DeploymentStatus.REFUSED
+        assert "ArtifactCorruptError: 'model.safetensors'" in state.message
+        assert (health(url)["model"], health(url)["swap"]["status"]) == ("one", "refused")
+    assert (load.failed, load.wrong, set(load.answers)) == ([], [], {"one"})
+    assert metrics(url)['swiftkv:swaps_total{outcome="refused"}'] == 1
+    assert serve(cluster, as_version(spec, "two", artifacts)).status is DeploymentStatus.RUNNING
+
+
+def test_the_official_client_streams_what_it_answers(cluster: RayServe, spec: DeploymentSpec, url: str) -> None:
+    serve(cluster, spec)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        question: dict[str, Any] = {"model": "one", "prompt": "hello", "max_tokens": 24, "temperature": 0.0}
+        answer = client.completions.create(**question)
+        chunks = list(client.completions.create(**question, stream=True, stream_options={"include_usage": True}))
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == answer.choices[0].text
+        assert chunks[-1].usage == answer.usage
+        assert [model.id for model in client.models.list()] == ["one"]
+
+
+def test_clients_that_leave_take_nothing_with_them(
+    cluster: RayServe, spec: DeploymentSpec, url: str, expected: Expected
+) -> None:
+    serve(cluster, spec)
+    over, wrong, refused = time.monotonic() + LOAD_TEST_S, [], []
+
+    def run(number: int) -> None:
+        chosen = random.Random(number)
+        while time.monotonic() < over:
+            prompt = chosen.randrange(len(PROMPTS))
+            with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+                if chosen.random() < 0.4:
+                    leave(client, PROMPTS[prompt], chosen)
+                    continue
+                try:
+                    models, token_ids = ask(client, PROMPTS[prompt], stream=number % 2 == 0)
+                except (httpx.HTTPStatusError, RuntimeError) as error:
+                    (refused if "429" in str(error) else wrong).append(str(error))
+                    time.sleep(0.2)
+                    continue
+                if (models, token_ids) != ({"one"}, expected["one"][prompt]):
+                    wrong.append(str(token_ids))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+    def all_is_free() -> bool:
+        now = metrics(url)
+        return now["swiftkv:kv_cache_usage_perc"] == now["swiftkv:num_requests_running"] == 0
+
+    wait_for(all_is_free)
+
+
+def leave(client: httpx.Client, prompt: Sequence[int], chosen: random.Random) -> None:
+    """Ask for a long answer and go away in the middle of it."""
+    body = {"prompt": prompt, **GREEDY, "max_tokens": 500}
+    try:
+        if chosen.random() < 0.5:
+            client.post("/generate", json=body, timeout=httpx.Timeout(60.0, read=0.2))
+            return
+        with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if number > 6:
+                    return
+    except httpx.ReadTimeout:
+        return
+
+
+def test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing(
+    cluster: RayServe, spec: DeploymentSpec, dashboard_url: str, url: str, expected: Expected
+) -> None:
+    two = replace(spec, min_replicas=2, max_replicas=2)
+    serve(cluster, two, replicas=2)
+    with Load(url, expected) as load:
+        victim = replica_pids(dashboard_url)[0]
+        os.kill(victim, signal.SIGKILL)
+        wait_for(lambda: len(alive := replica_pids(dashboard_url)) == 2 and victim not in alive)
+    assert load.wrong == []
+    assert len(load.failed) <= load.num_clients, load.failed
+    with Load(url, expected) as load:
+        serve(cluster, spec)
+        wait_for(lambda: len(replica_pids(dashboard_url)) == 1)
+    assert (load.failed, load.wrong) == ([], [])
+
+
+def replica_pids(dashboard_url: str) -> list[int]:
+    """Processes of the replicas that take requests."""
+    with closing(RayDashboard(dashboard_url, timeout_s=30.0)) as dashboard:
+        details = dashboard.document(dashboard.request("GET", "/api/serve/applications/"), "tell the state of Serve")
+    replicas = details["applications"]["dep_live"]["deployments"]["Replica"]["replicas"]
+    return [replica["pid"] for replica in replicas if replica["state"] == "RUNNING"]
+
+
+def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
+    cluster: RayServe, spec: DeploymentSpec, url: str
+) -> None:
+    """By the engine's own load: fewer requests than the fallback would start a replica for, with long prompts."""
+    engine = {**ENGINE, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
+    scaled = replace(spec, max_replicas=2, upscale_delay_s=1.0, downscale_delay_s=2.0, engine=engine)
+    serve(cluster, scaled)
+    over = threading.Event()
+
+    def run() -> None:
+        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+            while not over.is_set():
+                client.post("/generate", json={"prompt": [1] * (CONTEXT - 8), "max_tokens": 2}).raise_for_status()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: cluster.status()["dep_live"].replicas == 2)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    wait_for(lambda: cluster.status()["dep_live"].replicas == 1)

@@ -1,0 +1,113 @@
+"""A sweep on a real Ray: every trial trained and measured, the choice published, nothing done twice."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.attempts import AttemptRequest, artifact_prefix
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.artifacts import fetch_directory
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import open_store
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+JOB, STEPS = "job_1", 3
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="r-") as directory:
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("SWIFTKV_HOME", str(tmp_path / "swiftkv"))
+        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, _temp_dir=directory)
+        yield
+        ray.shutdown()
+
+
+def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "tiny",
+            "model": {"name_or_path": str(teacher), "dtype": "float32"},
+            "swiftkv": {"num_key_value_layers": 3, "calibration_tokens": 1024},
+            "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.1},
+            "training": {"max_steps": STEPS, "batch_size": 2},
+            "optimizer": {"warmup_ratio": 0.0},
+            "resources": {"num_workers": 1},
+            "evaluation": {"max_kl": 100.0, "continuations": 2},
+            "sweep": {"learning_rate": [1e-3, 1e30], "max_concurrent": 2},
+            "tracking": {"wandb": {"mode": "disabled"}},
+        }
+    )
+
+
+def test_a_sweep_publishes_its_choice_and_repeats_no_trial(cluster: None, tiny_teacher: Path, tmp_path: Path) -> None:
+    """Of two learning rates one makes the loss infinite: a result of the sweep, not a failure of the job."""
+    from jobs.distill import run_attempt
+
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(80)))
+    store, spec = open_store(str(tmp_path / "store")), sweep_spec(tiny_teacher, corpus)
+    attempts = AttemptStore(store)
+
+    assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")) is None
+
+    manifest = fetch_directory(store, artifact_prefix(JOB, 1), tmp_path / "artifact")
+    sweep = json.loads((tmp_path / "artifact" / "sweep.json").read_text())
+    good, bad = sweep["points"]
+    assert (sweep["recommended"], good["name"], bad["name"]) == ("lr0.001", "lr0.001", "lr1e+30")
+    assert good["report"] == manifest.metrics == json.loads((tmp_path / "artifact" / "evaluation.json").read_text())
+    assert bad["report"] is None
+    assert "learning_rate" in bad["error"]
+    assert manifest.lineage["spec"]["optimizer"]["learning_rate"] == 1e-3
+    assert (manifest.lineage["job_id"], manifest.lineage["attempt"], manifest.lineage["trial"]) == (
+        JOB,
+        1,
+        "tiny-lr0.001",
+    )
+    _assert_it_is_the_trained_student(tmp_path, manifest.metrics["distilled"]["kl"], corpus)
+    _assert_steps_count_through_the_trials(attempts)
+
+    assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=2, spec=spec, run_id="run")) is None
+
+    again = [stored.event for stored in attempts.read_events(JOB, 2, {})]
+    assert not [event for event in again if event.type == "metrics"], "no trial ran again"
+    second = attempts.artifact_manifest(JOB, 2)
+    assert second is not None
+    assert second.metrics == manifest.metrics
+    weights = "model.safetensors"
+    assert second.files[weights] == manifest.files[weights]
+
+
+def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    import swiftkv_platform.model  # noqa: F401 (registers the classes)
+    from jobs.prepare import load_tokenizer
+    from swiftkv_platform.distillation.data import prepare_data
+    from swiftkv_platform.distillation.evaluation import evaluate
+
+    artifact, rows = tmp_path / "artifact", tmp_path / "rows"
+    spec = sweep_spec(artifact, corpus)
+    rows.mkdir()
+    data = prepare_data(spec.data, load_tokenizer(spec, str(artifact)), rows, seed=0)
+    student = AutoModelForCausalLM.from_pretrained(artifact)
+    assert evaluate(student, data.held_out, max_tokens=65536, batch_size=4).student.kl == pytest.approx(kl, rel=1e-4)
+
+
+def _assert_steps_count_through_the_trials(attempts: AttemptStore) -> None:
+    events = [stored.event for stored in attempts.read_events(JOB, 1, {}) if stored.event.type == "metrics"]
+    steps = sorted(point["step"] for event in events for point in event.data["points"])
+    assert {event.data["total_steps"] for event in events} == {2 * STEPS}
+    assert steps[:STEPS] == [1, 2, 3]
+    assert all(step > STEPS for step in steps[STEPS:])

@@ -1,0 +1,31 @@
+"""A PostgreSQL server for tests: the one that `SWIFTKV_TEST_POSTGRES_URL` names, else one started for the session."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import quote
+
+import pytest
+
+POSTGRES = "SWIFTKV_TEST_POSTGRES_URL"
+"""Its tables are dropped."""
+
+
+@contextmanager
+def postgres_server() -> Iterator[str]:
+    """SQLAlchemy URL of a server with nobody else's tables. Skips where none can be had."""
+    if POSTGRES in os.environ:
+        yield os.environ[POSTGRES]
+        return
+    pgserver = pytest.importorskip("pgserver", reason=f"{POSTGRES} names no PostgreSQL, and pgserver is not installed")
+    # Short: the path of its socket has a limit.
+    with tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        server = pgserver.get_server(directory, cleanup_mode=None)
+        try:
+            yield f"postgresql+psycopg://postgres@/postgres?host={quote(directory, safe='')}"
+        finally:
+            server.cleanup_mode = "stop"
+            server.cleanup()

@@ -1,0 +1,87 @@
+"""`swiftkv convert` and `swiftkv export` on real, tiny checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli.app import app
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner(env={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}).invoke(app, [str(each) for each in arguments])
+
+
+def test_convert_then_export(tiny_teacher: Path, tmp_path: Path) -> None:
+    student, served = tmp_path / "student", tmp_path / "served"
+    result = run("convert", tiny_teacher, student, "-l", "2", "-g", "3", "--early-exit", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["output"] == str(student)
+    assert document["num_kv_cache_layers"] == 4
+    assert document["kv_bytes_ratio"] == 4 / 6
+    (new,) = student.glob("swiftkv-*")
+    assert document["new_bytes"] == new.stat().st_size - header_bytes(new)
+
+    result = run("export", student, served, "--no-teacher", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {
+        "output": str(served),
+        "teacher": False,
+        "weight_bytes": sum(path.stat().st_size for path in served.glob("*.safetensors")),
+    }
+    prompt = torch.arange(20)[None]
+    whole, part = (AutoModelForCausalLM.from_pretrained(path) for path in (student, served))
+    assert torch.equal(whole(prompt).logits, part(prompt).logits)
+    assert part.num_parameters() < whole.num_parameters()
+
+
+def header_bytes(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def test_calibrated_on_text(tiny_teacher: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Words to look at, one line after another.\n" * 50)
+    assert run("convert", tiny_teacher, tmp_path / "copied", "--prefill-reduction", "0.5").exit_code == 0
+    result = run("convert", tiny_teacher, tmp_path / "calibrated", "--calibration", text)
+    assert result.exit_code == 0, result.output
+    copied, calibrated = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("copied", "calibrated"))
+    name = "model.layers.3.self_attn.k_proj_swiftkv.weight"
+    assert not torch.equal(copied.state_dict()[name], calibrated.state_dict()[name])
+
+
+def test_other_heads_come_with_the_group_size_of_equal_cache(tiny_teacher: Path, tmp_path: Path) -> None:
+    result = run("convert", tiny_teacher, tmp_path / "student", "-l", "2", "--sharing", "mha")
+    assert result.exit_code == 0, result.output
+    assert "With the heads of mha, --key-value-group-size 4 caches as much as gqa does with 1." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-l", "6"], "1..5 are accepted"),
+        (["-l", "2", "--prefill-reduction", "0.5"], "not both"),
+        (["--calibration", "no-such-file.txt"], "no-such-file.txt"),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_nothing(
+    options: list[str], message: str, tiny_teacher: Path, tmp_path: Path
+) -> None:
+    result = run("convert", tiny_teacher, tmp_path / "student", *options)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_in_use_is_refused(tiny_teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("")
+    result = run("export", tiny_teacher, tmp_path, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stderr)["error"]["field"] == "output"

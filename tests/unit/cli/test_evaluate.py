@@ -1,0 +1,106 @@
+"""`swiftkv evaluate` on directories, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from swiftkv_platform.attempts import MANIFEST, Manifest
+from swiftkv_platform.cli.app import app
+from swiftkv_platform.model import convert
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.tiny_models import random_teacher, save_teacher
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "functions.jsonl"
+    path.write_text("".join(json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(60)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("student")
+    convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2, early_exit=True).save_pretrained(
+        directory
+    )
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+def test_a_student_is_measured_against_its_teacher_mode(student: Path, corpus: Path, tmp_path: Path) -> None:
+    task = {
+        "task": "add",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": corpus.name}},
+        "test_split": "test",
+        "output_type": "loglikelihood",
+        "doc_to_text": "def",
+        "doc_to_target": "{{text[4:9]}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (tmp_path / "add.yaml").write_text(yaml.safe_dump(task))
+    page = tmp_path / "report.html"
+    arguments = ["--data", corpus, "--tasks", tmp_path / "add.yaml", "--task-data", corpus.parent, "--task-limit", 5]
+
+    result = run(student, *arguments, "--html", page, "--json")
+
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["distilled"]["kl"] > 0
+    assert (report["rewired"], report["tokens_trained"]) == (None, None)
+    assert report["num_positions"] > 60 * 20, "all of the text is measured"
+    assert len(report["exit_head"]) == 20
+    assert report["tasks"][0]["num_samples"] == 5
+    assert report["gates"][0]["field"] == "evaluation.max_drop"
+    assert "<svg" in page.read_text()
+
+
+def test_an_artifact_brings_its_text_and_limits(student: Path, corpus: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "artifact"
+    artifact.mkdir()
+    for file in student.iterdir():
+        (artifact / file.name).hardlink_to(file)
+    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2}
+    spec = {"name": "n", "data": data, "evaluation": {"max_kl": 1e-9, "continuations": 0}}
+    manifest = Manifest(kind="artifact", files={}, created_at=0.0, lineage={"spec": spec})
+    (artifact / MANIFEST).write_text(manifest.model_dump_json())
+
+    result = run(artifact)
+
+    assert result.exit_code == 1
+    assert "evaluation.max_kl 1e-09:" in result.output
+    assert "failed" in result.output
+    assert "perplexity" in result.output
+    assert "continuations" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("student", (), "name text to measure on with --data"),
+        ("student", ("--data", "/nowhere.txt"), "/nowhere.txt"),
+        ("dense", ("--data", "{corpus}"), "holds a llama model, which has no student"),
+        ("empty", ("--data", "{corpus}"), "holds no model"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    student: Path, corpus: Path, tmp_path: Path, kind: str, arguments: tuple[str, ...], message: str
+) -> None:
+    directory = student if kind == "student" else tmp_path / kind
+    directory.mkdir(exist_ok=True)
+    if kind == "dense":
+        save_teacher(directory)
+    result = run(directory, *(argument.replace("{corpus}", str(corpus)) for argument in arguments))
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())

@@ -1,0 +1,64 @@
+"""`swiftkv plan` prints what `planning.plan` says, for every way to name a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli.app import app
+from swiftkv_platform.planning import plan
+
+LLAMA_70B = Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-70b.json"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner(env={"HF_HUB_OFFLINE": "1"}).invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_json_is_the_plan() -> None:
+    layers, length = ("--num-key-value-layers", "40"), ("--sequence-length", "131072")
+    result = run(LLAMA_70B, *layers, "--key-value-group-size", "4", *length, "--kv-cache-dtype", "fp8", "--json")
+    assert result.exit_code == 0, result.output
+    expected = plan(
+        LLAMA_70B, num_key_value_layers=40, key_value_group_size=4, sequence_length=131072, kv_cache_dtype="fp8"
+    )
+    assert json.loads(result.output) == expected.model_dump(mode="json")
+    assert expected.num_kv_cache_layers == 50
+
+
+def test_the_table_compares_students_as_table_1_does() -> None:
+    result = run(LLAMA_70B, "-l", "60", "-l", "40", "-g", "1", "-g", "4")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert rows[1][:7] == ["dense", "4.2", "2.68", "21.5", "113", "172", "313"]
+    assert [" ".join(row[:6]) for row in rows[2:6]] == [f"l = {l}, g = {g}" for l in (60, 40) for g in (1, 4)]  # noqa: E741
+    assert rows[5][6:] == ["4.2", "1.68", "10.7", "56.4", "85.9", "159", "50.8%", "50.1%", "50", "204,800", "62.5%"]
+
+
+def test_several_students_in_json() -> None:
+    document = json.loads(run("builtin:python-5m", "-g", "1", "-g", "3", "--json").output)
+    assert [each["num_kv_cache_layers"] for each in document["plans"]] == [12, 8]
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(LLAMA_70B.read_text())
+    assert run(tmp_path, "--json").output == run(LLAMA_70B, "--json").output
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nobody/nothing", "'nobody/nothing' is no file or directory here, and the hub gives no config.json"),
+        ("missing/config.json", "missing/config.json cannot be read"),
+        ("builtin:gpt", "the only built-in teacher is builtin:python-5m"),
+    ],
+)
+def test_a_model_that_is_not_there(name: str, message: str) -> None:
+    result = run(name)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.output + result.stderr

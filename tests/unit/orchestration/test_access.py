@@ -1,0 +1,67 @@
+"""Which sources a tenant's specs may read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.orchestration.access import OPEN, SourceRules
+from swiftkv_platform.specs import JobSpec
+
+
+@pytest.fixture
+def shelves(tmp_path: Path) -> Path:
+    """Directories of the tenants acme and other; acme's holds a link into other's."""
+    for tenant in ("acme", "other"):
+        (tmp_path / tenant / "data").mkdir(parents=True)
+    (tmp_path / "acme" / "link").symlink_to(tmp_path / "other" / "data")
+    return tmp_path
+
+
+def spec(model: str = "org/teacher", source: str = "builtin:python-stdlib") -> JobSpec:
+    document: dict[str, Any] = {"name": "t", "model": {"name_or_path": model}}
+    return JobSpec.model_validate({**document, "data": {"sources": [{"name_or_path": source}]}})
+
+
+def rules(shelves: Path) -> SourceRules:
+    return SourceRules((f"{shelves}/{{tenant}}", "s3://bucket/{tenant}"))
+
+
+@pytest.mark.parametrize("name", ["org/teacher", "builtin:python-stdlib", "s3://bucket/acme/rows", "{}/acme/data"])
+def test_what_lies_below_a_root_is_open(shelves: Path, name: str) -> None:
+    rules(shelves).check(spec(source=name.format(shelves)), "acme")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{}/other/data",
+        "{}/acme/../other/data",
+        "{}/acme/link",
+        "{}/acme-not/data",
+        "/etc/passwd",
+        "~/.ssh",
+        "file:///etc/passwd",
+        "s3://bucket/other/rows",
+        "s3://bucket/acme/../other/rows",
+        "s3://bucket/acme-not/rows",
+        "s3://else/acme/rows",
+    ],
+)
+def test_everything_else_is_refused_by_field(shelves: Path, name: str) -> None:
+    name = name.format(shelves)
+    with pytest.raises(InvalidInputError, match="tenant 'acme' may not read") as caught:
+        rules(shelves).check(spec(source=name), "acme")
+    assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", name)
+    with pytest.raises(InvalidInputError) as caught:
+        rules(shelves).check(spec(model=name), "acme")
+    assert caught.value.field == "model.name_or_path"
+
+
+def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelves: Path) -> None:
+    with pytest.raises(InvalidInputError, match="lies below: none"):
+        SourceRules(()).check(spec(source=f"{shelves}/acme/data"), "acme")
+    OPEN.check(spec(source="/etc/passwd"), "acme")

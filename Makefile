@@ -26,10 +26,16 @@ lint: install
 
 bench: install
 	$(BIN)/python -m benchmarks.prefill
+	$(BIN)/python -m benchmarks.engine --short
+	$(BIN)/python -m benchmarks.kv_cache
+	$(BIN)/python -m benchmarks.training_step
 
+SCHEDULES ?= 1000
 SOAK_ROUNDS ?= 5
-soak: install  # the kill and restart tests, over and over
-	for round in $$(seq $(SOAK_ROUNDS)); do $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
+soak: install  # every sharding strategy; random schedules of the engine; the kill and restart tests, over and over
+	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/numerics/test_sharding.py --timeout 1200
+	SWIFTKV_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/numerics/test_engine_schedules.py
+	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -14,24 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.models import add_shape, random_llama
 from swiftkv_platform.distillation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.model import convert
-
-
-def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.kv_heads,
-        max_position_embeddings=max(args.lengths),
-    )
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
 def row(cost: PrefillCost) -> dict[str, object]:
@@ -48,18 +34,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--hidden-size", type=int, default=1024)
-    parser.add_argument("--intermediate-size", type=int, default=2816)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--vocab-size", type=int, default=8192)
+    add_shape(parser)
     parser.add_argument("--num-key-value-layers", type=int, default=8)
     parser.add_argument("--key-value-group-size", type=int, default=2)
     args = parser.parse_args()
 
     student = convert(
-        build_model(args),
+        random_llama(args, max(args.lengths)).to(torch.bfloat16),
         num_key_value_layers=args.num_key_value_layers,
         key_value_group_size=args.key_value_group_size,
     )

@@ -1,0 +1,280 @@
+"""The engine side by side with what a user would pick instead: dense and SwiftKV in ours, Hugging Face `generate`.
+
+    python -m benchmarks.engine [--output engine.json] [--short] [--rounds 7 --batch-size 8 ...]
+
+One random model, one run. Systems take turns within each round, so that all see the same noise of the machine; figures
+are medians over rounds, under the field's names. FLOPs are counted on real steps, KV blocks are those of real caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from benchmarks.models import add_shape, random_llama
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.engine.loading import LoadedModel, load_model
+from swiftkv_platform.engine.memory import make_cache
+from swiftkv_platform.model import convert
+
+KV_CACHE_BYTES = 99 << 20
+"""Holds both loads; a whole number of blocks of either model of this shape, in bfloat16 and in 8 bits."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """One load on one system."""
+
+    num_input_tokens: int
+    num_output_tokens: int
+    duration: float
+    """Seconds."""
+    ttfts: list[float]
+    """Seconds to the first token, by request."""
+    tpots: list[float]
+    """Seconds a token after the first, by request."""
+
+
+System = Callable[[torch.Tensor, int], Timings]
+"""Prompts [num_requests, num_tokens], all there at once, and how many tokens to generate for each."""
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as directory:
+        dense_path, swiftkv_path = save_models(args, Path(directory))
+        config = EngineConfig(kv_cache_bytes=KV_CACHE_BYTES, enable_prefix_caching=False, seed=0)
+        loaded = {"dense": load_model(dense_path, config), "swiftkv": load_model(swiftkv_path, config)}
+        hf = LlamaForCausalLM.from_pretrained(dense_path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    engines = {name: LLMEngine(model, config) for name, model in loaded.items()}
+    systems = {name: engine_system(engine) for name, engine in engines.items()} | {"huggingface": hf_system(hf)}
+    report = {
+        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+        | {"torch": torch.__version__},
+        "arguments": {key: value for key, value in vars(args).items() if key != "output"},
+        "counted": count(engines, args),
+        "kv_blocks": kv_blocks(loaded),
+    }
+    print(json.dumps(report["counted"] | {"kv_blocks": report["kv_blocks"]}), flush=True)
+    loads = {
+        "prefill": ((1, args.prompt_length), 1, args.prefill_rounds),
+        "decode": ((args.batch_size, args.context_length), args.output_length, args.rounds),
+    }
+    for name, (shape, num_output, rounds) in loads.items():
+        results = compare(systems, shape, num_output, rounds, args.vocab_size)
+        report[name] = results
+        print_table(name, results)
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--short", action="store_true", help="two rounds of each load")
+    parser.add_argument("--rounds", type=int, default=7, help="of decode")
+    parser.add_argument("--prefill-rounds", type=int, default=5)
+    parser.add_argument("--prompt-length", type=int, default=2048, help="of prefill")
+    parser.add_argument("--batch-size", type=int, default=8, help="requests of decode")
+    parser.add_argument("--context-length", type=int, default=128, help="prompt tokens of decode")
+    parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates in decode")
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
+    add_shape(parser)
+    parser.add_argument("--num-key-value-layers", type=int, default=8)
+    parser.add_argument("--key-value-group-size", type=int, default=2)
+    args = parser.parse_args()
+    if args.short:
+        args.rounds = args.prefill_rounds = 2
+    return args
+
+
+def save_models(args: argparse.Namespace, directory: Path) -> tuple[Path, Path]:
+    """A random dense model and its student."""
+    longest = max(args.prompt_length + 1, args.context_length + args.output_length)
+    dense = random_llama(args, longest).to(torch.bfloat16)
+    dense.save_pretrained(directory / "dense")
+    student = convert(
+        dense, num_key_value_layers=args.num_key_value_layers, key_value_group_size=args.key_value_group_size
+    )
+    student.save_pretrained(directory / "swiftkv")
+    return directory / "dense", directory / "swiftkv"
+
+
+def sampling(num_output: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+
+
+def engine_system(engine: LLMEngine) -> System:
+    def run(prompts: torch.Tensor, num_output: int) -> Timings:
+        start = time.perf_counter()
+        outputs = engine.generate(prompts.tolist(), sampling(num_output))
+        duration = time.perf_counter() - start
+        assert all(len(output.token_ids) == num_output for output in outputs)
+        ttfts = [output.metrics.ttft for output in outputs]
+        tpots = [output.metrics.tpot for output in outputs]
+        return Timings(
+            prompts.numel(),
+            num_output * len(prompts),
+            duration,
+            [one for one in ttfts if one is not None],
+            [one for one in tpots if one is not None],
+        )
+
+    return run
+
+
+class _Clock(StoppingCriteria):
+    """Notes when `generate` has chosen a token, and stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def hf_system(model: Any) -> System:
+    def run(prompts: torch.Tensor, num_output: int) -> Timings:
+        clock = _Clock()
+        start = time.perf_counter()
+        token_ids = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=False,
+            max_new_tokens=num_output,
+            min_new_tokens=num_output,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+        duration = time.perf_counter() - start
+        assert token_ids.shape[1] == prompts.shape[1] + num_output
+        first, last = clock.times[0], clock.times[-1]
+        ttfts = [first - start] * len(prompts)
+        tpots = [(last - first) / (num_output - 1)] * len(prompts) if num_output > 1 else []
+        return Timings(prompts.numel(), num_output * len(prompts), duration, ttfts, tpots)
+
+    return run
+
+
+def compare(
+    systems: dict[str, System], shape: tuple[int, int], num_output: int, rounds: int, vocab_size: int
+) -> dict[str, dict[str, float]]:
+    """Medians over rounds, by system. Each round has a prompt of its own, the same for all, and begins with another."""
+    generator = torch.Generator().manual_seed(0)
+    timings: dict[str, list[Timings]] = {name: [] for name in systems}
+    names = list(systems)
+    for round_ in range(rounds + 1):  # the first one warms up
+        prompts = torch.randint(3, vocab_size, shape, generator=generator)
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            timed = systems[name](prompts, num_output)
+            if round_:
+                timings[name].append(timed)
+    return {name: summary(some) for name, some in timings.items()}
+
+
+def summary(rounds: Sequence[Timings]) -> dict[str, float]:
+    """A system's rounds in the field's names."""
+
+    def median(figure: Callable[[Timings], float]) -> float:
+        return statistics.median(map(figure, rounds))
+
+    figures = {
+        "duration": median(lambda one: one.duration),
+        "total_input_tokens": rounds[0].num_input_tokens,
+        "total_output_tokens": rounds[0].num_output_tokens,
+        "total_token_throughput": median(lambda one: (one.num_input_tokens + one.num_output_tokens) / one.duration),
+        "output_throughput": median(lambda one: one.num_output_tokens / one.duration),
+    }
+    for name, values in (("ttft", "ttfts"), ("tpot", "tpots")):
+        if not getattr(rounds[0], values):
+            continue
+        figures[f"mean_{name}_ms"] = 1e3 * median(lambda one, of=values: statistics.mean(getattr(one, of)))
+        figures[f"median_{name}_ms"] = 1e3 * median(lambda one, of=values: statistics.median(getattr(one, of)))
+        figures[f"p99_{name}_ms"] = 1e3 * median(lambda one, of=values: percentile(getattr(one, of), 0.99))
+    if rounds[0].tpots:
+        figures["decode_throughput"] = len(rounds[0].tpots) * 1e3 / figures["mean_tpot_ms"]
+    return figures
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return torch.tensor(values, dtype=torch.float64).quantile(share).item()
+
+
+def print_table(load: str, results: dict[str, dict[str, float]]) -> None:
+    figure = "median_tpot_ms" if "median_tpot_ms" in results["dense"] else "median_ttft_ms"
+    for name, row in results.items():
+        throughput = row.get("decode_throughput", row["total_token_throughput"])
+        against = results["dense"][figure] / row[figure]
+        print(
+            f"{load:8} {name:12} {figure} {row[figure]:8.1f}  tokens/s {throughput:7.0f}  {against:5.2f}x", flush=True
+        )
+
+
+def _linear_flops(x: Sequence[int], _weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:
+    return 2 * torch.Size(x).numel() * out_shape[-1]
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+COUNTED = {
+    torch.ops.mkldnn._linear_pointwise: _linear_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+}
+"""Operators of the engine on a CPU that torch's counter does not know."""
+
+
+def count(engines: dict[str, LLMEngine], args: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """FLOPs of one prefill and of one decode step, all matrix products, by system."""
+    generator = torch.Generator().manual_seed(1)
+    long = torch.randint(3, args.vocab_size, (1, args.prompt_length), generator=generator)
+    short = torch.randint(3, args.vocab_size, (args.batch_size, args.context_length), generator=generator)
+    return {
+        name: {
+            "prefill_flops": _flops_of_step(engine, long, num_steps_before=0),
+            "decode_step_flops": _flops_of_step(engine, short, num_steps_before=1),
+        }
+        for name, engine in engines.items()
+    }
+
+
+def _flops_of_step(engine: LLMEngine, prompts: torch.Tensor, *, num_steps_before: int) -> int:
+    request_ids = [engine.add_request(prompt, sampling(2 + num_steps_before)) for prompt in prompts.tolist()]
+    for _ in range(num_steps_before):
+        engine.step()
+    with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
+        engine.step()
+    for request_id in request_ids:
+        engine.abort(request_id)
+    return int(counter.get_total_flops())
+
+
+def kv_blocks(loaded: dict[str, LoadedModel]) -> dict[str, dict[str, int]]:
+    """Blocks of the KV cache at equal memory, by system and type."""
+    return {
+        name: {
+            dtype: make_cache(model, EngineConfig(kv_cache_bytes=KV_CACHE_BYTES, kv_cache_dtype=dtype)).num_blocks
+            for dtype in ("bfloat16", "fp8")
+        }
+        for name, model in loaded.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

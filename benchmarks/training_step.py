@@ -1,0 +1,210 @@
+"""One distillation step, ours against the reference's scheme, over the same student and batch: FLOPs and tokens/s.
+
+    python -m benchmarks.training_step [--compile] [--output training_step.json] [--dtype bfloat16 ...]
+
+The reference's scheme: the whole model twice, as teacher and as student, logits of every position, layers checkpointed
+in the backward pass. Layers below l, which carry no gradient, recompute nothing. torch also leaves out the last product
+of a layer when it recomputes it ("early stop"): time is measured with that, FLOPs are given with and without. Variants
+alternate within each round, so that all see the same noise of the machine; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.models import add_shape, random_llama
+from swiftkv_platform.distillation import fork as fork_module
+from swiftkv_platform.distillation.fork import Fork, compile_layers
+from swiftkv_platform.distillation.optimizer import build_optimizer
+from swiftkv_platform.distillation.packing import Samples, pack
+from swiftkv_platform.model import convert
+from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
+
+Batch = dict[str, torch.Tensor]
+Loss = Callable[[Fork, Batch], torch.Tensor]
+"""Forward pass: the sum of the loss over the batch, ready for `backward`."""
+TEMPERATURE = 2.0
+
+
+def reference_loss(fork: Fork, batch: Batch) -> torch.Tensor:
+    """Two full forward passes, then KL over the logits of both, whole."""
+    student, mask = fork.student, batch["loss_mask"]
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    with torch.no_grad():
+        teacher_logits = student.swiftkv(False)(**inputs).logits[mask]
+    student_logits = student.swiftkv(True)(**inputs).logits[mask]
+    return materialized_kl(student_logits, teacher_logits)
+
+
+def materialized_kl(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """tau^2 KL(teacher || student) over logits [tokens, vocab], by autograd."""
+    log_q = F.log_softmax(student_logits.float() / TEMPERATURE, dim=-1)
+    log_p = F.log_softmax(teacher_logits.float() / TEMPERATURE, dim=-1)
+    return TEMPERATURE**2 * F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+
+
+def our_loss(fork: Fork, batch: Batch) -> torch.Tensor:
+    sums = fork(**batch)
+    return sum(weight * sums[name] for name, weight in fork.loss_weights.items())
+
+
+def our_loss_unfused(fork: Fork, batch: Batch) -> torch.Tensor:
+    """The forked step with the loss over whole logits: what is left is what the fused loss adds."""
+
+    def kl(
+        student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, teacher_head: torch.Tensor, **_: Any
+    ) -> Any:
+        return materialized_kl(F.linear(student, head), F.linear(teacher, teacher_head).detach())
+
+    with mock.patch.object(fork_module, "logits_loss", kl):
+        return our_loss(fork, batch)
+
+
+class Variant:
+    """A student, its optimizer, and one way to compute the loss."""
+
+    def __init__(
+        self, args: argparse.Namespace, loss: Loss, *, checkpointed: bool = False, compiled: bool = False
+    ) -> None:
+        dtype = getattr(torch, args.dtype)
+        spec = DistillationSpec(temperature=TEMPERATURE)
+        student = build_student(args)
+        self.fork = Fork(student, spec, dtype=dtype, gradient_checkpointing=checkpointed)
+        if compiled:
+            compile_layers(self.fork)
+        self.loss, self.dtype = loss, dtype
+        self.optimizer = build_optimizer((p for p in self.fork.parameters() if p.requires_grad), OptimizerSpec())
+
+    def step(self, batch: Batch) -> float:
+        with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != torch.float32):
+            loss = self.loss(self.fork, batch)
+        (loss / batch["loss_mask"].sum()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+def build_student(args: argparse.Namespace) -> Any:
+    return convert(random_llama(args, args.row_length), num_key_value_layers=args.num_key_value_layers)
+
+
+def build_batch(args: argparse.Namespace) -> Batch:
+    """Rows of two packed samples each; every position but the samples' last counts."""
+    half, num_samples = args.row_length // 2, 2 * args.rows
+    counts = np.ones(num_samples * half, dtype=np.bool_)
+    counts[half - 1 :: half] = False
+    samples = Samples(
+        tokens=np.random.default_rng(0).integers(0, args.vocab_size, num_samples * half).astype(np.int32),
+        counts=counts,
+        starts=np.arange(num_samples + 1) * half,
+    )
+    rows = pack(samples, np.arange(num_samples), max_length=args.row_length, pad_token_id=0)
+    return rows.batch(range(args.rows))
+
+
+def count_flops(variant: Variant, batch: Batch, *, early_stop: bool) -> int:
+    """Attention counts as matrix products: the flop counter knows those, not the fused kernel of CPUs."""
+    with sdpa_kernel(SDPBackend.MATH), set_checkpoint_early_stop(early_stop), FlopCounterMode(display=False) as counter:
+        variant.step(batch)
+    return int(counter.get_total_flops())
+
+
+def measure(variants: dict[str, Variant], batch: Batch, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step; the first one of each variant is left out."""
+    for variant in variants.values():
+        variant.step(batch)
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, variant in variants.items():
+            started = time.perf_counter()
+            variant.step(batch)
+            seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the layers of both, which takes a minute or two"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--row-length", type=int, default=512)
+    # 3.5 x hidden and a fourth of the heads, as in Llama-3.1-8B.
+    add_shape(parser, layers=12, hidden_size=512, intermediate_size=1792, heads=8, kv_heads=2, vocab_size=4096)
+    parser.add_argument("--num-key-value-layers", type=int, default=6)
+    args = parser.parse_args()
+
+    batch = build_batch(args)
+    schemes: dict[str, tuple[Loss, bool]] = {
+        "reference": (reference_loss, True),
+        "forked": (our_loss_unfused, False),
+        "forked, fused loss": (our_loss, False),
+    }
+    flops = {
+        name: [count_flops(Variant(args, loss, checkpointed=ck), batch, early_stop=stop) for stop in (False, True)]
+        for name, (loss, ck) in schemes.items()
+    }
+    variants = {name: Variant(args, loss, checkpointed=ck) for name, (loss, ck) in schemes.items()}
+    if args.compile:
+        torch._dynamo.config.recompile_limit = 64  # three variants share the code of their layers
+        variants |= {
+            f"{name}, compiled": Variant(args, loss, checkpointed=ck, compiled=True)
+            for name, (loss, ck) in schemes.items()
+        }
+    seconds = measure(variants, batch, args.rounds)
+    report(args, batch, flops, seconds)
+
+
+def report(
+    args: argparse.Namespace, batch: Batch, flops: dict[str, list[int]], seconds: dict[str, list[float]]
+) -> None:
+    tokens = batch["input_ids"].numel()
+    rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
+    results = []
+    print(f"{'step':28} {'GFLOP':>7} {'ratio':>6} {'early stop':>11} {'tokens/s':>9} {'speedup':>8} {'to eager':>9}")
+    for name, rate in rates.items():
+        scheme = name.removesuffix(", compiled")
+        baseline = "reference, compiled" if name.endswith(", compiled") else "reference"
+        whole, stopped = (mine / theirs for mine, theirs in zip(flops[scheme], flops["reference"], strict=True))
+        results.append(
+            {
+                "step": name,
+                "flops": flops[scheme][0],
+                "flops_ratio": whole,
+                "flops_ratio_early_stop": stopped,
+                "tokens_per_second": rate,
+                "speedup": rate / rates[baseline],
+                "speedup_to_eager": rate / rates["reference"],
+            }
+        )
+        print(
+            f"{name:28} {flops[scheme][0] / 1e9:7.1f} {whole:6.3f} {stopped:11.3f} {rate:9.0f} "
+            f"{rate / rates[baseline]:7.2f}x {rate / rates['reference']:8.2f}x",
+            flush=True,
+        )
+    if args.output:
+        machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        arguments = {key: value for key, value in vars(args).items() if key != "output"}
+        args.output.write_text(json.dumps({"arguments": arguments, **machine, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

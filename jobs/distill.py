@@ -158,6 +158,7 @@ def _local_ray(spec: JobSpec) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="skv-", dir=parent, ignore_cleanup_errors=True) as directory:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine away
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine takes its time
         num_cpus = max(1, math.ceil(needed_resources(spec)["CPU"]))
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=directory)
         try:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.local.ray_head import RayHead, auth_environment
+from tests.rays import free_port, ray_head
+from tests.s3_servers import S3Server, run_moto
 
 DEADLINE_S = 240.0
 
@@ -27,13 +21,6 @@ _SERVE = {
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
 }
 """Serve tells its autoscaler of loads as often as a test can wait for."""
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
@@ -52,32 +39,52 @@ def wait_for(what: Callable[[], Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def dashboard_url() -> Iterator[str]:
-    """A Ray of its own: ports, token, home and temporary directory shared with nobody; ended by its process group."""
-    home = Path(tempfile.mkdtemp(prefix="r-", dir="/tmp"))  # short: Ray's socket paths have a limit
-    token = home / "token"
-    token.write_text(secrets.token_hex(32))
-    port = free_port()
-    ray_start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    ports = [f"--dashboard-port={port}", f"--ray-client-server-port={free_port()}", "--port=0"]
-    ports += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    limits = ["--num-cpus=4", f"--object-store-memory={200 << 20}", f"--temp-dir={home}"]
-    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    with (home / "ray.log").open("wb") as log, pytest.MonkeyPatch.context() as patch:
-        for name, value in auth.items():
+    """The dashboard of a Ray of the module's own; this process has its token."""
+    with ray_head(_SERVE, num_cpus=4) as head, environment(auth_environment(head.token_file)):
+        yield head.dashboard_url
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with run_moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def train_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    """A Ray with room for two workers, whose processes have credentials for the S3 server."""
+    with ray_head(_train_environment(s3_server, tmp_path_factory), num_cpus=2) as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def cluster(train_head: RayHead, s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Its address; this process is one of its drivers."""
+    import ray
+
+    own = {**_train_environment(s3_server, tmp_path_factory), **auth_environment(train_head.token_file)}
+    with environment(own):
+        ray.init(train_head.address)
+        yield train_head.address
+        ray.shutdown()
+
+
+def _train_environment(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {
+        **s3_server.environment,
+        "HOME": str(tmp_path_factory.mktemp("home")),
+        "SWIFTKV_HOME": str(tmp_path_factory.mktemp("swiftkv")),
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    }
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """This process with these variables set."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
             patch.setenv(name, value)
-        ray = subprocess.Popen(
-            [*ray_start, *ports, *limits],
-            env={**os.environ, "HOME": str(home), "OMP_NUM_THREADS": "1", **_SERVE},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            os.killpg(ray.pid, signal.SIGKILL)
-            ray.wait()
-            shutil.rmtree(home, ignore_errors=True)
+        yield
 
 
 @pytest.fixture(scope="module")

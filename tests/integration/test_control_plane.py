@@ -6,12 +6,9 @@ The stand-in talks through the real attempt channel and waits for a file where a
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,23 +22,14 @@ from swiftkv_platform.client import Client
 from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.local.ray_head import auth_environment
 from swiftkv_platform.orchestration.ports import JobCluster, SubmissionStatus
 from tests.fakes.cluster import FakeCluster
+from tests.rays import free_port, ray_head
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-
-RAY = """
-import sys, ray
-context = ray.init(
-    num_cpus=4, include_dashboard=True, dashboard_host="127.0.0.1", dashboard_port=int(sys.argv[1]),
-    _temp_dir=sys.argv[2], object_store_memory=200 << 20, log_to_driver=False,
-)
-print("ready", flush=True)
-sys.stdin.read()  # until the test, however it ends, lets go of the other end
-ray.shutdown()
-"""
 
 SERVER = """
 import sys
@@ -93,12 +81,6 @@ print("done", flush=True)
 """
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def eventually(condition: Callable[[], Any], what: str, *, seconds: float = 60.0) -> Any:
     """The condition's first true value."""
     deadline = time.monotonic() + seconds
@@ -117,21 +99,10 @@ class RayCluster:
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    # Ray puts Unix sockets below its directory, whose path must be short.
-    home = Path(tempfile.mkdtemp(prefix="r-", dir="/tmp"))
-    port = free_port()
-    env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ""}
-    command = [sys.executable, "-c", RAY, str(port), str(home / "ray")]
-    process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "ready\n"
-        yield RayCluster(f"http://127.0.0.1:{port}", env)
-    finally:
-        process.stdin.close()
-        process.wait(60)
-        shutil.rmtree(home, ignore_errors=True)
+    with ray_head({"PYTHONPATH": str(ROOT)}, num_cpus=4) as head:
+        auth = auth_environment(head.token_file)
+        home = {"HOME": str(head.temp_dir), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ""}
+        yield RayCluster(head.dashboard_url, {**os.environ, **home, **auth})
 
 
 class Plane:
@@ -287,7 +258,8 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "fake":
         return FakeWithProcesses()
     ray_cluster: RayCluster = request.getfixturevalue("ray_cluster")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", f"{ray_cluster.env['HOME']}/.ray/auth_token")
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, ray_cluster.env[name])
     return RayJobs(ray_cluster.url)
 
 

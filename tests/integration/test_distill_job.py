@@ -8,9 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,38 +29,13 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
-from tests.s3_servers import S3Server, run_moto
+from tests.s3_servers import S3Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 JOB = "job_1"
 TOTAL_STEPS = 36
 ONE_WORKER = {"num_workers": 1}
-
-
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[S3Server]:
-    with run_moto() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def cluster(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Ray with room for two workers; its processes have a home of their own and credentials for S3."""
-    import ray
-
-    with pytest.MonkeyPatch.context() as environment, tempfile.TemporaryDirectory(prefix="r-") as directory:
-        environment.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        environment.setenv("SWIFTKV_HOME", str(tmp_path_factory.mktemp("swiftkv")))
-        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        environment.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        for name, value in s3_server.environment.items():
-            environment.setenv(name, value)
-        context = ray.init(
-            "local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, _temp_dir=directory
-        )
-        yield context.address_info["gcs_address"]
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,20 +16,6 @@ from swiftkv_platform.storage.object_store import open_store
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 JOB, STEPS = "job_1", 3
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    import ray
-
-    with tempfile.TemporaryDirectory(prefix="r-") as directory:
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        monkeypatch.setenv("SWIFTKV_HOME", str(tmp_path / "swiftkv"))
-        monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-        ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, _temp_dir=directory)
-        yield
-        ray.shutdown()
 
 
 def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
@@ -51,7 +35,8 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
     )
 
 
-def test_a_sweep_publishes_its_choice_and_repeats_no_trial(cluster: None, tiny_teacher: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, tmp_path: Path) -> None:
     """Of two learning rates one makes the loss infinite: a result of the sweep, not a failure of the job."""
     from jobs.distill import run_attempt
 

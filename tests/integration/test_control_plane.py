@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from swiftkv_platform.client import Client
 from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.local.ray_head import auth_environment
+from swiftkv_platform.local.ray_head import RayHead, auth_environment
 from swiftkv_platform.orchestration.ports import JobCluster, SubmissionStatus
 from tests.fakes.cluster import FakeCluster
 from tests.rays import free_port, ray_head
@@ -102,7 +103,17 @@ def ray_cluster() -> Iterator[RayCluster]:
     with ray_head({"PYTHONPATH": str(ROOT)}, num_cpus=4) as head:
         auth = auth_environment(head.token_file)
         home = {"HOME": str(head.temp_dir), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ""}
+        eventually(lambda: takes_jobs(head), "Ray takes jobs", seconds=180.0)
         yield RayCluster(head.dashboard_url, {**os.environ, **home, **auth})
+
+
+def takes_jobs(head: RayHead) -> bool:
+    """Whether the node's agent, which comes up after the dashboard, has registered."""
+    headers = {"Authorization": f"Bearer {head.token_file.read_text()}"}
+    response = httpx.post(
+        f"{head.dashboard_url}/api/jobs/", json={"entrypoint": "true"}, headers=headers, timeout=60.0, trust_env=False
+    )
+    return response.is_success
 
 
 class Plane:

@@ -6,6 +6,8 @@ SwiftKVError
 │   └── ModelError             a checkpoint or configuration that cannot be used
 ├── UnauthenticatedError       no key, or one that nobody holds
 ├── ForbiddenError             a key that does not open this
+│   └── OverQuotaError             more than the tenant is ever granted
+├── QuotaExceededError         more than the tenant is granted at a time; the same request may succeed later
 ├── NotFoundError              no such job, model, deployment or object
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
@@ -64,6 +66,14 @@ class UnauthenticatedError(SwiftKVError):
 
 class ForbiddenError(SwiftKVError):
     code = "forbidden"
+
+
+class OverQuotaError(ForbiddenError):
+    code = "over_quota"
+
+
+class QuotaExceededError(SwiftKVError):
+    code = "quota_exceeded"
 
 
 class NotFoundError(SwiftKVError):

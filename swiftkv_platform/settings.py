@@ -39,11 +39,13 @@ class Settings(BaseSettings):
     """Address the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = None
     """File of hashed API keys (`swiftkv keys create` writes it); None lets everybody on this machine in."""
+    tenants_file: Path | None = None
+    """YAML file of quotas and weights (docs/operations.md); None limits nobody."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     reconcile_interval_s: Annotated[float, Field(gt=0.0)] = 1.0
     """Pause between two rounds of the reconciler."""
     max_running_jobs: Annotated[int, Field(ge=1)] = 1
-    """Jobs submitted to Ray at the same time; the rest wait in the queue."""
+    """Jobs submitted to Ray at the same time, of all tenants; the rest wait in the queue."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")

@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components
 from swiftkv_platform.api.guards import OriginGuard, too_large
-from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs
+from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.asgi import BodyLimit
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.keys import KeyRing
@@ -73,7 +73,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes, refuse=too_large)
     if key_ring is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
-    for module in (jobs, history, outputs, models, deployments, health, dashboard):
+    for module in (jobs, history, outputs, models, deployments, quota, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", dashboard.Assets())
     return app
@@ -89,6 +89,7 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
         clock=parts.clock,
         entrypoint=parts.entrypoint,
         max_running_jobs=settings.max_running_jobs,
+        policies=parts.policies,
         interval_s=settings.reconcile_interval_s,
     )
     steps = {"jobs": reconciler.tick, "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick}

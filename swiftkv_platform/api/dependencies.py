@@ -21,6 +21,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.orchestration.service import Caller
+from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
@@ -44,6 +45,7 @@ class Components:
     objects: ObjectStore
     attempts: AttemptStore
     entrypoint: Entrypoint
+    policies: Policies = NO_LIMITS
     clock: Clock = time.time
 
 
@@ -69,6 +71,7 @@ def build_components(settings: Settings) -> Components:
         attempts=AttemptStore(objects),
         # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
         entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, {"OMP_NUM_THREADS": "1"}),
+        policies=Tenants(settings.tenants_file),
     )
 
 

@@ -24,6 +24,7 @@ from swiftkv_platform.errors import (
     InvalidInputError,
     NotFoundError,
     ObjectNotFoundError,
+    QuotaExceededError,
     StorageError,
     SwiftKVError,
     UnauthenticatedError,
@@ -35,6 +36,7 @@ _STATUS: Sequence[tuple[type[SwiftKVError], int]] = (
     (IdempotencyConflictError, 422),
     (UnauthenticatedError, 401),
     (ForbiddenError, 403),
+    (QuotaExceededError, 429),
     (NotFoundError, 404),
     (ConflictError, 409),
     (ObjectNotFoundError, 404),
@@ -47,7 +49,11 @@ _STATUS: Sequence[tuple[type[SwiftKVError], int]] = (
 """The first class that fits decides."""
 
 _RETRY_AFTER_S = 5
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": str(_RETRY_AFTER_S)}}
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "30"},
+    503: {"Retry-After": str(_RETRY_AFTER_S)},
+}
 """By status."""
 _LONGEST_VALUE = 500
 """Characters of a refused value that are repeated in the answer."""
@@ -99,7 +105,7 @@ def problem_response(
     return JSONResponse(
         problem.model_dump(mode="json"),
         status_code=status,
-        headers={**(headers or {}), **_HEADERS.get(status, {})},
+        headers={**_HEADERS.get(status, {}), **(headers or {})},
         media_type="application/problem+json",
     )
 

@@ -25,6 +25,7 @@ from swiftkv_platform.client.models import (
     JobProgress,
     MetricPoint,
     Model,
+    Quota,
 )
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "JobProgress",
     "MetricPoint",
     "Model",
+    "Quota",
     "RateLimitedError",
     "RequestConflictError",
     "ResourceNotFoundError",

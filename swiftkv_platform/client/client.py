@@ -12,7 +12,7 @@ import httpx
 
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
 from swiftkv_platform.client.jobs import Jobs, rows
-from swiftkv_platform.client.models import Deployment, Generation, Model
+from swiftkv_platform.client.models import Deployment, Generation, Model, Quota
 from swiftkv_platform.client.sse import iter_events
 from swiftkv_platform.client.transport import Transport
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
@@ -82,6 +82,10 @@ class Client:
         """
         answer: dict[str, Any] = self._control.request("GET", "/readyz", repeatable=True).json()
         return answer
+
+    def quota(self) -> Quota:
+        """What the key's tenant is granted, and what of it is in use."""
+        return Quota.model_validate(self._control.request("GET", "/quota", repeatable=True).json())
 
     @overload
     def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...

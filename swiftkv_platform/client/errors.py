@@ -124,7 +124,7 @@ _BY_STATUS: dict[int, type[APIError]] = {
 
 _NEXT_STEP: dict[int, str] = {
     401: "Pass api_key= (command line: SWIFTKV_API_KEY).",
-    403: "Use a key that has the scope for this, or ask the operator for one.",
+    403: "Use a key that has the scope for this, or ask the operator for it.",
     404: "`swiftkv jobs list` and `swiftkv models list` show what exists.",
 }
 

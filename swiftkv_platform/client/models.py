@@ -95,6 +95,22 @@ class Estimate(_Answer):
     """What `POST /jobs/validate` foresees."""
 
 
+class Quota(_Answer):
+    """What a tenant is granted, None where there is no limit, and what of it is in use."""
+
+    tenant: str
+    weight: float
+    max_queued_jobs: int | None = None
+    max_running_jobs: int | None = None
+    max_gpus: float | None = None
+    max_cpus: float | None = None
+    queued_jobs: int
+    """Jobs that wait or are paused."""
+    running_jobs: int
+    gpus: float
+    cpus: float
+
+
 class ArtifactFile(_Answer):
     """One file of a job's artifact."""
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from swiftkv_platform.database.paging import fetch, unknown_cursor
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow
-from swiftkv_platform.errors import IdempotencyConflictError, NotFoundError, StaleVersionError
+from swiftkv_platform.errors import IdempotencyConflictError, NotFoundError, QuotaExceededError, StaleVersionError
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.orchestration.ports import Idempotency, JobFilter, Page, Slice
 
@@ -31,6 +31,7 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
 _FINAL = [status.value for status in JobStatus if status.is_terminal]
+_WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 _EVERYTHING = JobFilter()
 _STEPS_PER_DELETE = 500
 """Databases limit the number of parameters of a statement."""
@@ -42,11 +43,15 @@ class SqlJobRepository:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, job: Job, event: Event, *, idempotency: Idempotency | None = None) -> Job:
+    def create(
+        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, max_waiting: int | None = None
+    ) -> Job:
         if idempotency is not None and (known := self._recall(job.tenant, idempotency)) is not None:
             return known
         try:
             with self._database.writing() as session:
+                if max_waiting is not None:
+                    self._check_waiting(session, job.tenant, max_waiting)
                 session.add(JobRow(**_columns(job)))
                 session.flush()
                 session.add(_event_row(event))
@@ -59,8 +64,8 @@ class SqlJobRepository:
                             job_id=job.id,
                         )
                     )
-        except IntegrityError:
-            # Another request with the same key was faster.
+        except (IntegrityError, QuotaExceededError):
+            # Another request with the same key may have been faster.
             known = self._recall(job.tenant, idempotency) if idempotency is not None else None
             if known is None:
                 raise
@@ -146,6 +151,19 @@ class SqlJobRepository:
             rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
             return Slice(
                 [MetricPoint(row.step, row.attempt, row.time, row.values) for row in rows.items], rows.has_more
+            )
+
+    def _check_waiting(self, session: Session, tenant: str, most: int) -> None:
+        if not self._database.is_sqlite:  # where a transaction that writes is alone anyway
+            session.execute(select(func.pg_advisory_xact_lock(func.hashtext(f"jobs of {tenant}"))))
+        query = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(_WAITING))
+        waiting = session.scalar(query) or 0
+        if waiting >= most:
+            raise QuotaExceededError(
+                f"tenant {tenant!r} has {waiting} jobs that wait or are paused; its quota max_queued_jobs is {most}; "
+                "submit again when one has started, or cancel one",
+                field="max_queued_jobs",
+                value=waiting,
             )
 
     def _recall(self, tenant: str, idempotency: Idempotency) -> Job | None:

@@ -65,10 +65,17 @@ class Idempotency:
 class JobRepository(Protocol):
     """Jobs with their events and metrics. Each method is one transaction."""
 
-    def create(self, job: Job, event: Event, *, idempotency: Idempotency | None = None) -> Job:
+    def create(
+        self, job: Job, event: Event, *, idempotency: Idempotency | None = None, max_waiting: int | None = None
+    ) -> Job:
         """Store a new job; with a key the tenant has used before, return that key's job and store nothing.
 
-        Raises `IdempotencyConflictError` if the key came with another body.
+        Args:
+            max_waiting: jobs of the tenant that may be queued or paused, this one included.
+
+        Raises:
+            IdempotencyConflictError: the key came with another body.
+            QuotaExceededError: too many of the tenant's jobs wait.
         """
         ...
 

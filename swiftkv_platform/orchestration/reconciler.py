@@ -20,12 +20,13 @@ from swiftkv_platform.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import ClusterUnavailableError, StaleVersionError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.backoff import Backoff
+from swiftkv_platform.orchestration.fair_queue import FairQueue
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start
 from swiftkv_platform.orchestration.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
 from swiftkv_platform.orchestration.reading import Reading, read
 from swiftkv_platform.orchestration.settlement import Settlement
+from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 
-_PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
 
@@ -53,6 +54,7 @@ class Reconciler:
     Args:
         digest: SHA-256 of a manifest.
         max_running_jobs: attempts on the cluster at the same time.
+        policies: quotas and weights of tenants.
         interval_s: how long something is left alone after it failed once; more after every further time.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
     """
@@ -68,6 +70,7 @@ class Reconciler:
         entrypoint: Entrypoint,
         max_running_jobs: int,
         interval_s: float,
+        policies: Policies = NO_LIMITS,
         retry_delay_s: float = 1.0,
     ) -> None:
         self._jobs = jobs
@@ -77,6 +80,7 @@ class Reconciler:
         self._clock = clock
         self._entrypoint = entrypoint
         self._max_running_jobs = max_running_jobs
+        self._queue = FairQueue(policies)
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._log = get_logger(loop="jobs")
 
@@ -89,13 +93,12 @@ class Reconciler:
             self._attend(job, self._start)
 
     def _next_in_queue(self) -> Sequence[Job]:
-        """By priority, then first come, first served; as many as there is room for."""
+        """As many as there is room for. A job that is left alone after a failure takes nobody's place."""
         now = self._clock()
         live = self._jobs.live()
         room = self._max_running_jobs - sum(job.status.holds_cluster for job in live)
-        waiting = [job for job in live if job.status is JobStatus.QUEUED and job.not_before <= now]
-        waiting.sort(key=lambda job: (_PRIORITIES[job.spec.limits.priority], job.id))
-        return waiting[: max(room, 0)]
+        ready = [job for job in live if job.status.holds_cluster or self._backoff.ready(job.id, now)]
+        return self._queue.next(ready, room=room, now=now)
 
     def _attend(self, job: Job, step: Callable[[Job], None]) -> None:
         """Do a job's step, unless the job or the cluster is left alone for a while after a failure.

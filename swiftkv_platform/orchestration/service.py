@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError, NotFoundError, StaleVersionError
+from swiftkv_platform.errors import InvalidInputError, NotFoundError, OverQuotaError, StaleVersionError
 from swiftkv_platform.orchestration.access import OPEN, SourceRules
 from swiftkv_platform.orchestration.estimates import Estimate
+from swiftkv_platform.orchestration.fair_queue import Demand
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, new_id, requeue, status_event, transition
 from swiftkv_platform.orchestration.ports import (
     Catalog,
@@ -22,6 +23,7 @@ from swiftkv_platform.orchestration.ports import (
     Idempotency,
     JobRepository,
 )
+from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.specs import JobSpec
 
@@ -43,29 +45,52 @@ class JobService:
     """Submitting, pausing, resuming and cancelling."""
 
     def __init__(
-        self, jobs: JobRepository, *, clock: Clock, read_object: ReadObject, rules: SourceRules = OPEN
+        self,
+        jobs: JobRepository,
+        *,
+        clock: Clock,
+        read_object: ReadObject,
+        rules: SourceRules = OPEN,
+        policies: Policies = NO_LIMITS,
     ) -> None:
         self._jobs = jobs
         self._clock = clock
         self._read_object = read_object
         self._rules = rules
+        self._policies = policies
 
     def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
-        """Everything `submit` checks; stores nothing. Raises as `SourceRules.check` and `validation.validate`."""
+        """Everything `submit` checks but the queue's length; stores nothing.
+
+        Raises `OverQuotaError`, and as `SourceRules.check` and `validation.validate`.
+        """
         self._rules.check(spec, caller.tenant)
+        self._check_demand(spec, caller.tenant)
         return validate(spec, self._read_object)
 
     def submit(self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None) -> Job:
         """Store a job; once this returns it is not lost.
 
         With a key the caller has used before, returns that key's job. Raises `IdempotencyConflictError` if that came
-        with another body, and as `validate`.
+        with another body, `QuotaExceededError` if too many of the tenant's jobs wait already, and as `validate`.
         """
         self.validate(spec, caller)
         now = int(self._clock())
         job = Job(id=new_id("job"), tenant=caller.tenant, created_by=caller.name, spec=spec, created_at=now)
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
-        return self._jobs.create(job, status_event(job, now=now), idempotency=idempotency)
+        most = self._policies.policy(caller.tenant).max_queued_jobs
+        return self._jobs.create(job, status_event(job, now=now), idempotency=idempotency, max_waiting=most)
+
+    def _check_demand(self, spec: JobSpec, tenant: str) -> None:
+        exceeded = Demand.of(spec).exceeded_limit(self._policies.policy(tenant))
+        if exceeded is not None:
+            name, asked, most = exceeded
+            raise OverQuotaError(
+                f"the job asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} is "
+                f"{most:g}: it could never start; fewer or smaller resources.num_workers would do",
+                field="resources",
+                value=asked,
+            )
 
     def cancel(self, job_id: str, caller: Caller) -> Job:
         """Ask for the end of a job; asking again is the same.

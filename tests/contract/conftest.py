@@ -1,11 +1,17 @@
-"""S3 servers that live for a whole test session."""
+"""S3 servers that live for a whole test session, and an empty database of each kind for a test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
+from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.tables import Base
 from tests.s3_servers import RcloneServer, S3Server, run_moto, run_rclone
 
 
@@ -19,3 +25,26 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneSe
 def moto_server() -> Iterator[S3Server]:
     with run_moto() as server:
         yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+    database = Database(url)
+    if request.param == "postgresql":
+        with database.writing() as session:
+            Base.metadata.drop_all(session.connection())
+            session.execute(text("DROP TABLE IF EXISTS alembic_version"))
+    database.upgrade()
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def jobs(database: Database) -> SqlJobRepository:
+    return SqlJobRepository(database)
+
+
+@pytest.fixture
+def catalog(database: Database) -> SqlCatalog:
+    return SqlCatalog(database)

@@ -22,7 +22,7 @@ _METADATA = "metadata."
 
 def _service(parts: Parts, settings: TheSettings) -> JobService:
     rules = SourceRules(settings.resolved_source_roots)
-    return JobService(parts.jobs, clock=parts.clock, read_object=read_object, rules=rules)
+    return JobService(parts.jobs, clock=parts.clock, read_object=read_object, rules=rules, policies=parts.policies)
 
 
 Service = Annotated[JobService, Depends(_service)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,9 +135,19 @@ def make_parts(directory: Path, empty_database: Path) -> Components:
     )
 
 
+@contextmanager
+def control_plane(parts: Components, settings: Settings, url: str = URL) -> Iterator[TestClient]:
+    """The application, whose own loops have turned once and sleep from then on."""
+    asleep = settings.model_copy(update={"reconcile_interval_s": 1e6})
+    with TestClient(create_app(asleep, components=parts), base_url=url) as client:
+        while " 0.0\n" in client.get("/metrics").text.partition("# TYPE swiftkv_loop_last_success")[2]:
+            time.sleep(0.001)
+        yield client
+
+
 @pytest.fixture
 def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
     parts = make_parts(tmp_path, empty_database)
-    settings = Settings(home=tmp_path, reconcile_interval_s=1e6, max_request_bytes=4096, _env_file=None)
-    with TestClient(create_app(settings, components=parts), base_url=URL) as client:
+    settings = Settings(home=tmp_path, max_request_bytes=4096, _env_file=None)
+    with control_plane(parts, settings) as client:
         yield Server(client, parts, settings)

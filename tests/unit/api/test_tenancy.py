@@ -15,7 +15,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.keys import Scope, create_key
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
-from tests.unit.api.conftest import SPEC, Server
+from tests.unit.api.conftest import SPEC, Server, control_plane
 
 OPEN = {"/healthz", "/readyz", "/metrics"}
 """Nothing of any tenant's is told there."""
@@ -29,7 +29,7 @@ def as_(server: Server, tmp_path: Path) -> Iterator[As]:
     path = tmp_path / "keys.json"
     create_key(path, name="operator", tenant="operators", scopes=frozenset({Scope.ADMIN}))
     settings = server.settings.model_copy(update={"api_keys_file": path})
-    with TestClient(create_app(settings, components=server.parts), base_url="http://swiftkv.example") as client:
+    with control_plane(server.parts, settings, "http://swiftkv.example") as client:
 
         def connect(tenant: str | None, *scopes: Scope) -> TestClient:
             client.headers.pop("authorization", None)

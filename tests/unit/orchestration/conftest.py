@@ -61,13 +61,13 @@ class Plane:
             interval_s=1.0,
         )
 
-    def submit(self, **spec: Any) -> Job:
+    def submit(self, *, tenant: str = TENANT, **spec: Any) -> Job:
         document = {"name": "test", **spec}
-        job = Job(new_id("job"), TENANT, "ann", JobSpec.model_validate(document), int(self.clock()))
+        job = Job(new_id("job"), tenant, "ann", JobSpec.model_validate(document), int(self.clock()))
         return self.jobs.create(job, status_event(job, now=job.created_at))
 
     def get(self, job: Job) -> Job:
-        return self.jobs.get(job.id, tenant=TENANT)
+        return self.jobs.get(job.id, tenant=job.tenant)
 
     def worker(self, job: Job, attempt: int = 1, writer: str = "driver") -> FakeWorker:
         return FakeWorker(self.objects, job.id, attempt, writer)

@@ -1,0 +1,97 @@
+"""What every database must do for models and deployments: SQLite and PostgreSQL alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.errors import (
+    ConflictError,
+    NotFoundError,
+)
+from swiftkv_platform.orchestration.job import (
+    Model,
+    new_id,
+)
+from swiftkv_platform.orchestration.ports import (
+    Deployment,
+    DeploymentSpec,
+    DeploymentState,
+    DeploymentStatus,
+    Page,
+)
+from tests.records import TENANT, make_job, make_model, store
+
+
+def test_a_model_is_stored_with_its_job(jobs: SqlJobRepository, catalog: SqlCatalog) -> None:
+    job = store(jobs, make_job())
+    model = make_model(job)
+    jobs.update(replace(job, distilled_model=model.id), model=model)
+    assert catalog.get_model(model.id, tenant=TENANT) == model
+    assert catalog.list_models(Page(), tenant=TENANT).items == [model]
+    with pytest.raises(NotFoundError):
+        catalog.get_model(model.id, tenant="other")
+
+
+@pytest.fixture
+def model(jobs: SqlJobRepository) -> Model:
+    job = store(jobs, make_job())
+    model = make_model(job)
+    jobs.update(job, model=model)
+    return model
+
+
+def make_deployment(model: Model, route_prefix: str = "/") -> Deployment:
+    spec = DeploymentSpec(
+        id=new_id("dep"),
+        model=model.id,
+        artifact_uri=model.artifact_uri,
+        route_prefix=route_prefix,
+        engine={"dtype": "bfloat16"},
+    )
+    return Deployment(spec, TENANT, 300)
+
+
+def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: SqlCatalog, model: Model) -> None:
+    holder = catalog.create_deployment(make_deployment(model))
+    assert catalog.get_deployment(holder.spec.id, tenant=TENANT) == holder
+    with pytest.raises(ConflictError, match=holder.spec.id):
+        catalog.create_deployment(make_deployment(model))
+    other = catalog.create_deployment(make_deployment(model, "/other"))
+    catalog.set_deployment_state(holder.spec.id, DeploymentState(DeploymentStatus.DELETING))
+    heir = catalog.create_deployment(make_deployment(model))
+    assert [item.spec.id for item in catalog.all_deployments()] == [holder.spec.id, other.spec.id, heir.spec.id]
+
+
+def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlCatalog, model: Model) -> None:
+    deployment = catalog.create_deployment(make_deployment(model)).spec.id
+    running = DeploymentState(DeploymentStatus.RUNNING, "ready", 2)
+    catalog.set_deployment_state(deployment, running)
+    assert catalog.get_deployment(deployment, tenant=TENANT).state == running
+    catalog.set_deployment_state(deployment, DeploymentState(DeploymentStatus.DELETING))
+    catalog.set_deployment_state(deployment, running)
+    assert catalog.get_deployment(deployment, tenant=TENANT).state.status is DeploymentStatus.DELETING
+    catalog.remove_deployment(deployment)
+    catalog.remove_deployment(deployment)
+    with pytest.raises(NotFoundError):
+        catalog.get_deployment(deployment, tenant=TENANT)
+
+
+def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(catalog: SqlCatalog, model: Model) -> None:
+    before = catalog.create_deployment(make_deployment(model)).spec
+    after = replace(before, engine={"dtype": "float32"}, max_replicas=3)
+    swapping = DeploymentState(DeploymentStatus.SWAPPING)
+    changed = catalog.update_deployment(after, swapping, tenant=TENANT)
+    assert (changed.spec, changed.state) == (after, swapping)
+    catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.RUNNING), of=before)
+    assert catalog.get_deployment(after.id, tenant=TENANT) == changed
+    catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.RUNNING), of=after)
+    assert catalog.get_deployment(after.id, tenant=TENANT).state.status is DeploymentStatus.RUNNING
+    with pytest.raises(NotFoundError):
+        catalog.update_deployment(after, swapping, tenant="other")
+    catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.DELETING))
+    with pytest.raises(ConflictError, match="being deleted"):
+        catalog.update_deployment(after, swapping, tenant=TENANT)

@@ -1,0 +1,53 @@
+"""The schema of SQLite and PostgreSQL alike: made and taken back by migrations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import inspect, text
+
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database, alembic_config
+from swiftkv_platform.database.tables import Base
+from swiftkv_platform.errors import (
+    DatabaseUnavailableError,
+    InvalidInputError,
+)
+
+
+def test_upgrade_makes_the_schema_that_the_tables_declare_and_can_be_repeated(database: Database) -> None:
+    database.upgrade()
+    database.check_schema()
+    with database.reading() as session:
+        context = MigrationContext.configure(session.connection(), opts={"compare_type": True})
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_every_migration_can_be_taken_back(database: Database) -> None:
+    with database.writing() as session:
+        config = alembic_config()
+        config.attributes["connection"] = session.connection()
+        command.downgrade(config, "base")
+        tables = inspect(session.connection()).get_table_names()
+    assert tables == ["alembic_version"]
+    database.upgrade()
+    database.check_schema()
+
+
+def test_check_schema_names_the_way_out_for_an_old_database(database: Database) -> None:
+    with database.writing() as session:
+        session.execute(text("DELETE FROM alembic_version"))
+    with pytest.raises(InvalidInputError, match=r"python -m swiftkv_platform\.database"):
+        database.check_schema()
+
+
+def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}")  # a directory
+    with pytest.raises(DatabaseUnavailableError):
+        SqlJobRepository(database).live()
+    with pytest.raises(InvalidInputError, match="postgresql"):
+        Database("nonsense")

@@ -1,0 +1,43 @@
+"""Jobs, events and models as tests of the database store them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.orchestration.job import Event, Job, Model, new_id, status_event
+from swiftkv_platform.orchestration.ports import Idempotency
+from swiftkv_platform.specs import JobSpec
+
+TENANT = "acme"
+
+
+def make_job(*, tenant: str = TENANT, **spec: Any) -> Job:
+    return Job(
+        id=new_id("job"), tenant=tenant, created_by="ann", spec=JobSpec(**{"name": "test", **spec}), created_at=100
+    )
+
+
+def store(jobs: SqlJobRepository, job: Job, *, key: str | None = None, body: str = "a") -> Job:
+    idempotency = None if key is None else Idempotency(key, body)
+    return jobs.create(job, status_event(job, now=100), idempotency=idempotency)
+
+
+def message(job: Job, text: str) -> Event:
+    return Event(new_id("evt"), job.id, 100, "message", text)
+
+
+def make_model(job: Job) -> Model:
+    return Model(
+        id=new_id("mdl"),
+        tenant=job.tenant,
+        name="test",
+        job_id=job.id,
+        attempt=1,
+        created_at=200,
+        artifact_uri="s3://bucket/artifact",
+        manifest_digest="d" * 64,
+        size=1 << 40,
+        lineage={"teacher": "tiny"},
+        metrics={"kl": 0.1},
+    )

@@ -1,0 +1,166 @@
+"""Which job starts next: fair between tenants, by priority within one, never beyond a quota."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.orchestration.fair_queue import Demand, FairQueue, held_by
+from swiftkv_platform.orchestration.job import Job, JobStatus, new_id
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.orchestration.tenants import TenantPolicy, Tenants
+from swiftkv_platform.specs import JobSpec
+from tests.unit.orchestration.conftest import Plane
+
+
+@dataclass
+class Granted:
+    """Policies without a file."""
+
+    policies: Mapping[str, TenantPolicy] = field(default_factory=dict)
+
+    def policy(self, tenant: str) -> TenantPolicy:
+        return self.policies.get(tenant, TenantPolicy())
+
+
+def job(tenant: str, *, status: JobStatus = JobStatus.QUEUED, **spec: Any) -> Job:
+    document = {"name": "test", **spec}
+    return Job(new_id("job"), tenant, "ann", JobSpec.model_validate(document), 100, status=status)
+
+
+def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
+    return {"num_workers": count, "gpus_per_worker": gpus, "cpus_per_worker": cpus}
+
+
+def tenants(jobs: list[Job]) -> list[str]:
+    return [job.tenant for job in jobs]
+
+
+def test_a_tenant_with_many_jobs_does_not_keep_another_waiting() -> None:
+    live = [job("first") for _ in range(5)] + [job("late")]
+    assert tenants(FairQueue(Granted()).next(live, room=3, now=0)) == ["first", "late", "first"]
+
+
+def test_one_at_a_time_tenants_take_turns() -> None:
+    queue, live, started = FairQueue(Granted()), [job("a") for _ in range(4)] + [job("b") for _ in range(2)], []
+    for _ in range(6):
+        [chosen] = queue.next(live, room=1, now=0)
+        live.remove(chosen)
+        started.append(chosen.tenant)
+    assert started == ["a", "b", "a", "b", "a", "a"]
+
+
+def test_a_weight_of_two_gets_twice_as_much() -> None:
+    granted = Granted({"heavy": TenantPolicy(weight=2)})
+    live = [job(tenant) for tenant in ("heavy", "light") for _ in range(20)]
+    assert tenants(FairQueue(granted).next(live, room=12, now=0)).count("heavy") == 8
+
+
+def test_what_a_tenant_holds_most_of_counts() -> None:
+    """One job with all GPUs in play weighs more than two of the many CPU jobs."""
+    live = [job("gpu", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
+    live += [job("cpu", status=JobStatus.RUNNING) for _ in range(2)] + [job("gpu"), *(job("cpu") for _ in range(5))]
+    assert tenants(FairQueue(Granted()).next(live, room=2, now=0)) == ["cpu", "cpu"]
+
+
+def test_priorities_count_within_a_tenant_alone() -> None:
+    a_low, b = job("a", limits={"priority": "low"}), job("b")
+    a_high, b_high = job("a", limits={"priority": "high"}), job("b", limits={"priority": "high"})
+    assert FairQueue(Granted()).next([a_low, b, a_high, b_high], room=4, now=0) == [a_high, b_high, a_low, b]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (TenantPolicy(max_running_jobs=2), 1),
+        (TenantPolicy(max_gpus=6), 2),
+        (TenantPolicy(max_cpus=4), 1),
+        (TenantPolicy(), 4),
+    ],
+)
+def test_jobs_beyond_a_quota_wait(policy: TenantPolicy, expected: int) -> None:
+    live = [job("a", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
+    live += [job("a", resources=workers(2, gpus=1)) for _ in range(4)]
+    assert len(FairQueue(Granted({"a": policy})).next(live, room=10, now=0)) == expected
+
+
+def test_a_job_that_waits_for_its_quota_is_not_overtaken_by_its_tenants_smaller_ones() -> None:
+    granted = Granted({"a": TenantPolicy(max_gpus=4)})
+    live = [job("a", status=JobStatus.PAUSING, resources=workers(2, gpus=1))]
+    live += [job("a", resources=workers(4, gpus=1)), job("a"), job("b")]
+    assert tenants(FairQueue(granted).next(live, room=4, now=0)) == ["b"]
+
+
+def test_a_retry_that_is_not_due_stops_nobody() -> None:
+    later = replace(job("a"), not_before=10.0)
+    other = job("a")
+    assert FairQueue(Granted()).next([later, other], room=1, now=9.0) == [other]
+    assert FairQueue(Granted()).next([later, other], room=1, now=10.0) == [later]
+
+
+def test_an_elastic_job_and_a_sweep_count_with_their_most() -> None:
+    elastic = {"num_workers": {"min": 1, "max": 8}, "gpus_per_worker": 1, "cpus_per_worker": 2}
+    assert Demand.of(job("a", resources=elastic).spec) == Demand(1, 8.0, 16.0)
+    sweep = {"learning_rate": [0.1, 0.2, 0.3], "max_concurrent": 8}
+    spec = job("a", resources=workers(2, gpus=1), sweep=sweep, evaluation={"max_kl": 1}).spec
+    assert Demand.of(spec) == Demand(1, 6.0, 6.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(1, 4)), max_size=12), st.integers(0, 6))
+def test_whatever_waits_no_quota_is_passed_and_no_room_wasted(jobs: list[tuple[str, bool, int]], room: int) -> None:
+    granted = Granted({name: TenantPolicy(max_gpus=4, max_running_jobs=3) for name in "abc"})
+    live: list[Job] = []
+    for tenant, running, gpus in jobs:
+        spec = {"resources": workers(gpus, gpus=1), "training": {"batch_size": 12}}
+        candidate = job(tenant, status=JobStatus.RUNNING, **spec)
+        fits = (held_by([*live, candidate])[tenant]).exceeded_limit(granted.policy(tenant)) is None
+        live.append(candidate if running and fits else replace(candidate, status=JobStatus.QUEUED))
+    chosen = FairQueue(granted).next(live, room=room, now=0)
+    after = [replace(item, status=JobStatus.RUNNING) if item in chosen else item for item in live]
+    for tenant, held in held_by(after).items():
+        assert held.exceeded_limit(granted.policy(tenant)) is None
+    assert len({item.id for item in chosen}) == len(chosen) <= room
+    if len(chosen) < room:
+        for tenant in "abc":
+            waiting = [item for item in after if item.tenant == tenant and item.status is JobStatus.QUEUED]
+            if waiting:
+                first = Demand.of(min(waiting, key=lambda item: item.id).spec)
+                held = held_by(after).get(tenant, Demand()) + first
+                assert held.exceeded_limit(granted.policy(tenant)) is not None
+
+
+def test_the_reconciler_shares_its_room_between_tenants(plane: Plane) -> None:
+    many = [plane.submit(tenant="many") for _ in range(3)]
+    late = plane.submit(tenant="late")
+    reconciler = plane.reconciler(policies=Granted({"many": TenantPolicy(max_running_jobs=1)}), max_running_jobs=3)
+    reconciler.tick()
+    assert plane.cluster.started == [f"{many[0].id}-1", f"{late.id}-1"]
+    plane.worker(many[0]).artifact()
+    plane.cluster.finish(f"{many[0].id}-1", SubmissionStatus.SUCCEEDED)
+    reconciler.tick()
+    assert plane.cluster.started[2:] == [f"{many[1].id}-1"]
+
+
+def test_policies_come_from_a_file_that_may_change(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text("default: {max_queued_jobs: 5}\ntenants:\n  acme: {weight: 2}\n")
+    tenants = Tenants(path)
+    assert tenants.policy("acme") == TenantPolicy(weight=2, max_queued_jobs=5)
+    assert tenants.policy("other") == TenantPolicy(max_queued_jobs=5)
+    path.write_text("tenants: {acme: {max_gpus: 8}}  # changed\n")
+    assert tenants.policy("acme") == TenantPolicy(max_gpus=8)
+    path.write_text("tenants: {acme: {max_gpu: 8}}  # misspelt")
+    assert tenants.policy("acme") == TenantPolicy(max_gpus=8), "the last version holds"
+    with pytest.raises(InvalidInputError, match="max_gpus") as caught:
+        Tenants(path)
+    assert caught.value.field == "tenants_file"
+    path.unlink()
+    with pytest.raises(InvalidInputError, match="cannot be used"):
+        Tenants(path)

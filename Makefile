@@ -27,6 +27,7 @@ lint: install
 bench: install
 	$(BIN)/python -m benchmarks.prefill
 	$(BIN)/python -m benchmarks.engine --short
+	$(BIN)/python -m benchmarks.serving --short
 	$(BIN)/python -m benchmarks.kv_cache
 	$(BIN)/python -m benchmarks.training_step
 

@@ -1,0 +1,143 @@
+"""Serving side by side: the dense model, its SwiftKV students and Hugging Face, on one random model, in one run.
+
+    python -m benchmarks.serving [PART ...] [--trace FILE] [--output-dir DIR] [--short]
+
+Parts: `saturation` (the trace, all at once), `sustained` (its highest arrival rate within a limit on TTFT), `lengths`
+and `rates` (the paper's figures 3 and 4 in small), `memory` (its table 5). Each writes DIR/PART.json, those of the
+paper DIR/PART.svg too. `--trace` takes an Azure LLM inference trace (CSV) or a Mooncake one (JSON Lines); without it
+requests are drawn with the lengths of Azure's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import add_shape
+from benchmarks.serving.parts import PARTS, Report
+from benchmarks.serving.plots import PLOTS
+from benchmarks.serving.systems import Systems
+from benchmarks.serving.workloads import SHAPES
+
+SHORT: dict[str, Any] = {
+    "rounds": 1,
+    "num_requests": 8,
+    "num_search_requests": 8,
+    "num_trials": 2,
+    "rates": [1.0, 3.0],
+    "rate_seconds": 4.0,
+    "min_rate_requests": 4,
+    "lengths": [512, 2048],
+    "length_total_tokens": 2048,
+    "memory_mib": [32],
+    "num_memory_requests": 6,
+    "memory_output_tokens": 96,
+}
+"""Defaults under `--short`: the same code in a minute or two, for figures that are worth little."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with ExitStack() as stack:
+        models = args.models or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="serving-")))
+        systems = Systems(args, models)
+        for name in args.parts:
+            print(f"-- {name}", flush=True)
+            write(name, head(args) | PARTS[name](systems, args), args.output_dir)
+
+
+def head(args: argparse.Namespace) -> Report:
+    """How the figures came about."""
+    return {
+        "machine": {
+            "cpu": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        },
+        "arguments": {
+            key: value.name if isinstance(value, Path) else value
+            for key, value in vars(args).items()
+            if key not in ("output_dir", "models")
+        },
+    }
+
+
+def write(name: str, report: Report, directory: Path | None) -> None:
+    if directory is None:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(rounded(report), indent=1) + "\n", encoding="utf-8")
+    if name in PLOTS:
+        PLOTS[name](report, directory / f"{name}.svg")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers to five digits, which is more than they are worth."""
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all, where none is named")
+    parser.add_argument("--output-dir", type=Path, help="where JSON and SVG go; nowhere without it")
+    parser.add_argument("--models", type=Path, help="where the random models are kept for the next run")
+    parser.add_argument("--short", action="store_true", help="one round of small loads")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
+    load = parser.add_argument_group("the trace")
+    load.add_argument("--trace", type=Path)
+    load.add_argument("--synthetic", choices=sorted(SHAPES), default="code", help="what to draw without a trace")
+    load.add_argument("--length-scale", type=float, default=0.25, help="of prompts and answers")
+    load.add_argument("--num-requests", type=int, default=48, help="of saturation, evenly from the whole trace")
+    load.add_argument("--num-search-requests", type=int, default=24, help="of sustained, likewise")
+    load.add_argument("--num-trials", type=int, default=3, help="arrival rates tried in a search")
+    load.add_argument("--ttft-limit", type=float, default=2.0, help="seconds in which 90%% of requests start")
+    load.add_argument("--huggingface-rounds", type=int, default=1, help="of saturation; 0 leaves it out")
+    load.add_argument("--huggingface-batch-size", type=int, default=4, help="of generate, whose batches are padded")
+    paper = parser.add_argument_group("the paper's figures")
+    paper.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    paper.add_argument("--length-total-tokens", type=int, default=8192, help="prompt tokens of one point")
+    paper.add_argument("--length-output-tokens", type=int, default=32)
+    paper.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0])
+    paper.add_argument("--rate-seconds", type=float, default=10.0, help="of arrivals at each rate")
+    paper.add_argument("--min-rate-requests", type=int, default=8, help="at a low rate, which then takes longer")
+    paper.add_argument("--rate-input-tokens", type=int, default=512)
+    paper.add_argument("--rate-output-tokens", type=int, default=16)
+    paper.add_argument("--memory-mib", type=int, nargs="+", default=[192, 32])
+    paper.add_argument("--num-memory-requests", type=int, default=12)
+    paper.add_argument("--memory-input-tokens", type=int, default=256)
+    paper.add_argument("--memory-output-tokens", type=int, default=96)
+    engine = parser.add_argument_group("the engine, whichever the model")
+    engine.add_argument("--kv-cache-mib", type=int, default=768, help="of all parts but memory")
+    engine.add_argument("--max-num-seqs", type=int, default=64)
+    engine.add_argument("--max-num-batched-tokens", type=int, default=1024)
+    add_shape(parser)
+    parser.add_argument("--num-key-value-layers", type=int, default=8)
+    parser.add_argument("--key-value-group-size", type=int, default=2)
+    if parser.parse_args(argv).short:
+        parser.set_defaults(**SHORT)
+    args = parser.parse_args(argv)
+    unknown = [part for part in args.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+    args.parts = args.parts or list(PARTS)
+    return args
+
+
+if __name__ == "__main__":
+    main()

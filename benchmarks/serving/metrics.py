@@ -1,0 +1,84 @@
+"""Times of tokens to the field's figures, named as the field's serving benchmarks name them. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """One answered request, in seconds since the load began."""
+
+    arrival: float
+    """When it was due, whether or not its client got to send it then."""
+    num_input_tokens: int
+    token_times: tuple[float, ...]
+    """When each token of the answer came; at least one."""
+
+    @property
+    def ttft(self) -> float:
+        return self.token_times[0] - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time a token after the first; None where there is no second."""
+        later = len(self.token_times) - 1
+        return (self.token_times[-1] - self.token_times[0]) / later if later else None
+
+    @property
+    def inter_token_latencies(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.token_times)]
+
+
+def figures(requests: Sequence[RequestTimes]) -> Figures:
+    """Throughputs a second and latencies in milliseconds of one run, from the first arrival to the last token."""
+    duration = max(request.token_times[-1] for request in requests) - min(request.arrival for request in requests)
+    num_input = sum(request.num_input_tokens for request in requests)
+    num_output = sum(len(request.token_times) for request in requests)
+    found: Figures = {
+        "completed": len(requests),
+        "duration": duration,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(requests) / duration,
+        "output_throughput": num_output / duration,
+        "total_token_throughput": (num_input + num_output) / duration,
+    }
+    latencies = {
+        "ttft": [request.ttft for request in requests],
+        "tpot": [request.tpot for request in requests if request.tpot is not None],
+        "itl": [latency for request in requests for latency in request.inter_token_latencies],
+        "e2el": [request.token_times[-1] - request.arrival for request in requests],
+    }
+    for name, seconds in latencies.items():
+        if seconds:
+            found[f"mean_{name}_ms"] = 1e3 * statistics.fmean(seconds)
+            found[f"median_{name}_ms"] = 1e3 * statistics.median(seconds)
+            for share in (90, 99):
+                found[f"p{share}_{name}_ms"] = 1e3 * percentile(seconds, share / 100)
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between the neighbouring values, as numpy's default."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    below = int(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> Figures:
+    """Each figure's median over the rounds that have it."""
+    names = dict.fromkeys(name for figures_ in rounds for name in figures_)
+    return {name: statistics.median(one[name] for one in rounds if name in one) for name in names}
+
+
+def median_ratio(rounds: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]], name: str) -> float:
+    """Median over rounds of a figure against another system's in the same round, which saw the same noise."""
+    return statistics.median(one[name] / other[name] for one, other in zip(rounds, base, strict=True))

@@ -1,0 +1,243 @@
+"""What is measured, part by part.
+
+In each round the systems take turns on the same requests, and every round begins with another system: all see the same
+noise of the machine. Figures are medians over rounds, ratios medians of each round's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.serving import workloads
+from benchmarks.serving.metrics import Figures, figures, median_ratio, medians, percentile
+from benchmarks.serving.search import RateSearch
+from benchmarks.serving.systems import System, Systems, engine_system, generate_batch_system, generate_system
+from benchmarks.serving.workloads import Request
+
+Report = dict[str, Any]
+Part = Callable[[Systems, argparse.Namespace], Report]
+ALL_AT_ONCE = float("inf")
+THROUGHPUT = "total_token_throughput"
+SHARE_WITHIN_LIMIT = 0.9
+"""Of the requests of a load must have their first token in time for its rate to count as sustained."""
+
+
+def saturation(systems: Systems, args: argparse.Namespace) -> Report:
+    """Every request of the trace there at once: what each system answers a second."""
+    engines = _engines(systems, ["dense", "swiftkv_g1", student(args)])
+    peers: dict[str, System] = {}
+    if args.huggingface_rounds:
+        dense = systems.huggingface
+        peers["hf_generate"] = generate_system(dense, args.huggingface_batch_size)
+        peers["hf_generate_batch"] = generate_batch_system(
+            dense,
+            kv_cache_bytes=args.kv_cache_mib << 20,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        )
+    runs: dict[str, list[Figures]] = {}
+    loads = []
+    for number in range(args.rounds):
+        requests = workloads.at_rate(trace(args, args.num_requests, number), ALL_AT_ONCE)
+        loads.append(described(requests))
+        some = engines | (peers if number < args.huggingface_rounds else {})
+        _take_turns(systems, some, requests, number, runs)
+    return {"loads": loads, **_summary(runs)}
+
+
+def sustained(systems: Systems, args: argparse.Namespace) -> Report:
+    """The highest arrival rate of the trace at which enough requests have their first token within the limit.
+
+    Rates above what a system answers a second when all requests are there at once are not tried: nobody sustains those,
+    only a short trace would end before its queue shows.
+    """
+    engines = _engines(systems, ["dense", student(args)])
+    runs: list[Report] = []
+    loads = []
+    for number in range(args.rounds):
+        requests = trace(args, args.num_search_requests, number)
+        loads.append(described(requests))
+        full: dict[str, list[Figures]] = {}
+        _take_turns(systems, engines, workloads.at_rate(requests, ALL_AT_ONCE), number, full)
+        limits = {name: some[0]["request_throughput"] for name, some in full.items()}
+        searches = {name: RateSearch(limit / 2, limit, args.num_trials) for name, limit in limits.items()}
+        trials: dict[str, list[Figures]] = {name: [] for name in engines}
+        while any(search.next_rate for search in searches.values()):
+            for name, search in searches.items():
+                rate = search.next_rate
+                if rate is not None:
+                    trial = _trial(systems, engines[name], workloads.at_rate(requests, rate), number, args.ttft_limit)
+                    search.record(rate, sustained=trial["share_within_limit"] >= SHARE_WITHIN_LIMIT)
+                    trials[name].append({"request_rate": rate} | trial)
+                    _say(name, {"request_rate": rate} | trial, "request_rate", "share_within_limit", "p90_ttft_ms")
+        rates = {name: search.sustained or 0.0 for name, search in searches.items()}
+        runs.append({"sustained": rates, "saturated": limits, "trials": trials})
+    by_system = {name: [{"request_rate": run["sustained"][name]} for run in runs] for name in engines}
+    report = {
+        "ttft_limit_s": args.ttft_limit,
+        "share_within_limit": SHARE_WITHIN_LIMIT,
+        "loads": loads,
+        "results": {
+            name: {"sustained_request_rate": medians(some)["request_rate"]} for name, some in by_system.items()
+        },
+        "against_dense": {
+            name: median_ratio(some, by_system["dense"], "request_rate")
+            for name, some in by_system.items()
+            if all(run["request_rate"] for run in by_system["dense"])
+        },
+        "rounds": runs,
+    }
+    print(report["results"], report["against_dense"], flush=True)
+    return report
+
+
+def rates(systems: Systems, args: argparse.Namespace) -> Report:
+    """TTFT and TPOT over arrival rates, prompts and answers of one length (paper, figure 4)."""
+    engines = _engines(systems, ["dense", student(args)])
+    rows = []
+    for rate in args.rates:
+        runs: dict[str, list[Figures]] = {}
+        num_requests = max(args.min_rate_requests, round(rate * args.rate_seconds))
+        for number in range(args.rounds):
+            requests = workloads.uniform(num_requests, args.rate_input_tokens, args.rate_output_tokens, seed=number)
+            _take_turns(systems, engines, workloads.at_rate(requests, rate), number, runs, "median_ttft_ms")
+        rows.append({"request_rate": rate, "num_requests": num_requests, **_summary(runs)})
+    return {"num_input_tokens": args.rate_input_tokens, "num_output_tokens": args.rate_output_tokens, "rows": rows}
+
+
+def lengths(systems: Systems, args: argparse.Namespace) -> Report:
+    """Combined throughput over prompt lengths, about as many tokens each time, all there at once (paper, figure 3)."""
+    engines = _engines(systems, ["dense", student(args)])
+    rows = []
+    for length in args.lengths:
+        runs: dict[str, list[Figures]] = {}
+        num_requests = max(1, args.length_total_tokens // length)
+        for number in range(args.rounds):
+            requests = workloads.uniform(num_requests, length, args.length_output_tokens, seed=number)
+            _take_turns(systems, engines, workloads.at_rate(requests, ALL_AT_ONCE), number, runs)
+        rows.append({"num_input_tokens": length, "num_requests": num_requests, **_summary(runs)})
+    return {"num_output_tokens": args.length_output_tokens, "rows": rows}
+
+
+def memory(systems: Systems, args: argparse.Namespace) -> Report:
+    """Combined throughput at limits of the KV cache's memory (paper, table 5)."""
+    names = ["dense", "merge_all_layers", "swiftkv_g1", student(args), f"{student(args)}_fp8"]
+    rows = []
+    for mib in args.memory_mib:
+        engines, counts = {}, {}
+        for name in names:
+            stored = "fp8" if name.endswith("_fp8") else "auto"
+            engine = systems.engine(name.removesuffix("_fp8"), kv_cache_bytes=mib << 20, kv_cache_dtype=stored)
+            engines[name], counts[name] = engine_system(engine), engine
+        _warm_up(systems, engines)
+        runs: dict[str, list[Figures]] = {}
+        for number in range(args.rounds):
+            requests = workloads.uniform(
+                args.num_memory_requests, args.memory_input_tokens, args.memory_output_tokens, seed=number
+            )
+            _take_turns(systems, engines, workloads.at_rate(requests, ALL_AT_ONCE), number, runs)
+        summary = _summary(runs)
+        for name, engine in counts.items():
+            summary["results"][name] |= {
+                "num_kv_blocks": engine.num_blocks,
+                "num_preemptions": engine.num_preemptions / args.rounds,
+            }
+            print(f"{mib} MiB {name}: {engine.num_blocks} blocks, {engine.num_preemptions} preemptions", flush=True)
+        rows.append({"kv_cache_mib": mib, **summary})
+    return {
+        "num_requests": args.num_memory_requests,
+        "num_input_tokens": args.memory_input_tokens,
+        "num_output_tokens": args.memory_output_tokens,
+        "rows": rows,
+    }
+
+
+PARTS: dict[str, Part] = {
+    "saturation": saturation,
+    "sustained": sustained,
+    "rates": rates,
+    "lengths": lengths,
+    "memory": memory,
+}
+
+
+def student(args: argparse.Namespace) -> str:
+    return f"swiftkv_g{args.key_value_group_size}"
+
+
+def trace(args: argparse.Namespace, num_requests: int, number: int) -> list[Request]:
+    """A sample of the trace, another one in every round, scaled in length; or requests drawn to look like it."""
+    if args.trace is None:
+        requests = workloads.drawn(args.synthetic, num_requests, seed=number)
+    else:
+        requests = workloads.thinned(workloads.read_trace(args.trace), num_requests, number)
+    return workloads.scaled(requests, args.length_scale)
+
+
+def described(requests: Sequence[Request]) -> dict[str, float]:
+    inputs, outputs = ([getattr(r, f"num_{kind}_tokens") for r in requests] for kind in ("input", "output"))
+    return {
+        "num_requests": len(requests),
+        "mean_input_tokens": sum(inputs) / len(inputs),
+        "median_input_tokens": percentile(inputs, 0.5),
+        "max_input_tokens": max(inputs),
+        "mean_output_tokens": sum(outputs) / len(outputs),
+        "max_output_tokens": max(outputs),
+    }
+
+
+def _engines(systems: Systems, names: Sequence[str]) -> dict[str, System]:
+    engines = {name: engine_system(systems.engine(name)) for name in dict.fromkeys(names)}
+    _warm_up(systems, engines)
+    return engines
+
+
+def _warm_up(systems: Systems, engines: dict[str, System]) -> None:
+    requests = [Request(0.0, 64, 4)] * 2
+    for play in engines.values():
+        play(requests, systems.prompts(requests, seed=0))
+
+
+def _take_turns(
+    systems: Systems,
+    engines: dict[str, System],
+    requests: Sequence[Request],
+    number: int,
+    runs: dict[str, list[Figures]],
+    shown: str = THROUGHPUT,
+) -> None:
+    """One round."""
+    prompts = systems.prompts(requests, seed=number)
+    names = list(engines)
+    first = number % len(names)
+    for name in names[first:] + names[:first]:
+        found = figures(engines[name](requests, prompts))
+        runs.setdefault(name, []).append(found)
+        _say(name, found, "completed", "duration", *dict.fromkeys((THROUGHPUT, shown)))
+
+
+def _trial(systems: Systems, play: System, requests: Sequence[Request], number: int, ttft_limit: float) -> Figures:
+    times = play(requests, systems.prompts(requests, seed=number))
+    in_time = sum(one.ttft <= ttft_limit for one in times)
+    return figures(times) | {"share_within_limit": in_time / len(times)}
+
+
+def _summary(runs: dict[str, list[Figures]]) -> Report:
+    dense = runs["dense"]
+    return {
+        "results": {name: medians(some) for name, some in runs.items()},
+        "against_dense": {
+            name: {
+                figure: median_ratio(some, dense[: len(some)], figure)
+                for figure in (THROUGHPUT, "median_ttft_ms", "median_tpot_ms")
+                if all(figure in one for one in [*some, *dense])
+            }
+            for name, some in runs.items()
+        },
+        "rounds": runs,
+    }
+
+
+def _say(name: str, found: Figures, *shown: str) -> None:
+    print(f"{name:18}", *(f"{figure} {found[figure]:.4g}" for figure in shown), flush=True)

@@ -1,0 +1,224 @@
+"""What answers a load: our engine on the dense model and its students, a cache merged into one layer, Hugging Face.
+
+All of one shape and of the same random weights, saved once and loaded when first asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from benchmarks.models import random_llama
+from benchmarks.serving.metrics import RequestTimes
+from benchmarks.serving.workloads import Request
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.engine.loading import LoadedModel, load_model
+from swiftkv_platform.model import convert
+
+Prompts = Sequence[list[int]]
+System = Callable[[Sequence[Request], Prompts], list[RequestTimes]]
+"""Plays a load in real time."""
+CONTEXT_LENGTH = 16384
+"""Longer than any request of the traces."""
+
+
+class Systems:
+    """The models of one shape in `directory`, which may have them from an earlier run."""
+
+    def __init__(self, args: argparse.Namespace, directory: Path) -> None:
+        self._args = args
+        shape = "-".join(
+            str(getattr(args, name))
+            for name in ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "vocab_size")
+        )
+        self._directory = directory / f"llama-{shape}-l{args.num_key_value_layers}"
+        self._loaded: dict[str, LoadedModel] = {}
+
+    def engine(self, name: str, **options: Any) -> LLMEngine:
+        """An engine with a cache of its own.
+
+        Args:
+            name: `dense`, `swiftkv_g1`, `swiftkv_g2` and so on, or `merge_all_layers`.
+            options: of `EngineConfig`, beside what the arguments say.
+        """
+        if name == "merge_all_layers":
+            return self._merged(**options)
+        return LLMEngine(self._model(name), self._config(options))
+
+    @cached_property
+    def huggingface(self) -> Any:
+        """The dense model in transformers' own class."""
+        path = self._path("dense")
+        return LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+    def prompts(self, requests: Sequence[Request], seed: int) -> list[list[int]]:
+        """Random tokens, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [request.num_input_tokens for request in requests]
+        tokens = torch.randint(3, self._args.vocab_size, (sum(lengths),), generator=generator)
+        return [part.tolist() for part in tokens.split(lengths)]
+
+    def _config(self, options: dict[str, Any]) -> EngineConfig:
+        defaults = {
+            "kv_cache_bytes": self._args.kv_cache_mib << 20,
+            "max_num_seqs": self._args.max_num_seqs,
+            "max_num_batched_tokens": self._args.max_num_batched_tokens,
+        }
+        return EngineConfig(
+            **(defaults | options), dtype="bfloat16", enable_prefix_caching=False, max_num_waiting=1 << 20, seed=0
+        )
+
+    def _merged(self, **options: Any) -> LLMEngine:
+        """The dense model with the cache of one layer in the place of all (Merge-all-Layers: paper, section 5.1).
+
+        Every layer computes its K and V, and writes them over the last layer's: the text is nonsense, as it would be
+        in the paper; what it costs is that of an ideal compression. The cache is made L times as large as it may be,
+        and all but its first layer are let go.
+        """
+        config = self._config(options)
+        assert config.kv_cache_bytes is not None
+        num_layers = self._args.layers
+        engine = LLMEngine(
+            self._model("dense"), config.model_copy(update={"kv_cache_bytes": config.kv_cache_bytes * num_layers})
+        )
+        cache = engine._runner._cache
+        cache.layers = cache.layers[:1] * num_layers
+        return engine
+
+    def _model(self, name: str) -> LoadedModel:
+        if name not in self._loaded:
+            self._loaded[name] = load_model(self._path(name), self._config({}))
+        return self._loaded[name]
+
+    def _path(self, name: str) -> Path:
+        path = self._directory / name
+        if not (path / "config.json").is_file():
+            dense: Any = random_llama(self._args, CONTEXT_LENGTH)
+            dense = dense.to(torch.bfloat16)
+            if name != "dense":
+                group_size = int(name.removeprefix("swiftkv_g"))
+                dense = convert(
+                    dense, num_key_value_layers=self._args.num_key_value_layers, key_value_group_size=group_size
+                )
+            dense.save_pretrained(path)
+        return path
+
+
+def engine_system(engine: LLMEngine) -> System:
+    """Requests are sent when they are due, each by a client of its own that reads its stream."""
+
+    def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
+        return asyncio.run(_play(engine, requests, prompts))
+
+    return play
+
+
+async def _play(engine: LLMEngine, requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
+    server = AsyncLLMEngine(engine)
+    start = time.perf_counter()
+
+    async def client(request: Request, prompt: list[int]) -> RequestTimes:
+        await asyncio.sleep(max(start + request.arrival - time.perf_counter(), 0.0))
+        params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, ignore_eos=True)
+        times: list[float] = []
+        async for output in server.generate(prompt, params):
+            times += [time.perf_counter() - start] * (len(output.token_ids) - len(times))
+        assert len(times) == request.num_output_tokens, f"{len(times)} tokens for {request}"
+        return RequestTimes(request.arrival, request.num_input_tokens, tuple(times))
+
+    try:
+        return await asyncio.gather(*map(client, requests, prompts))
+    finally:
+        await server.aclose()
+
+
+class _Clock(StoppingCriteria):
+    """Notes when `generate` has chosen a token for every row, and stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def generate_system(model: Any, batch_size: int) -> System:
+    """Hugging Face `generate` for requests that are all there at once: in their order, in padded batches. Tokens beyond
+    what a request asked for are not counted."""
+
+    def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
+        start = time.perf_counter()
+        times: list[RequestTimes] = []
+        for first in range(0, len(requests), batch_size):
+            some = list(zip(requests, prompts, strict=True))[first : first + batch_size]
+            longest = max(request.num_input_tokens for request, _ in some)
+            input_ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for _, prompt in some])
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for _, prompt in some])
+            clock, num_output = _Clock(), max(request.num_output_tokens for request, _ in some)
+            model.generate(
+                input_ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=num_output,
+                min_new_tokens=num_output,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([clock]),
+            )
+            assert len(clock.times) == num_output
+            at = [moment - start for moment in clock.times]
+            times += [
+                RequestTimes(0.0, request.num_input_tokens, tuple(at[: request.num_output_tokens]))
+                for request, _ in some
+            ]
+        return times
+
+    return play
+
+
+def generate_batch_system(
+    model: Any, *, kv_cache_bytes: int, max_num_batched_tokens: int, block_size: int = 16
+) -> System:
+    """Hugging Face's continuous batching, what `generate_batch` runs on, for requests that are all there at once."""
+    config = model.config
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    batching = ContinuousBatchingConfig(
+        page_size=block_size,
+        num_blocks=kv_cache_bytes // (token_bytes * block_size),
+        max_batch_tokens=max_num_batched_tokens,
+        allow_block_sharing=False,
+    )
+    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
+        found: dict[str, RequestTimes] = {}
+        with model.continuous_batching_context_manager(
+            generation_config=generation, continuous_batching_config=batching
+        ) as manager:
+            start = time.perf_counter()
+            waiting = {
+                manager.add_request(prompt, max_new_tokens=request.num_output_tokens, record_timestamps=True): request
+                for request, prompt in zip(requests, prompts, strict=True)
+            }
+            while len(found) < len(waiting):
+                result = manager.get_result(timeout=600)
+                if result is None or result.error:
+                    raise RuntimeError(f"continuous batching failed: {result and result.error}")
+                if result.is_finished():
+                    request = waiting[result.request_id]
+                    at = tuple(moment - start for moment in result.timestamps)
+                    assert len(at) == request.num_output_tokens, f"{len(at)} tokens for {request}"
+                    found[result.request_id] = RequestTimes(0.0, request.num_input_tokens, at)
+        model.set_attn_implementation("sdpa")  # which continuous batching changes
+        return [found[request_id] for request_id in waiting]
+
+    return play

@@ -1,0 +1,184 @@
+"""Who asks for how much, and when: traces of real services, scaled, and loads drawn to look like them. No torch.
+
+A load keeps the order and the rhythm of its trace. It is scaled in length (prompts and answers by one factor, so that
+their ratio stays) and in time (to a mean arrival rate, so that bursts stay bursts).
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from swiftkv_platform.errors import DataError, InvalidInputError
+
+QUANTILES = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+SHAPES = {
+    "code": (
+        (3, 75, 147, 578, 1469, 2745, 5186, 7302, 7436, 7437),
+        (6, 6, 7, 9, 13, 24, 55, 90, 252, 1899),
+    ),
+    "conversation": (
+        (2, 181, 207, 396, 1020, 1189, 2734, 4083, 4142, 14050),
+        (7, 41, 54, 85, 129, 395, 424, 451, 601, 1000),
+    ),
+}
+"""Prompt and answer lengths of the two Azure traces of 2023, at `QUANTILES`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a load."""
+
+    arrival: float
+    """Seconds after the first."""
+    num_input_tokens: int
+    num_output_tokens: int
+
+
+def read_trace(path: Path) -> list[Request]:
+    """A trace's requests, by arrival.
+
+    Args:
+        path: `.csv` with columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure LLM inference traces), or `.jsonl`
+            with timestamp in milliseconds, input_length, output_length (Mooncake).
+
+    Raises:
+        DataError: another suffix, a line without these fields or with an impossible value, no request at all.
+    """
+    readers: dict[str, Callable[[Path], Iterator[Request]]] = {".csv": _read_azure, ".jsonl": _read_mooncake}
+    if path.suffix not in readers:
+        raise DataError(f"trace {str(path)!r} is neither .csv nor .jsonl", field="trace", value=str(path))
+    requests = sorted(readers[path.suffix](path), key=lambda request: request.arrival)
+    if not requests:
+        raise DataError(f"trace {str(path)!r} has no request; give one with one at least", field="trace")
+    first = requests[0].arrival
+    return [replace(request, arrival=request.arrival - first) for request in requests]
+
+
+def drawn(shape: str, num_requests: int, seed: int) -> list[Request]:
+    """A load with the lengths of one of `SHAPES`, drawn independently, and Poisson arrivals at one a second."""
+    if shape not in SHAPES:
+        raise InvalidInputError(f"shape is {shape!r}; {', '.join(SHAPES)} are accepted", field="synthetic", value=shape)
+    generator = random.Random(seed)
+    inputs, outputs = SHAPES[shape]
+    return [
+        Request(at, round(_quantile(inputs, generator.random())), round(_quantile(outputs, generator.random())))
+        for at in itertools.islice(_poisson(generator), num_requests)
+    ]
+
+
+def uniform(num_requests: int, num_input_tokens: int, num_output_tokens: int, seed: int) -> list[Request]:
+    """Requests all alike, with Poisson arrivals at one a second."""
+    arrivals = itertools.islice(_poisson(random.Random(seed)), num_requests)
+    return [Request(at, num_input_tokens, num_output_tokens) for at in arrivals]
+
+
+def thinned(requests: Sequence[Request], num_requests: int, number: int = 0) -> list[Request]:
+    """Every k-th request of a trace, so that few of them span all of it. Another `number` makes another choice.
+
+    Raises:
+        InvalidInputError: more requests than the trace has.
+    """
+    if not 1 <= num_requests <= len(requests):
+        raise InvalidInputError(
+            f"num_requests is {num_requests}; the trace has {len(requests)}: 1..{len(requests)} are accepted",
+            field="num_requests",
+            value=num_requests,
+        )
+    step = len(requests) // num_requests
+    # Golden-ratio steps spread the first few samples over all that there are.
+    shift = round(number * step * 0.618) % step
+    chosen = requests[shift::step][:num_requests]
+    return [replace(request, arrival=request.arrival - chosen[0].arrival) for request in chosen]
+
+
+def scaled(requests: Sequence[Request], length_scale: float) -> list[Request]:
+    """Prompts and answers that many times as long, one token at least."""
+    if not length_scale > 0:
+        raise InvalidInputError(
+            f"length_scale is {length_scale}; a number above 0 is accepted", field="length_scale", value=length_scale
+        )
+    return [
+        replace(
+            request,
+            num_input_tokens=max(1, round(request.num_input_tokens * length_scale)),
+            num_output_tokens=max(1, round(request.num_output_tokens * length_scale)),
+        )
+        for request in requests
+    ]
+
+
+def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
+    """The same rhythm at a mean of `rate` arrivals a second; infinite: all at once."""
+    if not rate > 0:
+        raise InvalidInputError(f"rate is {rate}; a number above 0 is accepted", field="rate", value=rate)
+    duration = requests[-1].arrival - requests[0].arrival
+    stretch = (len(requests) - 1) / rate / duration if duration else 0.0
+    return [replace(request, arrival=(request.arrival - requests[0].arrival) * stretch) for request in requests]
+
+
+def _poisson(generator: random.Random) -> Iterator[float]:
+    at = 0.0
+    while True:
+        yield at
+        at += generator.expovariate(1.0)
+
+
+def _quantile(values: Sequence[int], share: float) -> float:
+    """Linear between the known quantiles."""
+    for (low, first), (high, last) in itertools.pairwise(zip(QUANTILES, values, strict=True)):
+        if share <= high:
+            return first + (last - first) * (share - low) / (high - low)
+    raise AssertionError("a share is at most 1")
+
+
+def _read_azure(path: Path) -> Iterator[Request]:
+    with path.open(encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), start=2):
+            yield Request(
+                arrival=_field(path, number, row, "TIMESTAMP", _seconds),
+                num_input_tokens=_field(path, number, row, "ContextTokens", _count),
+                num_output_tokens=_field(path, number, row, "GeneratedTokens", _count),
+            )
+
+
+def _read_mooncake(path: Path) -> Iterator[Request]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            row = _field(path, number, {"": line}, "", json.loads)
+            yield Request(
+                arrival=_field(path, number, row, "timestamp", float) / 1000,
+                num_input_tokens=_field(path, number, row, "input_length", _count),
+                num_output_tokens=_field(path, number, row, "output_length", _count),
+            )
+
+
+def _field(path: Path, line: int, row: Mapping[str, Any], name: str, read: Callable[[Any], Any]) -> Any:
+    try:
+        return read(row[name])
+    except (KeyError, TypeError, ValueError) as error:
+        value = row.get(name) if isinstance(row, Mapping) else row
+        raise DataError(
+            f"{path}, line {line}: {name or 'the line'} is {value!r}, which is not what a trace has there ({error!r})",
+            field=name or "trace",
+            value=value,
+        ) from error
+
+
+def _seconds(text: str) -> float:
+    """Of a time whose seconds may have seven decimals, one more than the standard library reads."""
+    return datetime.fromisoformat(text[:26]).timestamp()
+
+
+def _count(value: Any) -> int:
+    count = int(value)
+    if count < 1:
+        raise ValueError("a number of tokens is at least 1")
+    return count

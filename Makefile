@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint bench soak clean
+.PHONY: install demo test lint audit docs bench soak clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -18,11 +18,18 @@ demo: install
 test: install
 	$(BIN)/python -m pytest
 
-lint: install
+lint: install audit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive swiftkv_platform jobs serve
+
+audit: install  # known vulnerabilities of what constraints.txt pins; says so where nobody can be asked
+	$(BIN)/python .ci/audit.py
+
+docs: install  # the site, in site/
+	$(BIN)/python -m mkdocs build --strict
 
 bench: install
 	$(BIN)/python -m benchmarks.prefill
@@ -39,4 +46,4 @@ soak: install  # every sharding strategy; random schedules of the engine; the ki
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,83 @@
+"""Pages that MkDocs makes at every build from the code, so that they cannot lag behind it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import openapi_page
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from schema_tables import fields, link_to
+from typer.cli import get_docs_for_click
+
+from serve.current import Current
+from serve.http import create_http_app
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.cli.app import app as command_line
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.specs import JobSpec
+
+ROOT = Path(__file__).parent.parent.parent
+
+CONTROL_PLANE = """\
+Made from the application's own OpenAPI document; a running control plane shows the same at `/docs`. Lists
+take `after`, `limit` and `order`. Every error is a [Problem](#object-problem), `application/problem+json`
+(RFC 9457); `code` is stable, `errors` names each field that was refused. 401: no key, or an unknown one; 403:
+a key without the scope; 404: not there, or another tenant's; 409: not possible in this state; 413: body too
+large; 422: a field is refused; 503 with `Retry-After`: the database, Ray or the store does not answer."""
+SERVING = """\
+What a replica answers, at the deployment's `url`. Errors are problem documents as the [control
+plane's](control-plane.md), below `/v1` in OpenAI's form; 429 with `Retry-After`: the queue is full, 504:
+`timeout_s` has passed."""
+JOB_SPEC = """\
+The body of `POST /jobs`, in YAML or JSON; unknown keys are refused. `swiftkv jobs schema` prints it as a JSON
+schema, and [recipes](../recipes.md) are examples."""
+SETTINGS = """\
+Read from the environment by the control plane and the command line. Credentials keep the names that their own
+libraries read: `AWS_*`, `WANDB_API_KEY`, `HF_TOKEN`."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    pages = {
+        "reference/control-plane.md": openapi_page.page(
+            create_app(Settings(_env_file=None)).openapi(), title="Control plane", introduction=CONTROL_PLANE
+        ),
+        "reference/serving.md": openapi_page.page(
+            create_http_app(Current(replica="reference")).openapi(), title="Serving", introduction=SERVING
+        ),
+        "reference/job-spec.md": job_spec(),
+        "reference/settings.md": settings(),
+        "reference/cli.md": cli(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "]("),
+    }
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def job_spec() -> str:
+    """The spec and the objects in it, the outermost first."""
+    schema = JobSpec.model_json_schema()
+    lines = ["# Job spec", "", JOB_SPEC, "", *fields(schema)]
+    for name, inner in schema["$defs"].items():
+        lines += [f"## {name} {{ #{link_to(name)} }}", "", *fields(inner)]
+    return "\n".join(lines)
+
+
+def settings() -> str:
+    """The environment's variables."""
+    lines = ["# Settings", "", SETTINGS, "", "| variable | default | |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        default = "`~/.swiftkv`" if name == "home" else f"`{field.default!r}`"
+        lines.append(f"| `SWIFTKV_{name.upper()}` | {default} | {' '.join((field.description or '').split())} |")
+    return "\n".join(lines) + "\n"
+
+
+def cli() -> str:
+    """What `--help` says of every command."""
+    os.environ["COLUMNS"] = "100"
+    command = typer.main.get_command(command_line)
+    return get_docs_for_click(obj=command, ctx=typer.Context(command), name="swiftkv", title="Command line")

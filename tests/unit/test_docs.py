@@ -1,0 +1,55 @@
+"""The documentation: the site builds without a warning and without network, and shows what it should."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.orchestration.job import JobStatus
+from swiftkv_platform.specs import JobSpec
+
+DOCS = Path("docs")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A link or anchor that leads nowhere is a warning, and warnings are errors."""
+    directory = tmp_path_factory.mktemp("site")
+    # Whoever asks the network is refused by a proxy that does not exist.
+    environment = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+    built = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return directory
+
+
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in DOCS.glob("*.md"):
+        assert (site / "index.html" if page.stem == "index" else site / page.stem / "index.html").exists(), page
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert 'src="http' not in text, page
+        assert '<link rel="stylesheet" href="http' not in text, page
+
+
+def test_the_reference_names_routes_commands_and_fields(site: Path) -> None:
+    def text(page: str) -> str:
+        return (site / "reference" / page / "index.html").read_text()
+
+    for route in ("POST /jobs", "GET /jobs/{job_id}/events", "POST /deployments"):
+        assert f"<code>{route}</code>" in text("control-plane")
+    assert "<code>POST /generate</code>" in text("serving")
+    for field in JobSpec.model_fields:
+        assert f"<code>{field}</code>" in text("job-spec")
+    for command in ("jobs submit", "plan", "keys create"):
+        assert f"<code>swiftkv {command}</code>" in text("cli")
+    assert "SWIFTKV_DATABASE_URL" in text("settings")
+
+
+def test_the_picture_of_a_job_has_every_status() -> None:
+    picture = (DOCS / "images" / "job.svg").read_text()
+    assert [status for status in JobStatus if f">{status}</text>" not in picture] == []

@@ -25,6 +25,7 @@ from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.fork import hidden_loss_index
 from swiftkv_platform.distillation.packing import total_steps
 from swiftkv_platform.distillation.prepared_data import PreparedData
+from swiftkv_platform.distillation.sequence_parallel import check_heads
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate, collect
@@ -69,6 +70,7 @@ def prepare(
         workspace = Path(directory)
         path = teacher_path(spec.model.name_or_path, workspace)
         student = load_student(spec, path)
+        check_heads(student.config, spec.sharding.sequence_parallel_size)
         if spec.distillation.hidden_loss_weight:
             hidden_loss_index(student.config, spec.distillation)
         tokenizer = load_tokenizer(spec, path)

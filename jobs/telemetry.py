@@ -69,6 +69,7 @@ def training_flops_per_token(spec: JobSpec, config: Any) -> float | None:
         micro_batch_size=spec.training.micro_batch_size,
         batch_size=spec.training.batch_size,
         num_workers=spec.resources.max_workers,
+        sequence_parallel_size=spec.sharding.sequence_parallel_size,
         gradient_checkpointing=spec.training.gradient_checkpointing,
         early_exit=spec.swiftkv.early_exit,
         trainable=spec.distillation.trainable,

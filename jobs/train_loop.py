@@ -33,6 +33,7 @@ from swiftkv_platform.attempts import Manifest
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
+from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, TrainerListener, Wish
 from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.errors import StorageError, TrainingError
@@ -88,14 +89,20 @@ def _spread(spec: JobSpec, path: str, start: dict[str, Tensor] | None) -> Parall
     if spec.sharding.shards_parameters:
         lazy = LazyStudent.open(path, start or {}, revision=spec.model.revision, **student_shape(spec))
     student = lazy.model if lazy else load_student(spec, path)
-    fork = Fork(student, spec.distillation, dtype=dtype, gradient_checkpointing=spec.training.gradient_checkpointing)
+    device = ray.train.torch.get_device()
+    fork = Fork(
+        student,
+        spec.distillation,
+        dtype=dtype,
+        gradient_checkpointing=spec.training.gradient_checkpointing,
+        sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, device),
+    )
     if lazy is not None:
         lazy.attach(fork)
     elif start is not None:
         load_trained(student, start)
     if spec.training.compile:
         compile_layers(fork)
-    device = ray.train.torch.get_device()
     return parallelize(fork, spec, dtype=dtype, device=device, fill=lazy.fill if lazy else None)
 
 

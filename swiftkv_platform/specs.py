@@ -174,6 +174,9 @@ class ShardingSpec(_Spec):
     """`deepspeed`: shard the optimizer state (1), gradients too (2), parameters too (3)."""
     cpu_offload: bool = False
     """FSDP2: keep sharded parameters in host memory. ZeRO: optimizer state, with stage 3 parameters too."""
+    sequence_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Neighbouring workers that divide the tokens of the same rows among them, for rows too long for one. Must divide
+    `resources.num_workers`, `data.max_length` and the model's attention heads, key-value heads included."""
 
     @property
     def shards_parameters(self) -> bool:
@@ -363,14 +366,39 @@ class JobSpec(_Spec):
     """Free key/value pairs, kept with the job and its model."""
 
     @model_validator(mode="after")
+    def _sequences_divide(self) -> Self:
+        size, workers = self.sharding.sequence_parallel_size, self.resources.num_workers
+        if size == 1:
+            return self
+        if not isinstance(workers, int) or workers % size:
+            problem = f"resources.num_workers must be a fixed multiple of it, and is {workers}"
+        elif self.data.max_length % size:
+            problem = f"it must divide data.max_length, which is {self.data.max_length}"
+        elif self.training.compile:
+            problem = "it does not go with training.compile"
+        else:
+            return self
+        raise PydanticCustomError(
+            "sequence_parallel_size",
+            "sharding.sequence_parallel_size is {value}: {problem}",
+            {"field": "sharding.sequence_parallel_size", "value": size, "problem": problem},
+        )
+
+    @model_validator(mode="after")
     def _batch_divides(self) -> Self:
-        per_step = self.resources.max_workers * self.training.micro_batch_size
+        size = self.sharding.sequence_parallel_size
+        per_step = self.resources.max_workers // size * self.training.micro_batch_size
         if self.training.batch_size % per_step:
             raise PydanticCustomError(
                 "batch_size",
-                "training.batch_size {value} must be a multiple of resources.num_workers x "
+                "training.batch_size {value} must be a multiple of resources.num_workers x {shared}"
                 "training.micro_batch_size = {per_step}",
-                {"field": "training.batch_size", "value": self.training.batch_size, "per_step": per_step},
+                {
+                    "field": "training.batch_size",
+                    "value": self.training.batch_size,
+                    "per_step": per_step,
+                    "shared": "" if size == 1 else "1 / sharding.sequence_parallel_size x ",
+                },
             )
         return self
 

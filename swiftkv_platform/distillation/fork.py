@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
+from swiftkv_platform.distillation.sequence_parallel import SequenceGroup, use_sequence_parallel_attention
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import DistillationSpec
 
@@ -26,18 +27,31 @@ class Fork(nn.Module):
 
     Takes over `student`, a converted model, and changes it in place: what is trained becomes float32 and requires
     gradients, everything else takes `dtype` and is frozen.
+
+    Args:
+        sequence: the workers that share every row's tokens; None where each has whole rows.
     """
 
     def __init__(
-        self, student: Any, spec: DistillationSpec, *, dtype: torch.dtype, gradient_checkpointing: bool = False
+        self,
+        student: Any,
+        spec: DistillationSpec,
+        *,
+        dtype: torch.dtype,
+        gradient_checkpointing: bool = False,
+        sequence: SequenceGroup | None = None,
     ) -> None:
         super().__init__()
         self.student = student.eval()
+        self.sequence = sequence
+        if sequence is not None:
+            use_sequence_parallel_attention(student)
         self._spec = spec
         self._first = student.config.num_key_value_layers
         self._hidden_index = hidden_loss_index(student.config, spec) if spec.hidden_loss_weight else None
         # With a trained tail the student's upper layers stop being the teacher's: those are kept apart.
-        self.tail_teacher = copy_upper(student.model) if spec.trainable == "tail" else None
+        keeps_teacher = spec.trainable == "tail" and self._needs_teacher
+        self.tail_teacher = copy_upper(student.model) if keeps_teacher else None
         self._freeze(dtype)
         if gradient_checkpointing:
             student.activation_checkpointing_enable({"use_reentrant": False})
@@ -83,6 +97,7 @@ class Fork(nn.Module):
         """Sums of the losses over the positions where `loss_mask` is set, by name, in nats (`hidden_loss`: squared).
 
         input_ids, position_ids: int64 [batch, num_tokens], positions restart with every packed sample; loss_mask: bool.
+        With `sequence`, whole rows come in, and the sums are over this worker's tokens.
         """
         decoder = self.student.model
         teacher_states: list[Tensor] = []  # the output of each upper layer, where a loss asks for it
@@ -90,6 +105,10 @@ class Fork(nn.Module):
         recorded = self._hidden_index is not None
         with torch.no_grad():
             context = decoder.begin(input_ids, position_ids=position_ids)
+            targets = input_ids.roll(-1, dims=1)
+            if self.sequence is not None:
+                own = self.sequence.own(input_ids.shape[1])
+                context, targets, loss_mask = self.sequence.shard(context), targets[:, own], loss_mask[:, own]
             x = decoder.lower(context)
             teacher = None
             if self._needs_teacher:
@@ -99,7 +118,6 @@ class Fork(nn.Module):
 
         sums = {}
         if self._spec.objective == "lm":
-            targets = input_ids.roll(-1, dims=1)
             sums["lm_loss"] = lm_loss(student[loss_mask], self.student.lm_head.weight, targets[loss_mask])
         if teacher is None:
             return sums

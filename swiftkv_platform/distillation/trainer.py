@@ -164,12 +164,13 @@ class Trainer:
         shorter fills it up with a row that no loss counts."""
         training, parallel = self._spec.training, self._parallel
         batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
-        mine = rank_rows(batch, parallel.rank, parallel.world_size)
-        places = [*mine, *batch[: -(-len(batch) // parallel.world_size) - len(mine)]]
+        mine = rank_rows(batch, parallel.data_rank, parallel.data_size)
+        places = [*mine, *batch[: -(-len(batch) // parallel.data_size) - len(mine)]]
         micro_batches = []
         for start in range(0, len(places), training.micro_batch_size):
             rows = self._rows.batch(places[start : start + training.micro_batch_size])
             rows["loss_mask"][max(len(mine) - start, 0) :] = False
+            rows["loss_mask"] = parallel.own_positions(rows["loss_mask"])
             micro_batches.append(rows)
         return micro_batches
 

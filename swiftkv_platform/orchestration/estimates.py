@@ -91,6 +91,7 @@ def _setup(spec: JobSpec) -> TrainingSetup:
         strategy=spec.sharding.strategy,
         zero_stage=spec.sharding.zero_stage,
         cpu_offload=spec.sharding.cpu_offload,
+        sequence_parallel_size=spec.sharding.sequence_parallel_size,
         gradient_checkpointing=spec.training.gradient_checkpointing,
         early_exit=spec.swiftkv.early_exit,
         trainable=spec.distillation.trainable,

@@ -37,6 +37,7 @@ class TrainingSetup:
     strategy: Literal["ddp", "fsdp2", "deepspeed"] = "fsdp2"
     zero_stage: Literal[1, 2, 3] = 2
     cpu_offload: bool = False
+    sequence_parallel_size: int = 1
     gradient_checkpointing: bool = False
     early_exit: bool = False
     trainable: Trainable = "qkv"
@@ -49,9 +50,19 @@ class TrainingSetup:
         return self.objective == "logits" or self.hidden_loss or self.early_exit
 
     @property
+    def rows_per_pass(self) -> int:
+        """Of all workers together."""
+        return self.num_workers // self.sequence_parallel_size * self.micro_batch_size
+
+    @property
     def num_micro_batches(self) -> int:
         """Of one worker and step."""
-        return self.batch_size // (self.num_workers * self.micro_batch_size)
+        return self.batch_size // self.rows_per_pass
+
+    @property
+    def tokens_per_pass(self) -> int:
+        """Of one worker."""
+        return self.sequence_length // self.sequence_parallel_size * self.micro_batch_size
 
 
 class _Result(BaseModel):
@@ -106,18 +117,18 @@ def plan_training(
         flops_per_second: what one worker reaches.
 
     Raises:
-        InvalidInputError: a batch that does not divide, l or g out of range.
+        InvalidInputError: a batch or a sequence that does not divide, l or g out of range.
         ModelError: a configuration that cannot be read, or a family without a row.
     """
-    per_step = setup.num_workers * setup.micro_batch_size
-    if setup.batch_size % per_step:
+    model = read_architecture(config)
+    _check_sequence_parallelism(model, setup)
+    if setup.batch_size % setup.rows_per_pass:
         raise InvalidInputError(
-            f"training.batch_size is {setup.batch_size}; a multiple of num_workers x micro_batch_size = {per_step} "
-            "would do",
+            f"training.batch_size is {setup.batch_size}; a multiple of num_workers / sequence_parallel_size x "
+            f"micro_batch_size = {setup.rows_per_pass} would do",
             field="training.batch_size",
             value=setup.batch_size,
         )
-    model = read_architecture(config)
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
     parameters = student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable)
     flops = training_flops(model, layer_map, setup)
@@ -134,6 +145,24 @@ def plan_training(
         total_flops=total,
         seconds=seconds,
     )
+
+
+def _check_sequence_parallelism(model: Architecture, setup: TrainingSetup) -> None:
+    attention, size = model.layers[0].attention, setup.sequence_parallel_size
+    counts = {
+        "resources.num_workers": setup.num_workers,
+        "data.max_length": setup.sequence_length,
+        "num_attention_heads": attention.num_heads,
+        # MLA expands its one entry to keys and values of every query head.
+        "num_key_value_heads": attention.num_heads if attention.expansion else attention.entries[0].heads,
+    }
+    for name, count in counts.items():
+        if count % size:
+            raise InvalidInputError(
+                f"sharding.sequence_parallel_size is {size}, which must divide {name} = {count}",
+                field="sharding.sequence_parallel_size",
+                value=size,
+            )
 
 
 def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:

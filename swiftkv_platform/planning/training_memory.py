@@ -110,11 +110,14 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     first = layer_map.num_key_value_layers
     heads = own.num_heads * (own.query_size + own.value_size)
     cached = sum(entry.heads * entry.size for entry in own.entries)
+    mask = setup.sequence_length * setup.sequence_parallel_size  # whole on every worker, by its own tokens
     # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
     per_token = (3 * narrow + WIDE) * hidden
     for i, layer in enumerate(model.layers[first:], start=first):
         masked = setup.packing or layer.window is not None
-        if i in layer_map.leaders and (setup.gradient_checkpointing or not masked):
+        # Heads and tokens are swapped in every layer: where workers divide sequences, layers share no K and V.
+        swapped = setup.sequence_parallel_size > 1 and not setup.gradient_checkpointing
+        if (i in layer_map.leaders or swapped) and (setup.gradient_checkpointing or not masked):
             per_token += narrow * (heads if own.expansion else cached)
         if setup.gradient_checkpointing:
             per_token += narrow * hidden
@@ -122,13 +125,12 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
         per_token += _layer(model, layer, setup, narrow, has_gradient=i > first)
         if masked:
             # Keys and values repeated for all query heads, and the mask as numbers.
-            per_token += narrow * (heads + setup.sequence_length)
+            per_token += narrow * (heads + mask)
     recomputed = 0
     if setup.gradient_checkpointing:
-        masked_layer = narrow * (heads + setup.sequence_length) if setup.packing else 0
+        masked_layer = narrow * (heads + mask) if setup.packing else 0
         recomputed = _layer(model, model.layers[-1], setup, narrow, has_gradient=True) + masked_layer
-    num_tokens = setup.sequence_length * setup.micro_batch_size
-    return per_token * num_tokens, recomputed * num_tokens
+    return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
 
 
 def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
@@ -149,7 +151,7 @@ def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int,
 
 def _loss(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
     """Chunk buffers, hidden states of teacher and student, and the gradient that the fused loss leaves."""
-    tokens = setup.sequence_length * setup.micro_batch_size
+    tokens = setup.tokens_per_pass
     rows = max(1, LOGITS_PER_CHUNK[setup.device] // model.vocab_size)
     chunk = min(rows, tokens) * model.vocab_size * WIDE * LOSS_BUFFERS
     states = 6 + 2 * setup.early_exit  # x, teacher, student, the rows that count of both, a gradient

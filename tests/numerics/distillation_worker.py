@@ -21,6 +21,7 @@ from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.parallel import parallelize
+from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, Wish
 from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.model import convert
@@ -148,7 +149,13 @@ def run(scenario: Run) -> Outcome:
         assert lazy is not None
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
     student = student if lazy is None else lazy.model
-    fork = Fork(student, spec.distillation, dtype=dtype, gradient_checkpointing=spec.training.gradient_checkpointing)
+    fork = Fork(
+        student,
+        spec.distillation,
+        dtype=dtype,
+        gradient_checkpointing=spec.training.gradient_checkpointing,
+        sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, torch.device("cpu")),
+    )
     trained_names = {name for name, p in student.named_parameters() if p.requires_grad}
     held: list[float] = []
 

@@ -40,11 +40,25 @@ class Parallel(ABC):
         self.world_size = dist.get_world_size()
         self.device = device
         self.loss_weights = fork.loss_weights
+        self._sequence = fork.sequence
+        share = 1 if fork.sequence is None else fork.sequence.size
+        self.data_rank = self.rank // share
+        """Which rows of a batch are this worker's: those of `data_size` equal shares. Workers that divide the tokens of
+        rows among them have the same."""
+        self.data_size = self.world_size // share
 
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fork's sums over this worker's `batch`."""
         sums: dict[str, Tensor] = self.module(**{name: tensor.to(self.device) for name, tensor in batch.items()})
         return sums
+
+    def own_positions(self, mask: Tensor) -> Tensor:
+        """`mask` [batch, num_tokens] where this worker computes the loss, False elsewhere."""
+        if self._sequence is None:
+            return mask
+        own, kept = self._sequence.own(mask.shape[1]), torch.zeros_like(mask)
+        kept[:, own] = mask[:, own]
+        return kept
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:  # noqa: ARG002

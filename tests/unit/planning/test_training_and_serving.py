@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,30 @@ def test_time_follows_tokens_workers_and_speed() -> None:
 def test_a_batch_that_does_not_divide() -> None:
     with pytest.raises(InvalidInputError, match=r"batch_size is 10; a multiple of .* = 4 would do"):
         plan_training(LLAMA_8B, TrainingSetup(num_workers=4, batch_size=10))
+
+
+def test_long_rows_fit_where_workers_share_them() -> None:
+    """128K tokens on 80 GB GPUs, Llama-3.1-8B."""
+    base = TrainingSetup(sequence_length=131072, packing=False, num_workers=8, batch_size=8)
+    alone, shared = (plan_training(LLAMA_8B, replace(base, sequence_parallel_size=size)).memory for size in (1, 8))
+    assert alone.peak > 80e9 > shared.peak
+    assert alone.activations / 8 == pytest.approx(shared.activations, rel=0.01)
+    assert alone.frozen == shared.frozen
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_workers": 6}, "resources.num_workers = 6"),
+        ({"sequence_length": 1026}, "data.max_length = 1026"),
+        ({"num_workers": 16, "sequence_parallel_size": 16}, "num_key_value_heads = 8"),
+    ],
+)
+def test_a_sequence_that_cannot_be_shared_is_refused(changes: dict[str, Any], named: str) -> None:
+    setup = replace(TrainingSetup(num_workers=4, batch_size=48, sequence_parallel_size=4), **changes)
+    with pytest.raises(InvalidInputError, match=f"must divide {named}") as raised:
+        plan_training(LLAMA_8B, setup)
+    assert raised.value.field == "sharding.sequence_parallel_size"
 
 
 def test_capacity_of_a_gpu() -> None:

@@ -1,15 +1,20 @@
 """Drafts side by side with `off`: time per token of `lossless` and of prompt lookup, and what their cost model says.
 
-    python -m benchmarks.speculation [--model DIR] [--output speculation.json] [--rounds 5 --batch-sizes 1 8 ...]
+    python -m benchmarks.speculation [--model DIR] [--intermediate-size 14336] [--output speculation.json] ...
 
-Without `--model`, the built-in teacher, converted and calibrated, its exit head not trained: final norm and head as
-they were. Loads are held-out sources of the standard library: `continue` them, and `quote` them (a text, then its
-beginning, for the answer to go on with). Ways take turns within each round; figures are medians over requests and
-rounds. Greedy.
+Without `--model`, a student is distilled first, exit head included (`benchmarks/distilled.py`). `--intermediate-size`
+widens its layers without changing what it says, so that a head is as small a share of a pass as in larger models.
+
+Loads are held-out sources of the standard library: `continue` them, and `quote` them (a text, then its beginning, for
+the answer to go on with). Ways take turns within each round, and every round asks all prompts, `batch_size` at a time;
+figures are medians over requests and rounds. Greedy.
 
 `predicted_ratio` is the cost model over what was counted, in decode passes at batch 1: a pass for each verification,
 and shares of one, by the weights they read, for layers below l, evaluations of the exit head and rows of drafts. `row`
 is a rule of thumb (one over the tokens at which a step is bound by arithmetic), not measured.
+
+Where a text is not that of `off`, `largest_gap` is by how much, in log-probability, `off` preferred its own token where
+they part: rounding depends on how many rows a matrix product has, and decides a tie.
 """
 
 from __future__ import annotations
@@ -26,16 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import distilled
 from swiftkv_platform.demo.corpus import is_held_out, standard_library_modules
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.speculative import draft_costs
-from swiftkv_platform.model import convert
 
-TEACHER = Path(__file__).parents[1] / "swiftkv_platform" / "demo" / "teacher"
+Prompts = list[list[int]]
 
 
 @dataclass
@@ -52,9 +57,11 @@ class Run:
 
 def main() -> None:
     args = parse_arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     config = EngineConfig(dtype=args.dtype, kv_cache_bytes=256 << 20, enable_prefix_caching=False, seed=0)
     with tempfile.TemporaryDirectory() as directory:
-        loaded = load_model(args.model or converted_teacher(Path(directory), args), config)
+        loaded = load_model(prepared(args, Path(directory)), config)
     engine, costs = LLMEngine(loaded, config), draft_costs(loaded.model)
     report: dict[str, Any] = {
         "machine": {"threads": torch.get_num_threads(), "torch": torch.__version__},
@@ -69,14 +76,15 @@ def main() -> None:
     )
     for load, prompts in loads(loaded, args).items():
         for batch_size in args.batch_sizes:
-            for result in measure(engine, costs, prompts[:batch_size], args):
+            for result in measure(engine, costs, prompts, batch_size, args):
                 row = {"load": load, "batch_size": batch_size, **result}
                 report["results"].append(row)
                 predicted = f"{row['predicted_ratio']:.2f}" if batch_size == 1 else ""
+                parted = f"  {row['num_other_texts']} part, at most {row['largest_gap']:.3f} nats apart"
                 print(
-                    f"{load:<10}{batch_size:6d}  {row['drafts']:<10}{row['median_tpot_ms']:9.3f}{row['ratio']:7.2f}"
+                    f"{load:<10}{batch_size:6d}  {row['drafts']:<10}{row['median_tpot_ms']:9.3f}{row['ratio']:7.3f}"
                     f"{predicted:>11}{row['num_draft_tokens']:9d}{row['num_accepted_tokens']:9d}"
-                    f"{'' if row['same_text'] else '  another text'}",
+                    f"{parted if row['num_other_texts'] else ''}",
                     flush=True,
                 )
     if args.output:
@@ -86,18 +94,32 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a student with an exit head and a tokenizer")
+    parser.add_argument("--intermediate-size", type=int, help="neurons of each MLP; those beyond the model's are zero")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
+    parser.add_argument("--loads", nargs="+", default=["continue", "quote"], choices=["continue", "quote"])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--context-length", type=int, default=256, help="prompt tokens")
     parser.add_argument("--output-length", type=int, default=96)
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.95, 0.7])
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--num-lookup-tokens", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--num-key-value-layers", type=int, default=6)
-    parser.add_argument("--key-value-group-size", type=int, default=2)
+    distilled.add_arguments(parser)
     return parser.parse_args()
+
+
+def prepared(args: argparse.Namespace, directory: Path) -> Path:
+    """The model to serve: given or distilled, and widened where that is asked for."""
+    path: Path = args.model or distilled.distil(args, directory / "distilled")
+    if args.intermediate_size is None:
+        return path
+    wide = distilled.widened(AutoModelForCausalLM.from_pretrained(path), args.intermediate_size)
+    wide.save_pretrained(directory / "wide")
+    AutoTokenizer.from_pretrained(path).save_pretrained(directory / "wide")
+    return directory / "wide"
 
 
 def texts() -> Iterator[str]:
@@ -107,34 +129,19 @@ def texts() -> Iterator[str]:
     yield from (module.text for module in modules if not is_held_out(module.name))
 
 
-def converted_teacher(directory: Path, args: argparse.Namespace) -> Path:
-    """The built-in teacher as a student, calibrated on text it was trained on."""
-    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
-    training = (module.text for module in standard_library_modules() if not is_held_out(module.name))
-    calibration = [torch.tensor([tokenizer(text)["input_ids"][:512]]) for text in islice(training, 32)]
-    convert(
-        str(TEACHER),
-        num_key_value_layers=args.num_key_value_layers,
-        key_value_group_size=args.key_value_group_size,
-        early_exit=True,
-        calibration=calibration,
-    ).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-def loads(loaded: LoadedModel, args: argparse.Namespace) -> dict[str, list[list[int]]]:
+def loads(loaded: LoadedModel, args: argparse.Namespace) -> dict[str, Prompts]:
     assert loaded.tokenizer is not None, "the model's directory has no tokenizer"
-    some = [loaded.tokenizer(text)["input_ids"] for text in islice(texts(), max(args.batch_sizes))]
+    some = [loaded.tokenizer(text)["input_ids"] for text in islice(texts(), args.prompts)]
     quoted, begun = args.context_length * 4 // 5, args.context_length // 5
-    return {
+    found = {
         "continue": [ids[: args.context_length] for ids in some],
         "quote": [ids[64 : 64 + quoted] + ids[64 : 64 + begun] for ids in some],
     }
+    return {name: found[name] for name in args.loads}
 
 
 def measure(
-    engine: LLMEngine, costs: DraftCosts, prompts: list[list[int]], args: argparse.Namespace
+    engine: LLMEngine, costs: DraftCosts, prompts: Prompts, batch_size: int, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """All ways, round by round."""
     off = SamplingParams(max_tokens=args.output_length, temperature=0.0, ignore_eos=True)
@@ -146,14 +153,18 @@ def measure(
     for number in range(args.rounds + 1):
         for name, params in ways.items():
             with counted_exits(engine) as calls:
-                outputs = engine.generate(prompts, params, progress=False)
+                outputs = [
+                    output
+                    for first in range(0, len(prompts), batch_size)
+                    for output in engine.generate(prompts[first : first + batch_size], params, progress=False)
+                ]
             if number:  # the first round warms up
                 runs[name].append(Run(outputs, len(calls)))
     base = statistics.median(tpot for run in runs["off"] for tpot in run.tpots)
-    text = [output.token_ids for output in runs["off"][0].outputs]
     for name, some in runs.items():
         median = statistics.median(tpot for run in some for tpot in run.tpots)
         outputs = some[0].outputs
+        gaps = parting_gaps(engine, runs["off"][0].outputs, outputs)
         yield {
             "drafts": name,
             "median_tpot_ms": 1000 * median,
@@ -161,8 +172,27 @@ def measure(
             "predicted_ratio": predicted_ratio(some[0], costs, from_exit_head=name.startswith("exit")),
             "num_draft_tokens": sum(output.num_draft_tokens for output in outputs),
             "num_accepted_tokens": sum(output.num_accepted_tokens for output in outputs),
-            "same_text": [output.token_ids for output in outputs] == text,
+            "num_exit_evaluations": some[0].num_exit_evaluations,
+            "num_other_texts": len(gaps),
+            "largest_gap": max(gaps, default=0.0),
         }
+
+
+def parting_gaps(engine: LLMEngine, expected: list[RequestOutput], found: list[RequestOutput]) -> list[float]:
+    """Of each answer that is not the expected one, how much less probable its first other token was, in nats."""
+    gaps = []
+    for right, other in zip(expected, found, strict=True):
+        if right.token_ids == other.token_ids:
+            continue
+        pairs = zip(right.token_ids, other.token_ids, strict=True)
+        at = next(at for at, (one, another) in enumerate(pairs) if one != another)
+        known = [*right.prompt_token_ids, *right.token_ids[:at]]
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20, ignore_eos=True)
+        (output,) = engine.generate([known], params, progress=False)
+        assert output.logprobs is not None
+        (best,) = output.logprobs
+        gaps.append(abs(best[right.token_ids[at]] - best[other.token_ids[at]]))
+    return gaps
 
 
 @contextmanager

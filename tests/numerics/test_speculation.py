@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestO
 from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.model import convert
+from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import family_teacher, random_teacher
 
 FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
@@ -147,6 +149,85 @@ def test_a_stop_within_accepted_drafts_ends_the_answer_there(student: LoadedMode
         assert tokens(found) == tokens(expected)
         assert [output.finish_reason for output in found] == [output.finish_reason for output in expected]
         assert all(output.num_accepted_tokens <= len(output.token_ids) for output in found)
+
+
+def test_a_stop_string_within_accepted_drafts_ends_the_answer_there(student: LoadedModel) -> None:
+    """Across two tokens, the second or both of them drafts; what was accepted behind it is never said."""
+    loaded = replace(student, tokenizer=byte_tokenizer())
+    asked = prompts(4, student.model.config.vocab_size)
+    whole = answers(make_engine(loaded), asked, GREEDY)
+    with free_drafts():
+        engine = make_engine(loaded)
+    modes: list[dict[str, Any]] = [{"early_exit": EarlyExit("lossless", 0.0, 8)}, {"num_lookup_tokens": 8}]
+    accepted = 0
+    for at in (3, 4, 5, 6):
+        stops = {"stop": tuple(output.text[at : at + 2] for output in whole if len(output.text) > at + 1)}
+        expected = answers(make_engine(loaded), asked, GREEDY, **stops)
+        for drafts in modes:
+            found = answers(engine, asked, GREEDY, **drafts, **stops)
+            assert [(one.text, one.token_ids, one.finish_reason) for one in found] == [
+                (one.text, one.token_ids, one.finish_reason) for one in expected
+            ]
+            accepted += sum(one.num_accepted_tokens for one in found)
+        assert any(one.finish_reason == "stop" for one in expected)
+    assert accepted
+
+
+class _BrokenHead(torch.nn.Module):
+    """An output head without numbers for one hidden state, wherever in a batch it is."""
+
+    def __init__(self, head: torch.nn.Module, broken: torch.Tensor) -> None:
+        super().__init__()
+        self.head, self.broken = head, broken
+        self.rows: list[int] = []
+        """Where in a call it was."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, num_rows, hidden_size] -> [1, num_rows, vocab_size]."""
+        logits: torch.Tensor = self.head(hidden).clone()
+        rows = ((hidden[0] - self.broken).abs().amax(-1) < 1e-3).nonzero()[:, 0].tolist()
+        logits[0, rows] = float("nan")
+        self.rows += rows
+        return logits
+
+
+@pytest.mark.parametrize(
+    "drafts", [{"early_exit": EarlyExit("lossless", 0.0, 8)}, {"num_lookup_tokens": 8}], ids=["exit", "text"]
+)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_logits_that_are_no_numbers_amid_drafts_end_that_answer_alone(
+    student: LoadedModel, params: dict[str, Any], drafts: dict[str, Any]
+) -> None:
+    asked = prompts(3, student.model.config.vocab_size)
+    seen: list[torch.Tensor] = []
+    with patch.object(student.model, "lm_head", _Recorder(student.model.lm_head, seen)):
+        whole = answers(make_engine(student), asked, params)
+    first_rows = [hidden[0, 0] for hidden in seen if hidden.shape[1] == len(asked)]  # of the first request
+    amid = 0
+    for at in range(2, 10):
+        head = _BrokenHead(student.model.lm_head, first_rows[at])
+        with patch.object(student.model, "lm_head", head), free_drafts():
+            broken, *others = answers(make_engine(student, max_num_batched_tokens=64), asked, params, **drafts)
+        assert (broken.finish_reason, broken.token_ids) == ("error", whole[0].token_ids[:at])
+        assert [(one.finish_reason, one.token_ids) for one in others] == [
+            (one.finish_reason, one.token_ids) for one in whole[1:]
+        ]
+        amid += head.rows[-1] > 0  # behind a row of the same sequence, which is the first of the batch
+    assert amid
+
+
+class _Recorder(torch.nn.Module):
+    """An output head that keeps what it was asked."""
+
+    def __init__(self, head: torch.nn.Module, seen: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.head, self.seen = head, seen
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, num_rows, hidden_size] -> [1, num_rows, vocab_size]."""
+        self.seen.append(hidden.clone())
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
 
 def test_the_exit_head_is_only_asked_by_requests_that_draft_from_it(student: LoadedModel) -> None:

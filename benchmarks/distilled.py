@@ -47,7 +47,7 @@ def training_rows(tokenizer: Any, length: int) -> torch.Tensor:
 
 
 def distil(args: argparse.Namespace, directory: Path) -> Path:
-    """Train the student that `args` describe and write it to `directory`."""
+    """Train the student that `args` describe and write it to `directory`; goes on where an earlier call was ended."""
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
     rows = training_rows(tokenizer, args.row_length)
     torch.manual_seed(0)
@@ -65,8 +65,11 @@ def distil(args: argparse.Namespace, directory: Path) -> Path:
     positions = torch.arange(args.row_length).expand(args.rows, -1)
     counted = torch.ones(args.rows, args.row_length, dtype=torch.bool)
     counted[:, -1] = False
+    state = directory / "training.pt"
+    directory.mkdir(parents=True, exist_ok=True)
+    first = _restore(state, fork, optimizer) if state.exists() else 0
     started = time.perf_counter()
-    for step, batch in enumerate(islice(_batches(rows, args.rows), args.steps)):
+    for step, batch in islice(enumerate(_batches(rows, args.rows)), first, args.steps):
         set_learning_rate(optimizer, learning_rate(spec, step, args.steps))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             sums = fork(input_ids=batch, position_ids=positions, loss_mask=counted)
@@ -77,11 +80,22 @@ def distil(args: argparse.Namespace, directory: Path) -> Path:
         optimizer.zero_grad()
         if step % 10 == 9:
             shown = "  ".join(f"{name} {loss.item():.3f}" for name, loss in losses.items())
-            rate = (step + 1) * batch.numel() / (time.perf_counter() - started)
+            rate = (step + 1 - first) * batch.numel() / (time.perf_counter() - started)
             print(f"step {step + 1} of {args.steps}  {shown}  {rate:.0f} tokens/s", flush=True)
+            trained = {name: p for name, p in fork.named_parameters() if p.requires_grad}
+            torch.save({"step": step + 1, "trained": trained, "optimizer": optimizer.state_dict()}, state)
     student.to(torch.bfloat16).save_pretrained(directory)
+    state.unlink(missing_ok=True)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def _restore(state: Path, fork: Fork, optimizer: torch.optim.Optimizer) -> int:
+    """The number of steps done."""
+    saved = torch.load(state)
+    fork.load_state_dict(saved["trained"], strict=False)
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["step"])
 
 
 def _batches(rows: torch.Tensor, size: int) -> Iterator[torch.Tensor]:

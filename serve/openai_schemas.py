@@ -5,7 +5,7 @@ Field names and meanings: https://platform.openai.com/docs/api-reference; extens
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -38,11 +38,6 @@ class ChatMessage(_Part):
     role: Annotated[str, Field(min_length=1)]
     content: Annotated[str, BeforeValidator(_joined_text)]
     name: str | None = None
-
-
-class ResponseFormat(_Part):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
 
 
 class OpenAIFields(SamplingFields):
@@ -106,17 +101,10 @@ class ChatRequest(OpenAIFields):
     """Default: what the context leaves."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
 
     def sampling_params(self, room: int) -> SamplingParams:
         """`room`: tokens that the context leaves for the answer. Raises `InvalidInputError`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidInputError("top_logprobs needs logprobs: true", field="top_logprobs", value=self.top_logprobs)
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InvalidInputError(
-                f"response_format.type is {self.response_format.type!r}; only 'text' is served",
-                field="response_format.type",
-                value=self.response_format.type,
-            )
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         return self.sampling(limits[0] if limits else room, (self.top_logprobs or 0) if self.logprobs else None)

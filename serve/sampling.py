@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from swiftkv_platform.engine import EarlyExit, SamplingParams
+from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
 
 
@@ -40,6 +40,39 @@ def _biases_by_token(value: Any) -> Any:
     raise ValueError("must be an object of numbers by token id")
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class JSONSchemaFormat(_Part):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    """Without effect."""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    """Without effect."""
+    strict: bool | None = None
+    """The answer follows the schema either way."""
+
+
+class ResponseFormat(_Part):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is given with type json_schema, and only there")
+        return self
+
+    def structured_outputs(self) -> StructuredOutputs | None:
+        """What the engine is told; None for text. Raises `InvalidInputError`."""
+        if self.json_schema is not None:
+            return StructuredOutputs(json=self.json_schema.schema_, source="response_format.json_schema.schema")
+        return StructuredOutputs(json_object=True, source="response_format") if self.type == "json_object" else None
+
+
 class SamplingFields(BaseModel):
     """Ranges are the engine's to check; unknown keys are refused."""
 
@@ -66,6 +99,13 @@ class SamplingFields(BaseModel):
     """Seconds from arrival, waiting included, after which the answer is given up: 504."""
     early_exit: str | dict[str, Any] | None = None
     """`off`, `threshold`, `lossless`, or an object with `mode`, `threshold` and `num_draft_tokens`."""
+    num_lookup_tokens: int = SamplingParams.num_lookup_tokens
+    """Most tokens to draft at a time from what prompt and answer so far repeat; the answer is the same."""
+    response_format: ResponseFormat | None = None
+    """`text`, `json_object`, or `json_schema` with a schema that the answer follows."""
+    structured_outputs: dict[str, Any] | None = None
+    """What the answer's text must be, as in vLLM: one of `json` (a schema), `json_object`, `regex`, `choice` and
+    `grammar`; for JSON also `disable_any_whitespace`."""
 
     def params(self, **others: Any) -> SamplingParams:
         """What the engine is told, with the fields that routes name in their own ways.
@@ -88,8 +128,22 @@ class SamplingFields(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             early_exit=EarlyExit.parse(self.early_exit),
+            num_lookup_tokens=self.num_lookup_tokens,
+            structured_outputs=self._constraint(),
             **others,
         )
+
+    def _constraint(self) -> StructuredOutputs | None:
+        asked = None if self.response_format is None else self.response_format.structured_outputs()
+        if self.structured_outputs is None:
+            return asked
+        if asked is not None:
+            raise InvalidInputError(
+                "structured_outputs and response_format are both given; one of them is accepted",
+                field="structured_outputs",
+                value=self.structured_outputs,
+            )
+        return StructuredOutputs.parse(self.structured_outputs)
 
 
 TokenPrompts = str | list[str] | list[int] | list[list[int]]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.early_exit import EarlyExit
 from swiftkv_platform.engine.config import EngineConfig, SamplingParams
+from swiftkv_platform.engine.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.async_engine import AsyncLLMEngine, RequestStream
@@ -28,6 +29,7 @@ __all__ = [
     "RequestOutput",
     "RequestStream",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 _NEEDS_TORCH = {

@@ -10,6 +10,7 @@ from typing import Self, TypeVar
 from ulid import ULID
 
 from swiftkv_platform.engine.config import SamplingParams
+from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.outputs import RequestOutput
 from swiftkv_platform.engine.requests import Prompt
@@ -20,6 +21,8 @@ R = TypeVar("R")
 
 Stream = asyncio.Queue[RequestOutput | None]
 """What a caller is sent; None says that nothing more comes."""
+MAX_COMPILING = 8
+"""Requests whose grammars are being compiled, or wait for that; one more is refused at once."""
 
 
 class RequestStream:
@@ -68,6 +71,8 @@ class AsyncLLMEngine:
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
+        self._num_compiling = 0
         self._streams: dict[str, RequestStream] = {}
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
@@ -103,7 +108,8 @@ class AsyncLLMEngine:
 
         Raises:
             InvalidInputError: as `LLMEngine.add_request`.
-            QueueFullError: `max_num_waiting` requests or `max_waiting_prompt_tokens` tokens wait already.
+            QueueFullError: `max_num_waiting` requests or `max_waiting_prompt_tokens` tokens wait already, or too many
+                grammars are being compiled.
             EngineDeadError: a step has failed; no request will be answered any more.
         """
         request_id = request_id or f"gen_{ULID()}"
@@ -111,7 +117,10 @@ class AsyncLLMEngine:
         stream = RequestStream(self, request_id, 1 if params is None else params.n)
         self._streams[request_id] = stream
         try:
-            await self._in_worker(lambda: self._add(prompt, params, request_id, priority=priority, tenant=tenant))
+            constraint = await self._constraint(params)
+            await self._in_worker(
+                lambda: self._add(prompt, params, request_id, priority=priority, tenant=tenant, constraint=constraint)
+            )
             self._wake()
         except BaseException:
             stream.close()
@@ -133,6 +142,7 @@ class AsyncLLMEngine:
         self._fail("the engine was shut down")
         if self._loop is not None:
             self._loop.cancel()
+        self._compiling.shutdown(wait=False)
         await asyncio.to_thread(self._worker.shutdown)
 
     async def _run(self) -> None:
@@ -179,12 +189,36 @@ class AsyncLLMEngine:
             raise QueueFullError(f"queue full: {max_num_waiting} requests wait already; try again later")
         self._check_waiting_tokens()
 
+    async def _constraint(self, params: SamplingParams | None) -> Constraint | None:
+        """Compiled while the engine steps on. Raises as `GrammarCompiler.compile`."""
+        wanted = None if params is None else params.structured_outputs
+        if wanted is None:
+            return None
+        grammars = self.engine.grammars
+        found = grammars.find(wanted)
+        if found is not None:
+            return found
+        if self._num_compiling >= MAX_COMPILING:
+            raise QueueFullError(f"queue full: {MAX_COMPILING} grammars are being compiled; try again later")
+        self._num_compiling += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compiling, grammars.compile, wanted)
+        finally:
+            self._num_compiling -= 1
+
     def _add(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str, *, priority: int, tenant: str
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int,
+        tenant: str,
+        constraint: Constraint | None,
     ) -> None:
         """In the worker: requests of the same step have come in between."""
         self._check_waiting_tokens()
-        self.engine.add_request(prompt, params, request_id, priority=priority, tenant=tenant)
+        self.engine.add_request(prompt, params, request_id, priority=priority, tenant=tenant, constraint=constraint)
 
     def _check_waiting_tokens(self) -> None:
         limit = self.engine.config.max_waiting_prompt_tokens

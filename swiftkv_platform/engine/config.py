@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from swiftkv_platform.early_exit import EarlyExit
+from swiftkv_platform.engine.structured_outputs import StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
 
 MAX_SEED = (1 << 63) - 1
@@ -20,6 +21,8 @@ MAX_LOOKUP_TOKENS = 64
 """Most tokens drafted from the text at a time."""
 MAX_LOGPROBS = 100
 """Most log-probabilities a token is given."""
+MAX_GRAMMAR_BYTES = 1 << 16
+"""Longest schema, expression or grammar that is safe to compile: see `engine/grammars.py`."""
 
 
 class EngineConfig(BaseModel):
@@ -56,6 +59,10 @@ class EngineConfig(BaseModel):
     once. None: no limit but `max_num_waiting`."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Where requests without a seed of their own draw one from; None draws differently in every process."""
+    max_grammar_bytes: Annotated[int, Field(ge=1, le=MAX_GRAMMAR_BYTES)] = MAX_GRAMMAR_BYTES
+    """Bytes of a schema, expression or grammar that constrains an answer; a longer one is refused."""
+    grammar_timeout_s: Annotated[float, Field(gt=0.0)] = 2.0
+    """Seconds that compiling one may take; the engine steps on meanwhile."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads of one CPU operator; None leaves torch's setting (one thread per core, or `OMP_NUM_THREADS`)."""
 
@@ -64,7 +71,8 @@ class EngineConfig(BaseModel):
 class SamplingParams:
     """How one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of range.
 
-    Logits pass through, in this order: `logit_bias`, the penalties, `temperature`, `top_k`, `top_p`, `min_p`.
+    Logits pass through, in this order: `logit_bias`, the penalties, `structured_outputs`, `temperature`, `top_k`,
+    `top_p`, `min_p`.
     """
 
     max_tokens: int = 16
@@ -106,12 +114,16 @@ class SamplingParams:
     num_lookup_tokens: int = 0
     """Most tokens to draft at a time from what prompt and answer so far repeat (prompt lookup); they are verified
     together, and the answer is the same. 0 drafts none."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must be: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
+    reaches `max_tokens` is cut off."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
         object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("n", self.n, 1, MAX_N)
         _check_int("top_k", self.top_k, 0, None)
@@ -126,6 +138,8 @@ class SamplingParams:
         self._check_numbers()
         if not isinstance(self.ignore_eos, bool):
             raise _refusal("ignore_eos", self.ignore_eos, "true or false")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise _refusal("ignore_eos", True, "false where structured_outputs says where the answer ends")
 
     @property
     def has_penalties(self) -> bool:

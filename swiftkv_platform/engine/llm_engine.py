@@ -11,6 +11,8 @@ from ulid import ULID
 
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.config import EngineConfig, SamplingParams
+from swiftkv_platform.engine.constraint import Constraint
+from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.engine.model_runner import ModelRunner
@@ -51,6 +53,8 @@ class LLMEngine:
         )
         self._runner = ModelRunner(loaded.model, cache, self._drafting)
         self._reader = RequestReader(loaded, config, num_slots=cache.num_blocks * config.block_size)
+        self.grammars = GrammarCompiler(loaded, config)
+        """Compiles what constrains answers; may be used from any thread."""
         self._running: dict[str, list[Sequence]] = {}  # by request, its sequences that the scheduler has
         self._held: dict[str, list[Sequence]] = {}  # samples that wait until the first one has read the prompt
 
@@ -68,16 +72,19 @@ class LLMEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        constraint: Constraint | None = None,
     ) -> str:
         """Queue a request and return its id.
 
         Args:
             priority: lower goes first; among equals, who came first.
             tenant: prefixes are reused within a tenant only.
+            constraint: what `grammars` made of `params.structured_outputs`; None compiles it now.
 
         Raises:
             InvalidInputError: an empty or too long prompt, a token id outside the vocabulary, an id in use, parameters
-                this model cannot serve, a request that the KV cache can never hold.
+                this model cannot serve, a request that the KV cache can never hold, a constraint that cannot be
+                compiled.
         """
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
@@ -87,7 +94,11 @@ class LLMEngine:
                 field="request_id",
                 value=request_id,
             )
-        sequences = self._reader.read(request_id, prompt, params, priority=priority, tenant=tenant)
+        if constraint is None and params.structured_outputs is not None:
+            constraint = self.grammars.compile(params.structured_outputs)
+        sequences = self._reader.read(
+            request_id, prompt, params, priority=priority, tenant=tenant, constraint=constraint
+        )
         first, *others = sequences
         self._running[request_id] = [first]
         if others:

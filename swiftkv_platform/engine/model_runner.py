@@ -27,6 +27,7 @@ from swiftkv_platform.engine.speculative import (
     accept,
     cut_at_first_error,
     draft_from_exit_head,
+    end_where_grammar_failed,
     sampling_row,
 )
 from swiftkv_platform.model.decoder import DecoderContext
@@ -175,6 +176,7 @@ class ModelRunner:
             )
             result.exited = index in exits.at
             cut_at_first_error(result, [finite[place] for place in places])
+            end_where_grammar_failed(item.sequence, result)
         self._score_answers(scheduled, values, {index: places for index, (places, _) in owners.items()}, results)
 
     def _score_answers(

@@ -8,6 +8,7 @@ from collections import abc
 from typing import Any
 
 from swiftkv_platform.engine.config import MAX_SEED, EngineConfig, SamplingParams
+from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.engine.sequence import Sequence
@@ -31,9 +32,16 @@ class RequestReader:
         self._arrivals = 0
 
     def read(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0, tenant: str = ""
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        constraint: Constraint | None = None,
     ) -> list[Sequence]:
-        """The sequences of a request.
+        """The sequences of a request; `constraint` is that of its first answer, the others get copies.
 
         Raises:
             InvalidInputError: an empty or too long prompt, a token id outside the vocabulary, parameters that this
@@ -45,6 +53,7 @@ class RequestReader:
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         self._arrivals += 1
+        others = [None if constraint is None else constraint.fresh() for _ in range(params.n - 1)]
         return [
             Sequence(
                 request_id,
@@ -58,8 +67,9 @@ class RequestReader:
                 index=index,
                 priority=priority,
                 tenant=tenant,
+                constraint=own,
             )
-            for index in range(params.n)
+            for index, own in enumerate([constraint, *others])
         ]
 
     def _check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:

@@ -11,9 +11,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from swiftkv_platform.engine.config import SamplingParams
+from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.outputs import TokenLogprobs
 
 
@@ -26,11 +28,12 @@ class SamplingRow:
     token_ids: Sequence[int]
     """Everything before the token: prompt and answer so far."""
     num_prompt_tokens: int
+    constraint: Constraint | None = None
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """One token for each row of `logits` [num_rows, vocab_size], float32, which is not changed."""
-    logits = _adjusted(logits, rows)
+    logits = _constrained(_adjusted(logits, rows), rows)
     random = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
     if random:
         drawing = [rows[i] for i in random]
@@ -92,6 +95,21 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
         if params.has_penalties:
             _penalise(one, rows[i])
     return logits
+
+
+def _constrained(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Minus infinity where a grammar forbids a token; the same tensor where no request has a grammar."""
+    asking = [(i, row, row.constraint) for i, row in enumerate(rows) if row.constraint is not None]
+    if not asking:
+        return logits
+    bits = [constraint.allowed(row.token_ids[row.num_prompt_tokens :]) for _, row, constraint in asking]
+    packed = np.frombuffer(b"".join(bits), dtype=np.uint8).reshape(len(bits), -1)
+    unpacked = np.unpackbits(packed, axis=1, count=logits.shape[-1], bitorder="little")  # [num_asking, vocab_size]
+    forbidden = torch.from_numpy(unpacked == 0).to(logits.device)
+    places = [i for i, _, _ in asking]
+    return logits.index_put(
+        (torch.tensor(places, device=logits.device),), logits[places].masked_fill(forbidden, float("-inf"))
+    )
 
 
 def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:

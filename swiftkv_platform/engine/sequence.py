@@ -7,6 +7,7 @@ import time
 
 from swiftkv_platform.engine.block_manager import BlockTable
 from swiftkv_platform.engine.config import SamplingParams
+from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
 from swiftkv_platform.engine.drafting import DraftHistory
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
@@ -44,6 +45,7 @@ class Sequence:
         index: int = 0,
         priority: int = 0,
         tenant: str = "",
+        constraint: Constraint | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -56,6 +58,8 @@ class Sequence:
         self.priority = priority
         """Lower goes first."""
         self.tenant = tenant
+        self.constraint = constraint
+        """The sequence's own; None leaves its text free."""
         self.token_ids = list(prompt_token_ids)
         """Prompt and generated tokens."""
         self.block_table = BlockTable()
@@ -89,6 +93,11 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def answer(self) -> list[int]:
+        """Generated tokens."""
+        return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
     def num_output_tokens(self) -> int:
@@ -163,7 +172,9 @@ class Sequence:
             if self._detokenizer.stopped:
                 self.finish("stop")
                 return
-        if self.num_output_tokens >= self.max_output_tokens:
+        if self.constraint is not None and self.constraint.is_complete(self.answer):
+            self.finish("stop")
+        elif self.num_output_tokens >= self.max_output_tokens:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
@@ -181,7 +192,7 @@ class Sequence:
             request_id=self.request_id,
             index=self.index,
             prompt_token_ids=list(self.prompt_token_ids),
-            token_ids=list(self.token_ids[self.num_prompt_tokens :]),
+            token_ids=self.answer,
             text=self.text,
             finish_reason=self.finish_reason,
             metrics=self._metrics(),

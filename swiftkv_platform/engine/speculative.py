@@ -76,7 +76,10 @@ class Drafting:
         if size == 0:
             sequence.drafts.lookup_accepted.drift()
             return ()
-        return sequence.drafts.lookup.propose(sequence.token_ids, size)
+        found = sequence.drafts.lookup.propose(sequence.token_ids, size)
+        if found and sequence.constraint is not None:
+            return found[: sequence.constraint.num_allowed(sequence.answer, found)]
+        return found
 
 
 @dataclass
@@ -149,7 +152,7 @@ def _sure(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[int
 def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRow:
     """Whose token follows the sequence's known ones and `drafted`."""
     token_ids = [*sequence.token_ids, *drafted] if drafted else sequence.token_ids
-    return SamplingRow(sequence.params, sequence.seed, token_ids, sequence.num_prompt_tokens)
+    return SamplingRow(sequence.params, sequence.seed, token_ids, sequence.num_prompt_tokens, sequence.constraint)
 
 
 def accept(sequence: EngineSequence, drafted: Sequence[int], tokens: Sequence[int], *, from_text: bool) -> StepResult:
@@ -175,6 +178,13 @@ def cut_at_first_error(result: StepResult, finite: Sequence[bool]) -> None:
             result.num_accepted_tokens = at
             result.error = NOT_FINITE
             return
+
+
+def end_where_grammar_failed(sequence: EngineSequence, result: StepResult) -> None:
+    """A grammar that could not be followed leaves no token of the step."""
+    failure = None if sequence.constraint is None else sequence.constraint.failure
+    if failure is not None:
+        result.token_ids, result.num_accepted_tokens, result.error = [], 0, failure
 
 
 def draft_costs(model: Any) -> DraftCosts:

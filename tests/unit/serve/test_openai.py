@@ -169,13 +169,6 @@ async def test_bad_requests_have_openais_shape(
     assert message in caught.value.message
 
 
-async def test_a_response_format_that_is_not_served_is_refused(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="only 'text' is served"):
-        await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "a"}], response_format={"type": "json_object"}
-        )
-
-
 async def test_keys_open_the_door_and_keep_tenants_apart(current: Current, tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     tokens = [

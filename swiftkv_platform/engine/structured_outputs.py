@@ -1,0 +1,136 @@
+"""What the text of an answer must be: JSON, a regular expression, one of some choices, a grammar. Compiles nothing.
+
+Field names are those of vLLM's `StructuredOutputsParams`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Self
+
+from swiftkv_platform.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """One constraint. Raises `InvalidInputError` unless exactly one is given, for text that is no Unicode, and for a
+    schema that is no JSON object."""
+
+    json: str | Mapping[str, Any] | None = None
+    """JSON schema that the answer validates against: its text, or the object."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """Regular expression that the whole answer matches; no look-around, no back references."""
+    choice: tuple[str, ...] | None = None
+    """The answer is one of these."""
+    grammar: str | None = None
+    """Lark grammar whose rule `start` the answer follows (llguidance's dialect)."""
+    disable_any_whitespace: bool = False
+    """JSON without any whitespace between its tokens."""
+    source: str | None = field(default=None, compare=False)
+    """What errors call the constraint; None: `structured_outputs.` and its name."""
+
+    def __post_init__(self) -> None:
+        given = self._given()
+        if len(given) != 1:
+            names = ", ".join(_CONSTRAINTS)
+            raise InvalidInputError(
+                f"structured_outputs has {' and '.join(given) or 'no constraint'}; give exactly one of {names}",
+                field=self.source or "structured_outputs",
+                value=given,
+            )
+        self._check_flags()
+        if self.choice is not None:
+            object.__setattr__(self, "choice", self._checked_choice(self.choice))
+        self.text  # noqa: B018  # what is no text is refused here
+
+    @classmethod
+    def parse(cls, value: Mapping[str, Any] | Self | None) -> Self | None:
+        """The fields by name, or the constraint itself; None is none.
+
+        Raises:
+            InvalidInputError: naming the field and what it accepts.
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        known = [one.name for one in fields(cls) if one.name != "source"]
+        if not isinstance(value, Mapping) or not set(value) <= set(known):
+            raise InvalidInputError(
+                f"structured_outputs is {value!r}; it must be some of {', '.join(known)} by name",
+                field="structured_outputs",
+                value=value,
+            )
+        return cls(**value)
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return self._given()[0]
+
+    @cached_property
+    def text(self) -> str:
+        """What is given, as text: a schema and choices as JSON. Equal constraints have equal texts."""
+        try:
+            text = self._as_text(getattr(self, self.kind))
+            text.encode()
+        except (ValueError, TypeError, RecursionError) as error:  # JSONDecodeError and UnicodeEncodeError among them
+            accepted = "a JSON schema, an object" if self.kind == "json" else "text"
+            raise InvalidInputError(
+                f"{self.name} must be {accepted}: {error}", field=self.name, value=getattr(self, self.kind)
+            ) from error
+        return text
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.source or f"structured_outputs.{self.kind}"
+
+    def refusal(self, why: str) -> InvalidInputError:
+        """An error that names the field and the constraint."""
+        return InvalidInputError(f"{self.name} {why}", field=self.name, value=self.text)
+
+    def _check_flags(self) -> None:
+        for name in ("json_object", "disable_any_whitespace"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                where = f"structured_outputs.{name}"
+                raise InvalidInputError(f"{where} is {value!r}; it must be true or false", field=where, value=value)
+
+    def _checked_choice(self, choice: Any) -> tuple[str, ...]:
+        strings = isinstance(choice, list | tuple) and all(isinstance(one, str) and one for one in choice)
+        if not strings or not choice:
+            raise InvalidInputError(
+                f"{self.name} is {choice!r}; it must be a list of non-empty strings", field=self.name, value=choice
+            )
+        return tuple(choice)
+
+    def _given(self) -> list[str]:
+        return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
+
+    def _as_text(self, value: Any) -> str:
+        """Raises `ValueError`, `TypeError`, `RecursionError`."""
+        if self.kind == "json":
+            return _schema_text(value)
+        if self.kind == "json_object":
+            return '{"type":"object"}'
+        if self.kind == "choice":
+            return json.dumps(value, ensure_ascii=False)
+        if not isinstance(value, str) or not value:
+            raise TypeError(f"it is {value!r}")
+        return value
+
+
+_CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def _schema_text(schema: Any) -> str:
+    """One text for equal schemas, however they were spaced. Raises `ValueError`, `TypeError`, `RecursionError`."""
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"{schema!r} is no object")
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

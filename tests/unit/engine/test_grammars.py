@@ -1,0 +1,145 @@
+"""Constraints: what is refused, what it may cost, and what a grammar does to one request and not to others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StructuredOutputs
+from swiftkv_platform.engine.config import MAX_GRAMMAR_BYTES
+from swiftkv_platform.engine.constraint import Constraint
+from swiftkv_platform.errors import InvalidInputError
+from tests.fakes.tokenizers import EOS, byte_tokenizer
+
+COSTLY = "b(a{1000}){1000}"
+"""After its first letter llguidance gives up."""
+
+
+def ids(text: str) -> list[int]:
+    found: list[int] = byte_tokenizer()(text)["input_ids"]
+    return found
+
+
+def allowed(constraint: Constraint, text: str) -> set[int]:
+    bits = constraint.allowed(ids(text))
+    return {token for token in range(258) if bits[token // 8] >> token % 8 & 1}
+
+
+@pytest.fixture(scope="module")
+def engine(dense_dir: Path) -> LLMEngine:
+    return LLMEngine.from_pretrained(dense_dir)
+
+
+def compiled(engine: LLMEngine, **fields: Any) -> Constraint:
+    return engine.grammars.compile(StructuredOutputs(**fields))
+
+
+def test_a_constraint_follows_any_answer_it_is_asked_about(engine: LLMEngine) -> None:
+    one = compiled(engine, regex="ab*c?")
+    expected = {"": ids("a"), "a": [*ids("bc"), EOS], "abb": [*ids("bc"), EOS], "abc": [EOS]}
+    for answer in ("", "a", "abb", "a", "abc", "", "abc", "abb"):
+        assert allowed(one, answer) == set(expected[answer])
+        assert one.is_complete(ids(answer)) == (answer == "abc")
+    assert one.num_allowed(ids("a"), ids("bbxb")) == 2
+    assert one.num_allowed([], ids("x")) == 0
+    assert allowed(one, "") == set(ids("a")), "asking about drafts changes nothing"
+    assert allowed(one, "ab") == set(expected["a"])
+    assert one.failure is None
+
+
+def test_answers_with_the_same_constraint_are_apart(engine: LLMEngine) -> None:
+    one, other = compiled(engine, regex="ab"), compiled(engine, regex="ab")
+    assert allowed(one, "a") == set(ids("b"))
+    assert allowed(other, "") == set(ids("a"))
+
+
+def test_equal_schemas_are_compiled_once(engine: LLMEngine) -> None:
+    first = StructuredOutputs(json={"type": "object", "maxProperties": 3})
+    assert engine.grammars.find(first) is None
+    engine.grammars.compile(first)
+    assert engine.grammars.find(StructuredOutputs(json='{ "type":"object", "maxProperties":  3}')) is not None
+    tight = StructuredOutputs(json={"type": "object", "maxProperties": 3}, disable_any_whitespace=True)
+    assert engine.grammars.find(tight) is None
+
+
+@pytest.mark.parametrize("kind", ["json", "grammar"])
+def test_the_longest_chain_of_references_fits_the_stack(engine: LLMEngine, kind: str) -> None:
+    """Rust's parser recurses; on a thread's usual stack this ends the process."""
+    if kind == "json":
+        links: Any = {str(at): {"items": {"$ref": f"#/$defs/{at + 1}"}} for at in range(1500)}
+        text = json.dumps({"$defs": {**links, "1500": {"type": "null"}}, "$ref": "#/$defs/0"}, separators=(",", ":"))
+    else:
+        rules = "\n".join(f"a{at}:a{at + 1}" for at in range(5300))
+        text = f'start:a0\n{rules}\na5300:"x"'
+    assert 0.8 * MAX_GRAMMAR_BYTES < len(text) <= MAX_GRAMMAR_BYTES
+    assert compiled(engine, **{kind: text}).failure is None
+
+
+def test_what_takes_too_long_is_refused(dense_dir: Path) -> None:
+    engine = LLMEngine.from_pretrained(dense_dir, EngineConfig(grammar_timeout_s=1e-6))
+    words = "|".join(f"word{at}xyz{at * 7}" for at in range(3000))
+    with pytest.raises(InvalidInputError, match="took longer to compile") as caught:
+        compiled(engine, regex=words)
+    assert caught.value.field == "structured_outputs.regex"
+
+
+@pytest.mark.parametrize("source", [None, "response_format"])
+def test_a_grammar_that_grows_too_complex_ends_its_request_alone(engine: LLMEngine, source: str | None) -> None:
+    costly = SamplingParams(max_tokens=5, structured_outputs=StructuredOutputs(regex=COSTLY, source=source))
+    plain = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    failed, answered = engine.generate([[1, 2], [3, 4]], [costly, plain])
+    assert failed.finish_reason == "error"
+    assert failed.error is not None
+    assert failed.error.startswith(f"{source or 'structured_outputs.regex'} is too complex")
+    assert answered.token_ids == engine.generate([[3, 4]], plain)[0].token_ids
+    engine.check()
+    assert engine.num_free_blocks == engine.num_blocks
+
+
+def test_an_answer_ends_where_its_grammar_does(engine: LLMEngine) -> None:
+    params = SamplingParams(max_tokens=30, n=4, seed=1, structured_outputs=StructuredOutputs(choice=("ab", "é\n\"'")))
+    samples = engine.generate([[1]], params)[0].samples
+    assert {sample.text for sample in samples} <= {"ab", "é\n\"'"}
+    assert all(sample.finish_reason == "stop" for sample in samples)
+    cut = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(regex="a{9}"))
+    assert [engine.generate([[1]], cut)[0].finish_reason, engine.generate([[1]], cut)[0].text] == ["length", "aaa"]
+
+
+def test_a_bias_does_not_open_what_the_grammar_forbids_and_logprobs_are_the_models(engine: LLMEngine) -> None:
+    x = ids("x")[0]
+    params = SamplingParams(
+        max_tokens=4,
+        temperature=0.0,
+        logit_bias={x: 1e6},
+        logprobs=1,
+        structured_outputs=StructuredOutputs(regex="[a-f]+"),
+    )
+    output = engine.generate([[5, 6, 7]], params)[0]
+    assert re.fullmatch("[a-f]+", output.text)
+    free = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, ignore_eos=True))[0]
+    assert output.logprobs is not None
+    assert free.logprobs is not None
+    [(best, value)] = free.logprobs[0].items()
+    assert output.logprobs[0][best] == pytest.approx(value, abs=1e-5)
+
+
+def test_a_model_without_a_tokenizer_says_so(bare_dir: Path) -> None:
+    with pytest.raises(InvalidInputError, match="needs a tokenizer") as caught:
+        compiled(LLMEngine.from_pretrained(bare_dir), regex="a")
+    assert caught.value.field == "structured_outputs.regex"
+
+
+async def test_compiling_keeps_no_other_request_waiting(dense_dir: Path) -> None:
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(dense_dir))
+    params = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(regex="[a-d]{4}"))
+    outputs = [output async for output in engine.generate([1, 2], params)]
+    assert re.fullmatch("[a-d]{4}", outputs[-1].text)
+    assert engine.num_requests == 0
+    with pytest.raises(InvalidInputError, match="unclosed"):
+        await engine.submit([1], SamplingParams(structured_outputs=StructuredOutputs(regex="(")))
+    assert engine.num_requests == 0
+    await engine.aclose()

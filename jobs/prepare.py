@@ -22,7 +22,7 @@ from jobs.telemetry import training_flops_per_token
 from swiftkv_platform.distillation.calibration_text import calibration_batches, num_calibration_shares
 from swiftkv_platform.distillation.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.distillation.data import prepare_data
-from swiftkv_platform.distillation.fork import hidden_loss_index
+from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
 from swiftkv_platform.distillation.packing import total_steps
 from swiftkv_platform.distillation.prepared_data import PreparedData
 from swiftkv_platform.distillation.sequence_parallel import check_heads
@@ -87,7 +87,7 @@ def prepare(
             num_epochs=spec.training.num_epochs,
             max_steps=spec.training.max_steps,
         ),
-        num_trained_parameters=sum(p.numel() for p in student.swiftkv_parameters().values()),
+        num_trained_parameters=sum(p.numel() for p in trained_parameters(student, spec.distillation).values()),
         statistics=data.statistics.model_dump(mode="json"),
         messages=tuple(data.statistics.messages()),
         flops_per_token=training_flops_per_token(spec, student.config),

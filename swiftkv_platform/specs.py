@@ -140,11 +140,15 @@ class DistillationSpec(_Spec):
 
 
 class OptimizerSpec(_Spec):
-    """AdamW."""
-
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the trained matrices and AdamW for the rest, with one learning rate; not under `deepspeed`,
+    which keeps flat shards instead of matrices."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 3e-4
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.05
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
+    """AdamW's."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Muon's."""
     warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
     """Share of the steps with a linearly rising learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -399,6 +403,17 @@ class JobSpec(_Spec):
                     "per_step": per_step,
                     "shared": "" if size == 1 else "1 / sharding.sequence_parallel_size x ",
                 },
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_fits_the_sharding(self) -> Self:
+        if self.optimizer.name == "muon" and self.sharding.strategy == "deepspeed":
+            raise PydanticCustomError(
+                "optimizer",
+                "optimizer.name 'muon' needs whole matrices, and sharding.strategy 'deepspeed' keeps flat shards; "
+                "sharding.strategy ddp or fsdp2, or optimizer.name adamw, would do",
+                {"field": "optimizer.name", "value": self.optimizer.name},
             )
         return self
 

@@ -1,13 +1,15 @@
-"""AdamW and its learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler state."""
+"""The optimizers and their learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler
+state.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from swiftkv_platform.specs import OptimizerSpec
 
@@ -44,7 +46,33 @@ def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> 
     return AdamW([group for group in groups if group["params"]], lr=spec.learning_rate, betas=spec.betas)
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> list[Optimizer]:
+    """What `spec.name` asks for: AdamW over everything, or Muon over the matrices and AdamW over the rest.
+
+    Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by Newton-Schulz iterations. Its step is scaled
+    to the root mean square of Adam's (Liu et al., 2025), so both take one learning rate. The exit head is left to
+    AdamW, as heads and embeddings are.
+
+    Args:
+        named: trained parameters by name; with Muon whole matrices or `DTensor`s, no flat shards.
+    """
+    if spec.name == "adamw":
+        return [build_optimizer((parameter for _, parameter in named), spec)]
+    matrices, rest = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in named:
+        (matrices if parameter.ndim == 2 and "exit_head." not in name else rest).append(parameter)
+    muon = Muon(
+        matrices,
+        lr=spec.learning_rate,
+        weight_decay=spec.weight_decay,
+        momentum=spec.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [muon, build_optimizer(rest, spec)] if rest else [muon]
+
+
+def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
     """Use `rate` for the next step of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate

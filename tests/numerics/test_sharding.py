@@ -94,6 +94,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Outcome]:
             scenario := _scenario(path / f"tail-{sharding}", sharding, WORKERS, MICRO_BATCH),
             spec=scenario.spec | {"distillation": {"trainable": "tail"}},
         )
+    for sharding, again in product(("ddp", "fsdp2"), (False, True)):
+        scenario = _scenario(path / f"muon-{sharding}", sharding, WORKERS, MICRO_BATCH)
+        if again:
+            key = f"{checkpoints_prefix('j', 1)}/step-{MIDDLE:08d}*"
+            scenario = replace(scenario, attempt=2, resume_from=key)
+        optimizer = {"name": "muon", "learning_rate": 1e-2, "warmup_ratio": 0.25}
+        runs[2]["muon", sharding, again] = replace(scenario, spec=scenario.spec | {"optimizer": optimizer})
     odd = {"batch_size": 7, "micro_batch_size": 1, "max_steps": NUM_STEPS}
     uneven = replace(reference_run, store=str(path / "uneven"), spec=reference_run.spec | {"training": odd})
     runs[2]["uneven", 2] = uneven
@@ -173,3 +180,21 @@ def test_a_tail_trains_sharded(outcomes: dict[Any, Outcome]) -> None:
     _assert_same_losses(sharded, replicated)
     assert any("mlp" in name for name in sharded.trained)
     assert sharded.frozen_changed == []
+
+
+def test_muon_trains_sharded_matrices(outcomes: dict[Any, Outcome]) -> None:
+    """Its iterations run in bfloat16, which rounds otherwise where a matrix is in two parts."""
+    sharded, replicated = outcomes["muon", "fsdp2", False], outcomes["muon", "ddp", False]
+
+    for mine, other in zip(sharded.steps, replicated.steps, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=2e-2)
+    assert sharded.steps[-1].losses["loss"] < 0.9 * sharded.steps[0].losses["loss"]
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_a_resumed_muon_run_equals_an_uninterrupted_one(outcomes: dict[Any, Outcome], sharding: str) -> None:
+    whole, resumed = outcomes["muon", sharding, False], outcomes["muon", sharding, True]
+
+    assert [m.step for m in resumed.steps] == list(range(MIDDLE + 1, NUM_STEPS + 1))
+    for name, tensor in whole.trained.items():
+        assert resumed.trained[name].equal(tensor), name

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from swiftkv_platform.distillation.fork import Fork
 
 State = dict[str, Any]
-"""`model`: trained tensors by the fork's names; `optimizer`: for each of them `exp_avg`, `exp_avg_sq` and `step`. Names
-and global shapes are the same for every strategy and number of workers."""
+"""`model`: trained tensors by the fork's names; `optimizer`: for each of them AdamW's `exp_avg`, `exp_avg_sq` and
+`step`, or Muon's `momentum_buffer`. Names and global shapes are the same for every strategy and number of workers."""
 Read = Callable[[State], None]
 """Overwrites every tensor of a state, or of a part of one, with what was saved."""
 Fill = Callable[[nn.Module], None]

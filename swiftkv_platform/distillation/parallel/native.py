@@ -1,4 +1,4 @@
-"""DDP and FSDP2: PyTorch's own strategies, over one optimizer of ours. Knows nothing of DeepSpeed."""
+"""DDP and FSDP2: PyTorch's own strategies, over optimizers of ours. Knows nothing of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.optimizer import build_optimizer, set_learning_rate
+from swiftkv_platform.distillation.optimizer import build_optimizers, set_learning_rate
 from swiftkv_platform.distillation.parallel.base import Fill, Parallel, Read, State
 from swiftkv_platform.specs import JobSpec
 
@@ -43,31 +43,32 @@ class _Native(Parallel):
         super().__init__(fork, device=device)
         self.module = module
         self._max_grad_norm = spec.optimizer.max_grad_norm
-        self._optimizer = build_optimizer(self._trained(), spec.optimizer)
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self._trained = [parameter for _, parameter in named]
+        self._optimizers = build_optimizers(named, spec.optimizer)
 
     def update(self, learning_rate: float) -> float:
-        norm: Tensor = nn.utils.clip_grad_norm_(self._trained(), self._max_grad_norm)
+        norm: Tensor = nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if math.isfinite(grad_norm):
-            set_learning_rate(self._optimizer, learning_rate)
-            self._optimizer.step()
-        self._optimizer.zero_grad()
+            set_learning_rate(self._optimizers, learning_rate)
+            for optimizer in self._optimizers:
+                optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         return grad_norm
 
     def state(self) -> State:
-        optimizer = get_optimizer_state_dict(self.module, self._optimizer, options=_TRAINED)
+        optimizer = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED)
         return {"model": self._trained_tensors(), "optimizer": optimizer["state"]}
 
     def load_state(self, read: Read) -> None:
-        groups = get_optimizer_state_dict(self.module, self._optimizer, options=_TRAINED)["param_groups"]
+        groups = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED)["param_groups"]
         state = self.state()
         read(state)
         set_model_state_dict(self.module, state["model"], options=_TRAINED)
         optimizer = {"state": state["optimizer"], "param_groups": groups}
-        set_optimizer_state_dict(self.module, self._optimizer, optimizer, options=_TRAINED)
+        set_optimizer_state_dict(self.module, self._optimizers, optimizer, options=_TRAINED)
 
     def _trained_tensors(self) -> State:
         """By name. Torch leaves out frozen parameters, but not the second name of one that is tied to another."""

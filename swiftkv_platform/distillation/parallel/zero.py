@@ -71,7 +71,7 @@ class ZeRO(Parallel):
         self._engine.backward(loss)
 
     def update(self, learning_rate: float) -> float:
-        set_learning_rate(self._optimizer, learning_rate)
+        set_learning_rate([self._optimizer], learning_rate)
         self._engine.step()  # clips; leaves out the step where the norm is not finite
         norm = float(self._engine.get_global_grad_norm())
         return norm if norm >= 0.0 else math.nan

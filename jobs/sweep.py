@@ -51,8 +51,9 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     }
     for name, text in files.items():
         store.put_bytes(f"{attempt_prefix(request.job_id, request.attempt)}/{name}", text.encode())
+    reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)
     trial = _choose(report, trials)
-    reporter.message(f"trial {trial.name} is the cheapest within the budget", sweep=_table(report))
+    reporter.message(f"trial {trial.name} is the cheapest within the budget")
     reporter.status("evaluating")
     manifest = outcomes[trial.name].manifest
     assert manifest is not None, "a trial within the budget has a report"

@@ -81,7 +81,7 @@ class Current:
         self.replica = replica
         """Serve's name of this replica."""
         self.metrics = metrics or Metrics()
-        self.metrics.follow(lambda: None if self._version is None else self._version.engine.engine)
+        self.metrics.follow(lambda: None if self._version is None else self._version.engine.engine, replica)
 
     @property
     def is_empty(self) -> bool:

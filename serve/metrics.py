@@ -26,6 +26,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._engine: Callable[[], LLMEngine | None] = lambda: None
+        self._replica = ""
 
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"swiftkv:{name}", what, labels, registry=self._registry)
@@ -50,9 +51,13 @@ class Metrics:
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self._registry.register(_EngineState(self))
 
-    def follow(self, engine: Callable[[], LLMEngine | None]) -> None:
-        """Whose state is read when the metrics are."""
-        self._engine = engine
+    def follow(self, engine: Callable[[], LLMEngine | None], replica: str) -> None:
+        """Whose state is read when the metrics are, and Serve's name of the replica that it belongs to."""
+        self._engine, self._replica = engine, replica
+
+    @property
+    def replica(self) -> str:
+        return self._replica
 
     @property
     def engine(self) -> LLMEngine | None:
@@ -107,6 +112,12 @@ class _EngineState:
         return []
 
     def collect(self) -> Iterable[Metric]:
+        # Serve's proxy sends each request to any replica: whoever adds them up must know whose these are.
+        info = GaugeMetricFamily(
+            "swiftkv:replica_info", "1, for the replica whose metrics these are.", labels=["replica"]
+        )
+        info.add_metric([self._metrics.replica], 1)
+        yield info
         engine = self._metrics.engine
         if engine is None:
             return

@@ -97,6 +97,25 @@ class DeploymentChange(BaseModel):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
+class ReplicaMetricsAnswer(Answer):
+    """What one replica has measured since it was started."""
+
+    replica: str
+    values: dict[str, float]
+    """By the names of its own `/metrics` without the prefix `swiftkv:`, such as `generation_tokens_total`,
+    `tokens_exited_total`, `kv_cache_usage_perc`, `num_requests_waiting`, `time_to_first_token_seconds_sum` and
+    `_count`. Totals only grow; rates are differences between two answers."""
+
+
+class DeploymentMetricsAnswer(Answer):
+    """The metrics of the replicas that answered."""
+
+    object: Literal["deployment.metrics"] = "deployment.metrics"
+    time: float
+    """Unix seconds at which they were read."""
+    replicas: list[ReplicaMetricsAnswer]
+
+
 class DeploymentAnswer(Answer):
     """A served model."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, plan, serving
+from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, plan, quota, serving
+from swiftkv_platform.cli.deployments import deployments_app
 from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.keys import keys_app
 from swiftkv_platform.cli.output import ReportingGroup
@@ -22,6 +23,7 @@ app.command()(local.status)
 app.command()(local.demo)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(serving.models_app, name="models")
+app.add_typer(deployments_app, name="deployments")
 app.add_typer(keys_app, name="keys")
 app.command()(distill.distill)
 app.command()(evaluate.evaluate)
@@ -31,3 +33,4 @@ app.command()(convert.convert)
 app.command()(convert.export)
 app.command()(serving.deploy)
 app.command()(serving.generate)
+app.command()(quota.quota)

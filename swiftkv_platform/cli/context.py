@@ -31,6 +31,7 @@ ServeUrl = Annotated[
         envvar="SWIFTKV_SERVE_URL", help="Where it answers. Default: the newest running deployment.", show_envvar=True
     ),
 ]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job (job_...).")]
 SpecFile = Annotated[
     Path, typer.Option("--file", "-f", metavar="SPEC", help="Job spec, YAML or JSON.", exists=True, dir_okay=False)
 ]

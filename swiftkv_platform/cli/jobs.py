@@ -8,16 +8,21 @@ from typing import Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import Json, SpecFile, Url, connect, read_spec
-from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_table
+from swiftkv_platform.cli import job_outputs
+from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, connect, read_spec
+from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_schema, print_table
 from swiftkv_platform.client import Client, Estimate, Job
 from swiftkv_platform.orchestration.validation import validate as validate_spec
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store
 from swiftkv_platform.terminal import follow
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
-
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job (job_...).")]
+jobs_app.command()(job_outputs.events)
+jobs_app.command()(job_outputs.metrics)
+jobs_app.command()(job_outputs.checkpoints)
+jobs_app.command()(job_outputs.artifacts)
+jobs_app.command()(job_outputs.download)
 
 
 @jobs_app.command()
@@ -144,6 +149,12 @@ def resume(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Queue a paused job again; it goes on from its last checkpoint."""
     with connect(url) as client:
         _print_status(client.jobs.resume(job_id), json=json)
+
+
+@jobs_app.command()
+def schema() -> None:
+    """Print the JSON schema of a job spec, for editors that complete and check YAML as it is written."""
+    print_schema(JobSpec)
 
 
 def _print_status(job: Job, *, json: bool) -> None:

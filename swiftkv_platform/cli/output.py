@@ -52,6 +52,12 @@ def print_json(value: BaseModel | Mapping[str, Any] | Iterable[BaseModel]) -> No
     typer.echo(json.dumps(document, ensure_ascii=False))
 
 
+def print_schema(model: type[BaseModel]) -> None:
+    """The JSON schema of what a file may say, indented to be kept as a file."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
+    typer.echo(json.dumps(schema, indent=2, ensure_ascii=False))
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
     """A table, or `empty` without rows."""
     table = Table(box=None, header_style="bold", pad_edge=False)

@@ -10,6 +10,7 @@ import typer
 from swiftkv_platform.cli.context import Json, ServeUrl, Url, connect
 from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_table
 from swiftkv_platform.client import Generation
+from swiftkv_platform.errors import InvalidInputError
 
 models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
 
@@ -50,6 +51,9 @@ def deploy(
     replace: Annotated[
         str | None, typer.Option(metavar="DEPLOYMENT", help="Swap the model of this deployment (dep_...), live.")
     ] = None,
+    route_prefix: Annotated[
+        str | None, typer.Option(metavar="PATH", help="HTTP path below which it answers. Default: /")
+    ] = None,
     min_replicas: Annotated[int | None, typer.Option(min=0, help="1, or what the deployment has.")] = None,
     max_replicas: Annotated[int | None, typer.Option(min=1, help="1, or what the deployment has.")] = None,
     wait: Annotated[bool, typer.Option(help="Return only when it answers.")] = True,
@@ -58,8 +62,14 @@ def deploy(
     json: Json = False,
 ) -> None:
     """Serve a distilled model, or serve it where another one is served now."""
-    replicas = {"min_replicas": min_replicas, "max_replicas": max_replicas}
-    given = {name: number for name, number in replicas.items() if number is not None}
+    if replace is not None and route_prefix is not None:
+        raise InvalidInputError(
+            f"a deployment keeps its route prefix; leave out --route-prefix, or deploy {model} beside {replace}",
+            field="route_prefix",
+            value=route_prefix,
+        )
+    options = {"route_prefix": route_prefix, "min_replicas": min_replicas, "max_replicas": max_replicas}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     with connect(url) as client, err().status(f"Deploying {model}"):
         if replace is None:
             deployment = client.deployments.create(model, **given)
@@ -80,6 +90,9 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    deployment: Annotated[
+        str | None, typer.Option(metavar="DEPLOYMENT", help="Ask this one (dep_...), through the control plane.")
+    ] = None,
     serve_url: ServeUrl = None,
     url: Url = None,
     json: Json = False,
@@ -88,13 +101,22 @@ def generate(
     parameters: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     parameters |= {name: value for name, value in {"seed": seed, "stop": stop}.items() if value is not None}
     with connect(url, serve_url) as client:
-        if json:
+        if json and deployment is None:
             print_json(client.generate(prompt, **parameters))
             return
         started = time.perf_counter()
         last = Generation()
-        for last in client.generate(prompt, stream=True, **parameters):
-            typer.echo(last.text, nl=False)
+        if deployment is None:
+            pieces = client.generate(prompt, stream=True, **parameters)
+        else:
+            pieces = client.deployments.generate(deployment, prompt, **parameters)
+        for last in pieces:
+            if json:
+                print_json(last)
+            else:
+                typer.echo(last.text, nl=False)
+        if json:
+            return
         typer.echo()
     _print_statistics(last, time.perf_counter() - started)
 

@@ -16,7 +16,9 @@ from swiftkv_platform.client.errors import (
 )
 from swiftkv_platform.client.models import (
     ArtifactFile,
+    Checkpoint,
     Deployment,
+    DeploymentMetrics,
     Estimate,
     Generation,
     GenerationChoice,
@@ -26,14 +28,17 @@ from swiftkv_platform.client.models import (
     MetricPoint,
     Model,
     Quota,
+    ReplicaMetrics,
 )
 
 __all__ = [
     "APIError",
     "ArtifactFile",
     "AuthenticationError",
+    "Checkpoint",
     "Client",
     "Deployment",
+    "DeploymentMetrics",
     "Estimate",
     "FieldError",
     "Generation",
@@ -46,6 +51,7 @@ __all__ = [
     "Model",
     "Quota",
     "RateLimitedError",
+    "ReplicaMetrics",
     "RequestConflictError",
     "ResourceNotFoundError",
     "ServerError",

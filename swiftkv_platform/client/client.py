@@ -12,7 +12,7 @@ import httpx
 
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
 from swiftkv_platform.client.jobs import Jobs, rows
-from swiftkv_platform.client.models import Deployment, Generation, Model, Quota
+from swiftkv_platform.client.models import Deployment, DeploymentMetrics, Generation, Model, Quota
 from swiftkv_platform.client.sse import iter_events
 from swiftkv_platform.client.transport import Transport
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
@@ -118,8 +118,8 @@ class Client:
         return self._serve
 
 
-def _generate_stream(serve: Transport, body: dict[str, Any]) -> Iterator[Generation]:
-    with serve.stream("POST", "/generate", json=body) as response:
+def _generate_stream(serve: Transport, body: dict[str, Any], path: str = "/generate") -> Iterator[Generation]:
+    with serve.stream("POST", path, json=body) as response:
         for message in iter_events(response.iter_bytes()):
             if message.data == "[DONE]":
                 return
@@ -127,7 +127,7 @@ def _generate_stream(serve: Transport, body: dict[str, Any]) -> Iterator[Generat
             if "choices" not in document:
                 # The status line has long been sent when generation fails midway: the stream carries the problem.
                 problem = Problem.model_validate({"status": 500, **document})
-                raise ServerError(problem, request=f"POST {serve.base_url}/generate")
+                raise ServerError(problem, request=f"POST {serve.base_url}{path}")
             yield Generation.model_validate(document)
     raise SwiftKVError(f"{serve.base_url} closed the stream before its end; ask again.")
 
@@ -184,6 +184,20 @@ class Deployments:
         """
         path = f"/deployments/{deployment_id}"
         return Deployment.model_validate(self._transport.request("PATCH", path, json=changes, repeatable=True).json())
+
+    def metrics(self, deployment_id: str) -> DeploymentMetrics:
+        """What its replicas measure now; totals grow, so that two answers give a rate."""
+        response = self._transport.request("GET", f"/deployments/{deployment_id}/metrics", repeatable=True)
+        return DeploymentMetrics.model_validate(response.json())
+
+    def generate(self, deployment_id: str, prompt: str | list[int], **parameters: Any) -> Iterator[Generation]:
+        """Ask one deployment through the control plane, which alone needs to be reachable; yields pieces as they come.
+
+        Args:
+            parameters: what `POST /generate` takes.
+        """
+        body = {"prompt": prompt, "stream": True, **parameters}
+        return _generate_stream(self._transport, body, f"/deployments/{deployment_id}/generate")
 
     def list(self) -> list[Deployment]:
         return [Deployment.model_validate(row) for row in rows(self._transport, "/deployments", {}, None)]

@@ -125,7 +125,8 @@ _BY_STATUS: dict[int, type[APIError]] = {
 _NEXT_STEP: dict[int, str] = {
     401: "Pass api_key= (command line: SWIFTKV_API_KEY).",
     403: "Use a key that has the scope for this, or ask the operator for it.",
-    404: "`swiftkv jobs list` and `swiftkv models list` show what exists.",
+    404: "`swiftkv jobs list`, `swiftkv models list` and `swiftkv deployments list` show what exists.",
+    413: "Send less at once, or ask the operator to raise SWIFTKV_MAX_REQUEST_BYTES.",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import weakref
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from pydantic import ValidationError
 from ulid import ULID
 
 from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, WaitTimeoutError
-from swiftkv_platform.client.models import ArtifactFile, Estimate, Job, JobEvent, MetricPoint
+from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint
 from swiftkv_platform.client.sse import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
+from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.specs import JobSpec
 
 _PAGE = 100
@@ -132,14 +134,25 @@ class Jobs:
         with self._transport.stream("GET", f"/jobs/{job_id}/logs", params=params) as response:
             yield from iter_lines(response.iter_bytes())
 
+    def checkpoints(self, job_id: str) -> list[Checkpoint]:
+        """Complete checkpoints of all attempts, by step."""
+        found = rows(self._transport, f"/jobs/{job_id}/checkpoints", {}, None)
+        return [Checkpoint.model_validate(row) for row in found]
+
     def artifacts(self, job_id: str) -> list[ArtifactFile]:
         """The files of the distilled model."""
         found = rows(self._transport, f"/jobs/{job_id}/artifacts", {}, None)
         return [ArtifactFile.model_validate(row) for row in found]
 
-    def download(self, job_id: str, path: str, destination: Path) -> Path:
-        """Write one file of the artifact to `destination`, whole or not at all, and return it."""
+    def download(self, job_id: str, path: str, destination: Path, *, sha256: str | None = None) -> Path:
+        """Write one file of the artifact to `destination`, whole or not at all, and return it.
+
+        Raises:
+            ArtifactCorruptError: what came does not have the digest `sha256`, where one is given.
+        """
+        destination.parent.mkdir(parents=True, exist_ok=True)
         partial = destination.with_name(destination.name + ".part")
+        digest = hashlib.sha256()
         try:
             with (
                 self._transport.stream("GET", f"/jobs/{job_id}/artifacts/{path}", follow_redirects=True) as response,
@@ -147,6 +160,13 @@ class Jobs:
             ):
                 for chunk in response.iter_bytes():
                     file.write(chunk)
+                    digest.update(chunk)
+            if sha256 is not None and digest.hexdigest() != sha256:
+                raise ArtifactCorruptError(
+                    f"{path} of {job_id} has the digest {digest.hexdigest()} instead of {sha256}; fetch it again",
+                    field=path,
+                    value=digest.hexdigest(),
+                )
             partial.replace(destination)
         finally:
             partial.unlink(missing_ok=True)

@@ -111,6 +111,18 @@ class Quota(_Answer):
     cpus: float
 
 
+class Checkpoint(_Answer):
+    """A complete checkpoint of a job."""
+
+    id: str
+    attempt: int
+    step: int
+    key: str
+    """Its directory in the object store."""
+    size: int
+    sha256: str
+
+
 class ArtifactFile(_Answer):
     """One file of a job's artifact."""
 
@@ -140,6 +152,22 @@ class Deployment(_Answer):
     message: str | None = None
     url: str | None = None
     """Where `/generate` answers."""
+
+
+class ReplicaMetrics(_Answer):
+    """What a replica has measured since it was started."""
+
+    replica: str
+    values: dict[str, float] = {}
+    """By the names of its `/metrics` without the prefix `swiftkv:`."""
+
+
+class DeploymentMetrics(_Answer):
+    """The metrics of a deployment's replicas."""
+
+    time: float
+    """Unix seconds."""
+    replicas: list[ReplicaMetrics] = []
 
 
 class GenerationChoice(_Answer):

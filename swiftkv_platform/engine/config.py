@@ -32,6 +32,8 @@ class EngineConfig(BaseModel):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in memory; `auto` keeps the checkpoint's."""
+    swiftkv: bool = True
+    """False serves the teacher that a student's checkpoint carries; a dense model is one anyway."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` takes the GPU where there is one."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None

@@ -74,7 +74,7 @@ def load_model(path: str | Path, config: EngineConfig) -> LoadedModel:
 def _read_model(directory: Path, config: EngineConfig) -> PreTrainedModel:
     """A student, or a dense model of a known family in the same classes, where every layer computes its own KV."""
     model: PreTrainedModel
-    if AutoConfig.from_pretrained(directory).model_type.endswith("_swiftkv"):
+    if config.swiftkv and AutoConfig.from_pretrained(directory).model_type.endswith("_swiftkv"):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=config.dtype)
     else:
         model = load_dense(directory, dtype=None if config.dtype == "auto" else getattr(torch, config.dtype))

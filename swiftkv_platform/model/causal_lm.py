@@ -37,6 +37,9 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         if config.early_exit:
             self.exit_norm = type(self.model.norm)(config.hidden_size, eps=config.rms_norm_eps)
             self.exit_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.num_key_value_layers == config.num_hidden_layers:
+            # Dense: of a student's checkpoint it takes the teacher.
+            self._keys_to_ignore_on_load_unexpected = [r"_swiftkv\.", r"^exit_(norm|head)\."]
         self.post_init()
 
     def swiftkv(self, enabled: bool = True) -> Self:

@@ -90,15 +90,19 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
     It runs through the forward pass of a student, which is what makes it the baseline to compare one with.
 
     Args:
-        path: a causal language model of a known family, or its hub id.
+        path: a causal language model of a known family, or its hub id; of a student the teacher that it carries.
         dtype: dtype of the weights; None keeps the checkpoint's.
 
     Raises:
-        ModelError: unreadable model or unknown family.
+        ModelError: unreadable model, unknown family, or a student that was exported without its teacher.
     """
-    config = read_config(path, revision)
-    classes = student_classes(config.model_type)
-    dense = classes.config_from(config)
+    dense = read_config(path, revision)
+    classes = student_classes(dense.model_type.removesuffix("_swiftkv"))
+    if isinstance(dense, classes.causal_lm.config_class):
+        dense.num_key_value_layers, dense.key_value_group_size = dense.num_hidden_layers, 1
+        dense.num_key_value_heads_swiftkv, dense.early_exit = None, False
+    else:
+        dense = classes.config_from(dense)
     return classes.causal_lm.from_pretrained(path, config=dense, revision=revision, dtype=dtype or "auto")
 
 

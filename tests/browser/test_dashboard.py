@@ -11,10 +11,11 @@ import pytest
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.keys import Scope, create_key
-from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.orchestration.ports import DeploymentStatus, SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
 from tests.browsers import playwright
+from tests.fakes.scripted_server import Answer, Script, serve
 from tests.servers import serving
 from tests.unit.api.conftest import SPEC, Server, make_parts
 
@@ -107,6 +108,141 @@ def test_a_job_is_paused_resumed_and_cancelled(server: Server, page: Page) -> No
         page.get_by_role("button", name=button).click()
         expect(status).to_have_text(outcome)
     expect(page.get_by_role("button")).to_have_count(0)
+
+
+TRIALS = [
+    {"trial": "l9-g1", "error": None, "prefill_flops_ratio": 0.758, "kv_bytes_ratio": 1.0, "kl": 0.01},
+    {"trial": "l6-g1", "error": None, "prefill_flops_ratio": 0.516, "kv_bytes_ratio": 1.0, "kl": 0.104},
+    {"trial": "l6-g2", "error": None, "prefill_flops_ratio": 0.508, "kv_bytes_ratio": 0.75, "kl": 0.269},
+    {"trial": "l7-g4", "error": None, "prefill_flops_ratio": 0.6, "kv_bytes_ratio": 0.7, "kl": 0.4},
+    {"trial": "l9-g4", "error": "three layers are left: g is at most 3"},
+]
+
+
+def sweep(server: Server) -> str:
+    """A job that has told what its trials came to; returns its id."""
+    job_id: str = server.submit()["id"]
+    server.tick()
+    measured = [{**row, "perplexity_ratio": 1.1, "within_budget": "kl" in row and row["kl"] < 0.2} for row in TRIALS]
+    server.worker(job_id).say("status", status="running")
+    server.worker(job_id).say("message", "5 trials have ended", time=1003, sweep=measured, recommended="l6-g1")
+    server.tick()
+    return job_id
+
+
+def test_a_sweep_shows_its_frontier_and_its_choice(server: Server, page: Page) -> None:
+    page.goto(f"{address(server)}/#/jobs/{sweep(server)}")
+    plot = page.get_by_role("img", name="KL over prefill compute")
+    expect(plot).to_be_visible()
+    name = plot.get_attribute("aria-label")
+    assert [trial in name for trial in ("l9-g1", "l6-g1", "l6-g2", "l7-g4")] == [True, True, True, False]
+    expect(page.get_by_role("row", name="l6-g1 51.6% 100% 0.104 1.1 yes taken")).to_be_visible()
+    expect(page.get_by_role("row", name="l6-g2 50.8% 75% 0.269 1.1 no on the frontier")).to_be_visible()
+    expect(page.get_by_role("row", name="l9-g4")).to_contain_text("g is at most 3")
+
+
+def replica_page(name: str, *, tokens: int, exited: int, answers: int, seconds: float, waiting: int) -> bytes:
+    """A replica's metrics in Prometheus' format."""
+    values = {
+        f'swiftkv:replica_info{{replica="{name}"}}': 1,
+        "swiftkv:generation_tokens_total": tokens,
+        "swiftkv:tokens_exited_total": exited,
+        "swiftkv:time_to_first_token_seconds_count": answers,
+        "swiftkv:time_to_first_token_seconds_sum": seconds,
+        "swiftkv:num_requests_waiting": waiting,
+        "swiftkv:kv_cache_usage_perc": 0.25,
+    }
+    return "".join(f"{name} {value}\n" for name, value in values.items()).encode()
+
+
+def test_a_deployment_shows_what_its_replicas_measure(page: Page, tmp_path: Path, empty_database: Path) -> None:
+    script = Script()
+    first = replica_page("one", tokens=1000, exited=0, answers=10, seconds=5.0, waiting=0)
+    later = replica_page("one", tokens=1300, exited=75, answers=13, seconds=5.6, waiting=4)
+    script.on("GET", "/metrics", Answer(200, first), Answer(200, later))  # the last one again and again
+    parts = make_parts(tmp_path, empty_database)
+    with serve(script) as serve_url:
+        settings = Settings(home=tmp_path, serve_url=serve_url, reconcile_interval_s=1e6, _env_file=None)
+        with serving(create_app(settings, components=parts)) as url, httpx.Client(base_url=url) as client:
+            server = Server(client, parts, settings)
+            deployment = deploy(server)
+            page.goto(f"{url}/#/deployments")
+            page.get_by_role("link", name=deployment).click()
+            page.get_by_role("heading", name="Now").wait_for()
+            tile = page.locator(".tiles .panel")
+            expect(tile.filter(has_text="waiting")).to_contain_text("4")
+            expect(tile.filter(has_text="time to first token")).to_contain_text("200")
+            expect(tile.filter(has_text="exited early")).to_contain_text("25")
+            expect(tile.filter(has_text="KV cache")).to_contain_text("25")
+            expect(
+                page.get_by_role("img", name="Time to first token by second; last: time to first token")
+            ).to_be_visible()
+            page.goto("about:blank")
+
+
+def deploy(server: Server) -> str:
+    """A deployment with one replica; returns its id."""
+    answer = server.client.post("/deployments", json={"model": server.succeed()["distilled_model"]})
+    deployment: str = answer.json()["id"]
+    server.tick()
+    server.serving.become(deployment, DeploymentStatus.RUNNING, replicas=1)
+    server.tick()
+    return deployment
+
+
+LOW_CONTRAST = """() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const luminance = (color) => {
+    const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = channels(color).map((c) => linear(c / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const background = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = getComputedStyle(at).backgroundColor;
+      if ((channels(color)[3] ?? 1) > 0.5) return color;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const hasText = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  const shown = [...document.querySelectorAll("body *")].filter(
+    (element) => element.checkVisibility() && !element.disabled && hasText(element));
+  return shown.flatMap((element) => {
+    const style = getComputedStyle(element);
+    const ink = element instanceof SVGElement ? style.fill : style.color;
+    const [light, dark] = [luminance(ink), luminance(background(element))].sort((a, b) => b - a);
+    const ratio = (light + 0.05) / (dark + 0.05);
+    return ratio < 4.5 ? [`${element.tagName} ${element.textContent.trim().slice(0, 30)}: ${ratio.toFixed(2)}`] : [];
+  });
+}"""
+"""Texts whose contrast is below 4.5 to 1 (WCAG 2.2, criterion 1.4.3)."""
+NAMELESS = """() => [...document.querySelectorAll("input, select, textarea, button, a[href]")]
+  .filter((element) => !(element.labels?.length || element.ariaLabel || element.textContent.trim()))
+  .map((element) => element.outerHTML)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_can_be_read_and_every_control_has_a_name(server: Server, page: Page, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    deployment = deploy(server)
+    done = next(job["id"] for job in server.get("/jobs")["data"])
+    pages = {
+        "jobs": "Jobs",
+        f"jobs/{done}": "test",
+        f"jobs/{sweep(server)}": "Sweep",
+        "submit": "New job",
+        "models": "Models",
+        "deployments": "Deployments",
+        f"deployments/{deployment}": "Now",
+        "playground": "Playground",
+    }
+    for path, heading in pages.items():
+        page.goto(f"{address(server)}/#/{path}")
+        page.get_by_role("heading", name=heading, exact=True).wait_for()
+        page.get_by_text("Loading…").wait_for(state="hidden")
+        assert page.evaluate(LOW_CONTRAST) == [], path
+        assert page.evaluate(NAMELESS) == [], path
+    page.goto("about:blank")
 
 
 def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page) -> None:

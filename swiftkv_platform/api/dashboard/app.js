@@ -3,6 +3,7 @@
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { send } from "./api.js";
 import { Problem } from "./parts.js";
+import { Deployment } from "./pages/deployment.js";
 import { Deployments } from "./pages/deployments.js";
 import { Job } from "./pages/job.js";
 import { Jobs } from "./pages/jobs.js";
@@ -16,6 +17,7 @@ const PAGES = [
   { path: /^submit$/, page: Submit, title: "New job" },
   { path: /^models$/, page: Models, title: "Models" },
   { path: /^deployments$/, page: Deployments, title: "Deployments" },
+  { path: /^deployments\/(\w+)$/, page: Deployment, title: "Deployment" },
   { path: /^playground$/, page: Playground, title: "Playground" },
 ];
 const MENU = ["jobs", "submit", "models", "deployments", "playground"];

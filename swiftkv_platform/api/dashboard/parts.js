@@ -12,6 +12,9 @@ export const when = (seconds) => (seconds == null ? "" : new Date(1000 * seconds
 /** Whether a deployment takes requests, be it with the model before. */
 export const answering = (deployment) => ["running", "swapping", "refused"].includes(deployment.status);
 
+/** Which model a deployment serves, in words. */
+export const served = ({ model, engine }) => (engine.swiftkv === false ? `the teacher of ${model}` : model);
+
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = value > 0 ? Math.min(Math.floor(Math.log2(value) / 10), units.length - 1) : 0;
@@ -86,8 +89,8 @@ export function Facts({ of }) {
 const WHOLE_STEPS = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
 const INKS = ["#2b7fd4", "#d9730d", "#2f9e63", "#b5479d", "#8a7400"];
 
-/** Lines over steps: `series` is {name: [values]}, `x` the steps. A table of the last values says it in words. */
-export function Chart({ title, x, series }) {
+/** Lines over steps, or another whole `unit`: `series` is {name: [values]}. The last values are said in words. */
+export function Chart({ title, x, series, unit = "step" }) {
   const place = useRef(null);
   const plot = useRef(null);
   const names = Object.keys(series);
@@ -100,7 +103,7 @@ export function Chart({ title, x, series }) {
       height: 200,
       scales: { x: { time: false } },
       axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => figure(value)) }],
-      series: [{ label: "step" }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2 }))],
+      series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2 }))],
     };
     plot.current = new uPlot(options, data, place.current);
     const observer = new ResizeObserver(() =>
@@ -116,6 +119,6 @@ export function Chart({ title, x, series }) {
   const last = names.map((name) => `${name} ${figure(series[name].findLast((value) => value != null))}`);
   return html`<section class="panel">
     <h3>${title}</h3>
-    <div ref=${place} role="img" aria-label="${title} by step; last: ${last.join(", ")}"></div>
+    <div ref=${place} role="img" aria-label="${title} by ${unit}; last: ${last.join(", ")}"></div>
   </section>`;
 }

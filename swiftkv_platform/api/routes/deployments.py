@@ -10,9 +10,16 @@ from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 
-from swiftkv_platform.api.catalog_schemas import DeploymentAnswer, DeploymentChange, DeploymentRequest
+from swiftkv_platform.api.catalog_schemas import (
+    DeploymentAnswer,
+    DeploymentChange,
+    DeploymentMetricsAnswer,
+    DeploymentRequest,
+    ReplicaMetricsAnswer,
+)
 from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Parts, Reader, TheSettings
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
+from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.service import DeploymentService
 
@@ -50,6 +57,20 @@ def get_deployment(deployment_id: str, parts: Parts, caller: Reader, settings: T
     """One deployment."""
     found = parts.catalog.get_deployment(deployment_id, tenant=caller.tenant)
     return DeploymentAnswer.of(found, settings.serve_url)
+
+
+@router.get("/{deployment_id}/metrics")
+async def get_deployment_metrics(
+    deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings
+) -> DeploymentMetricsAnswer:
+    """What the deployment's replicas measure now, for pages that have no Prometheus to ask. None where none runs."""
+    found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
+    replicas = []
+    if found.state.replicas:
+        url = DeploymentAnswer.of(found, settings.serve_url).url
+        read = await read_replica_metrics(url, found.state.replicas)
+        replicas = [ReplicaMetricsAnswer(replica=item.replica, values=dict(item.values)) for item in read]
+    return DeploymentMetricsAnswer(time=parts.clock(), replicas=replicas)
 
 
 @router.patch("/{deployment_id}")

@@ -2,7 +2,7 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { all, remove } from "../api.js";
-import { Problem, Status, Table, answering, useFresh, when } from "../parts.js";
+import { Problem, Status, Table, answering, served, useFresh, when } from "../parts.js";
 
 export function Deployments() {
   const [refusal, setRefusal] = useState(null);
@@ -18,9 +18,9 @@ export function Deployments() {
     reload();
   };
   const columns = [
-    { name: "Deployment", cell: (item) => html`<code>${item.id}</code>` },
+    { name: "Deployment", cell: (item) => html`<a href="#/deployments/${item.id}">${item.id}</a>` },
     { name: "Status", cell: (item) => html`<${Status} status=${item.status} />${item.message && html`<br /><span class="quiet">${item.message}</span>`}` },
-    { name: "Model", cell: (item) => html`<a href="#/models?model=${item.model}">${item.model}</a>` },
+    { name: "Model", cell: (item) => html`<a href="#/models?model=${item.model}">${served(item)}</a>` },
     { name: "Route", cell: (item) => html`<code>${item.route_prefix}</code>` },
     { name: "Replicas", cell: (item) => `${item.replicas} of ${item.min_replicas} to ${item.max_replicas}` },
     { name: "Created", cell: (item) => when(item.created_at) },

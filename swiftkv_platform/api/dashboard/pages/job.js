@@ -4,6 +4,7 @@ import { html, useEffect, useState } from "../vendor/htm-preact.js";
 import { all, followEvents, get, post, send } from "../api.js";
 import { Chart, Facts, Problem, Status, Table, bytes, duration, figure, percent, useFresh, when } from "../parts.js";
 import { Progress } from "./jobs.js";
+import { Sweep } from "./sweep.js";
 
 const LIVE = new Set(["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling"]);
 const CHARTS = [
@@ -108,6 +109,7 @@ export function Job({ id }) {
   const events = useEvents(id, (event) => (event.type === "metrics" ? reloadPoints() : reload()));
   if (!job) return html`<h1>${id}</h1><${Problem} problem=${problem} />`;
   const reason = job.error ?? job.status_reason;
+  const trials = events.findLast((event) => event.data.sweep);
   const said = events.filter((event) => event.type !== "metrics").toReversed();
   return html`<div class="row"><h1>${job.name}</h1><${Status} status=${job.status} /><${Progress} job=${job} /></div>
     <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}>${reason.code}: ${reason.message}</p>`}</div>
@@ -128,6 +130,7 @@ export function Job({ id }) {
     }} />
     <h2>Curves</h2>
     <${Curves} points=${points} />
+    ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} />`}
     ${job.result && html`<h2>Quality</h2><${Report} report=${job.result} />`}
     ${files?.length > 0 && html`<h2>Artifact</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}
     <h2>Events</h2>

@@ -12,7 +12,8 @@ function Deploy({ model }) {
     const fields = new FormData(event.target);
     try {
       const replicas = { min_replicas: Number(fields.get("min")), max_replicas: Number(fields.get("max")) };
-      await post("/deployments", { model: model.id, route_prefix: fields.get("route"), ...replicas });
+      const engine = fields.get("mode") === "teacher" ? { swiftkv: false } : {};
+      await post("/deployments", { model: model.id, route_prefix: fields.get("route"), ...replicas, engine });
       location.hash = "#/deployments";
     } catch (error) {
       setProblem(error);
@@ -20,6 +21,7 @@ function Deploy({ model }) {
   }
   return html`<form class="row" onSubmit=${submit} aria-label="Deploy ${model.name}">
       <label>Route <input name="route" value="/" required size="12" /></label>
+      <label>Serve <select name="mode"><option value="student">the student</option><option value="teacher">its teacher</option></select></label>
       <label>Replicas, least <input name="min" type="number" min="1" value="1" /></label>
       <label>most <input name="max" type="number" min="1" value="1" /></label>
       <button>Deploy</button>

@@ -2,7 +2,7 @@
 
 import { html, useRef, useState } from "../vendor/htm-preact.js";
 import { all, stream } from "../api.js";
-import { Facts, Problem, answering, figure, useFresh } from "../parts.js";
+import { Facts, Problem, answering, figure, served, useFresh } from "../parts.js";
 
 const EMPTY = { pieces: [], usage: null, timings: null, problem: null };
 
@@ -50,14 +50,19 @@ export function Playground({ query }) {
     const fields = new FormData(event.target);
     const ids = [...new Set([fields.get("a"), fields.get("b")].filter(Boolean))];
     const body = { prompt: fields.get("prompt"), max_tokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), stream: true };
+    const exit = { early_exit: { mode: fields.get("exit"), threshold: Number(fields.get("threshold")) } };
     running.current = new AbortController();
     setAnswers({});
     setBusy(true);
-    await Promise.all(ids.map((id) => ask(id, body, running.current.signal)));
+    await Promise.all(ids.map((id) => ask(id, exits(id, fields.get("exit")) ? { ...body, ...exit } : body, running.current.signal)));
     setBusy(false);
   }
-  const options = ready.map((item) => html`<option value=${item.id} selected=${item.id === query.get("a")}>${item.route_prefix} (${item.model})</option>`);
-  const name = (id) => ready.find((item) => item.id === id)?.route_prefix ?? id;
+  const exits = (id, mode) => mode !== "off" && ready.find((item) => item.id === id)?.engine.swiftkv !== false; // a teacher has no exit head
+  const options = ready.map((item) => html`<option value=${item.id} selected=${item.id === query.get("a")}>${item.route_prefix} (${served(item)})</option>`);
+  const name = (id) => {
+    const asked = ready.find((item) => item.id === id);
+    return asked ? `${asked.route_prefix} (${asked.engine.swiftkv === false ? "teacher" : "student"})` : id;
+  };
   return html`<h1>Playground</h1>
     <${Problem} problem=${problem} />
     ${deployments && !ready.length && html`<p class="quiet">Nothing is served that could answer.</p>`}
@@ -65,9 +70,13 @@ export function Playground({ query }) {
       <label class="wide">Prompt <textarea name="prompt" rows="6" required>def fibonacci(n):\n    </textarea></label>
       <p class="row">
         <label>Deployment <select name="a" required>${options}</select></label>
-        <label>beside it <select name="b"><option value="">none</option>${ready.map((item) => html`<option value=${item.id}>${item.route_prefix} (${item.model})</option>`)}</select></label>
+        <label>beside it <select name="b"><option value="">none</option>${ready.map((item) => html`<option value=${item.id}>${item.route_prefix} (${served(item)})</option>`)}</select></label>
         <label>Most tokens <input name="max_tokens" type="number" min="1" value="64" /></label>
         <label>Temperature <input name="temperature" type="number" min="0" step="0.1" value="0" /></label>
+        <label>Early exit
+          <select name="exit">${["off", "threshold", "lossless"].map((mode) => html`<option>${mode}</option>`)}</select>
+        </label>
+        <label>Exit threshold <input name="threshold" type="number" min="0.01" max="1" step="any" value="0.95" /></label>
         <button disabled=${busy || !ready.length}>Generate</button>
         ${busy && html`<button type="button" class="plain" onClick=${() => running.current.abort()}>Stop</button>`}
       </p>

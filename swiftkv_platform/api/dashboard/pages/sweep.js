@@ -1,0 +1,62 @@
+// A sweep's trials: quality over compute, as a picture and as a table.
+
+import { html } from "../vendor/htm-preact.js";
+import { Table, figure, percent } from "../parts.js";
+
+const WIDTH = 640;
+const HEIGHT = 300;
+const LEFT = 60;
+const BOTTOM = 40;
+const INNER = { width: WIDTH - LEFT - 90, height: HEIGHT - BOTTOM - 20 };
+
+const measured = (rows) => rows.filter((row) => row.kl != null).sort((a, b) => a.prefill_flops_ratio - b.prefill_flops_ratio || a.kl - b.kl);
+
+/** The trials that no other one beats in compute or KL without losing in the other; `rows` as `measured` sorts them. */
+export function frontier(rows) {
+  return rows.filter((row, i) => rows.slice(0, i).every((other) => other.kl > row.kl));
+}
+
+/** Round numbers from 0 to at least `largest`. */
+function ticks(largest) {
+  const rough = largest / 4;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough);
+  return Array.from({ length: Math.ceil(largest / step - 1e-9) + 1 }, (_, i) => i * step);
+}
+
+function Plot({ rows, taken }) {
+  const points = measured(rows);
+  const [xs, ys] = [ticks(Math.max(...points.map((row) => row.prefill_flops_ratio))), ticks(Math.max(...points.map((row) => row.kl)))];
+  const x = (row) => LEFT + (row.prefill_flops_ratio / xs.at(-1)) * INNER.width;
+  const y = (row) => 20 + (1 - row.kl / ys.at(-1)) * INNER.height;
+  const best = frontier(points);
+  const line = best.map((row) => `${x(row)},${y(row)}`).join(" ");
+  const words = best.map((row) => `${row.trial}: ${percent(row.prefill_flops_ratio)} of the compute, KL ${figure(row.kl)}`).join("; ");
+  return html`<svg class="plot" viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="KL over prefill compute. On the frontier are ${words}">
+    ${xs.map((value) => html`<g><line class="gridline" x1=${x({ prefill_flops_ratio: value })} x2=${x({ prefill_flops_ratio: value })} y1="20" y2=${20 + INNER.height} /><text x=${x({ prefill_flops_ratio: value })} y=${HEIGHT - BOTTOM + 36 - 18} text-anchor="middle">${percent(value)}</text></g>`)}
+    ${ys.map((value) => html`<g><line class="gridline" x1=${LEFT} x2=${LEFT + INNER.width} y1=${y({ kl: value })} y2=${y({ kl: value })} /><text x=${LEFT - 8} y=${y({ kl: value }) + 4} text-anchor="end">${figure(value)}</text></g>`)}
+    <text x=${LEFT + INNER.width / 2} y=${HEIGHT - 4} text-anchor="middle">prefill compute, of the teacher's</text>
+    <text x=${LEFT} y="12">KL to the teacher, nats</text>
+    <polyline class="frontier" points=${line} />
+    ${points.map((row) => html`<g>
+      <circle class=${row.trial === taken ? "taken" : best.includes(row) ? "best" : "other"} cx=${x(row)} cy=${y(row)} r="5"><title>${row.trial}</title></circle>
+      ${(best.includes(row) || row.trial === taken) && html`<text x=${x(row) + 8} y=${y(row) - 6}>${row.trial}</text>`}
+    </g>`)}
+  </svg>`;
+}
+
+/** `rows` are the trials as the job's event has them, `taken` the name of the one that was published, if one was. */
+export function Sweep({ rows, taken }) {
+  const best = new Set(frontier(measured(rows)));
+  const columns = [
+    { name: "Trial", cell: (row) => row.trial },
+    { name: "Prefill compute", number: true, cell: (row) => percent(row.prefill_flops_ratio) },
+    { name: "KV bytes", number: true, cell: (row) => percent(row.kv_bytes_ratio) },
+    { name: "KL, nats", number: true, cell: (row) => figure(row.kl) },
+    { name: "Perplexity, of the teacher's", number: true, cell: (row) => figure(row.perplexity_ratio) },
+    { name: "Within the budget", cell: (row) => (row.error ? row.error : row.within_budget ? "yes" : "no") },
+    { name: "", cell: (row) => (row.trial === taken ? "taken" : best.has(row) ? "on the frontier" : "") },
+  ];
+  return html`${measured(rows).length > 0 && html`<${Plot} rows=${rows} taken=${taken} />`}
+    <${Table} caption="Trials" columns=${columns} rows=${rows} empty="" />`;
+}

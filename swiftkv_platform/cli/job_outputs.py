@@ -1,0 +1,100 @@
+"""`swiftkv jobs events`, `metrics`, `checkpoints`, `artifacts` and `download`: what a job says and leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swiftkv_platform.cli.context import JobId, Json, Url, connect
+from swiftkv_platform.cli.output import err, local_time, out, print_json, print_table
+from swiftkv_platform.errors import InvalidInputError, NotFoundError
+
+_SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
+
+
+def events(
+    job_id: JobId,
+    after: Annotated[
+        str | None, typer.Option(metavar="EVENT", help="Only what came after this event (evt_...).")
+    ] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List what has happened to a job; `swiftkv jobs watch` follows it."""
+    with connect(url) as client:
+        found = list(client.jobs.events(job_id, follow=False, after=after))
+    if json:
+        print_json(found)
+    else:
+        rows = [(local_time(event.created_at), event.type, event.level, event.message) for event in found]
+        print_table(("time", "type", "level", "message"), rows, empty="Nothing yet.")
+
+
+def metrics(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """List the metrics of each step; with --json all of them."""
+    with connect(url) as client:
+        points = client.jobs.metrics(job_id)
+    if json:
+        print_json(points)
+        return
+    rows = [
+        tuple("" if (value := getattr(point, name)) is None else f"{value:g}" for name in _SHOWN) for point in points
+    ]
+    print_table(_SHOWN, rows, empty="No steps yet.")
+
+
+def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """List the complete checkpoints of all attempts."""
+    with connect(url) as client:
+        found = client.jobs.checkpoints(job_id)
+    if json:
+        print_json(found)
+    else:
+        rows = [(item.step, item.attempt, item.size, item.key) for item in found]
+        print_table(("step", "attempt", "bytes", "key"), rows, empty="No complete checkpoint.")
+
+
+def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """List the files of a job's model; `swiftkv jobs download` fetches them."""
+    with connect(url) as client:
+        found = client.jobs.artifacts(job_id)
+    if json:
+        print_json(found)
+    else:
+        rows = [(item.path, item.size, item.sha256) for item in found]
+        print_table(("file", "bytes", "sha256"), rows, empty="None: only a job that succeeded has them.")
+
+
+def download(
+    job_id: JobId,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new or empty directory.")],
+    file: Annotated[
+        list[str] | None, typer.Option("--file", metavar="PATH", help="Only this file; may be repeated. Default: all.")
+    ] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Fetch a job's model, or some of its files, and check each against its digest."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InvalidInputError(
+            f"{output} is there already; a new or empty directory would do", field="output", value=str(output)
+        )
+    with connect(url) as client:
+        present = {item.path: item for item in client.jobs.artifacts(job_id)}
+        unknown = next((path for path in file or () if path not in present), None)
+        if not present or unknown is not None:
+            raise NotFoundError(
+                f"{job_id} has no artifact file{'s' if unknown is None else f' {unknown!r}'}; "
+                f"`swiftkv jobs artifacts {job_id}` lists them, `swiftkv jobs get {job_id}` shows its status",
+                field="file",
+                value=unknown,
+            )
+        for path in file or present:
+            with err().status(f"Fetching {path}"):
+                client.jobs.download(job_id, path, output / path, sha256=present[path].sha256)
+    if json:
+        print_json({"output": str(output), "files": list(file or present)})
+    else:
+        out().print(f"{len(file or present)} files are in {output}.", highlight=False, soft_wrap=True)

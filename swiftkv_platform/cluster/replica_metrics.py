@@ -1,0 +1,69 @@
+"""What a deployment's replicas measure, read from their Prometheus pages through Serve's proxy. Knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from swiftkv_platform.errors import ClusterUnavailableError
+
+_PREFIX = "swiftkv:"
+_REPLICA = "swiftkv:replica_info"
+_MOST_ASKED = 16
+"""Requests at most; each reaches any replica."""
+_TIMEOUT = httpx.Timeout(5.0)
+"""Seconds."""
+
+
+@dataclass(frozen=True)
+class ReplicaMetrics:
+    """One replica's metrics."""
+
+    replica: str
+    values: Mapping[str, float]
+    """By name without the prefix `swiftkv:`; counters and histograms (`_count`, `_sum`) are summed over their labels,
+    buckets left out."""
+
+
+async def read_replica_metrics(url: str, num_replicas: int) -> list[ReplicaMetrics]:
+    """The metrics of as many replicas as answer, by name.
+
+    Args:
+        url: of the deployment.
+        num_replicas: how many there are; the proxy is asked until all have been met, or often enough.
+
+    Raises:
+        ClusterUnavailableError: nobody answers.
+    """
+    found: dict[str, ReplicaMetrics] = {}
+    async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False) as client:
+        for _ in range(max(1, min(4 * num_replicas, _MOST_ASKED))):
+            try:
+                answer = await client.get(f"{url}/metrics")
+                answer.raise_for_status()
+            except httpx.HTTPError as error:
+                raise ClusterUnavailableError(
+                    f"{url}/metrics does not answer: {error or type(error).__name__}"
+                ) from error
+            metrics = parse(answer.text)
+            found[metrics.replica] = metrics
+            if len(found) >= num_replicas:
+                break
+    return [found[name] for name in sorted(found)]
+
+
+def parse(page: str) -> ReplicaMetrics:
+    """A page in Prometheus' text format."""
+    replica = ""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == _REPLICA:
+                replica = sample.labels["replica"]
+            elif sample.name.startswith(_PREFIX) and not sample.name.endswith(("_bucket", "_created")):
+                name = sample.name.removeprefix(_PREFIX)
+                values[name] = values.get(name, 0.0) + sample.value
+    return ReplicaMetrics(replica, values)

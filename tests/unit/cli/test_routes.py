@@ -1,0 +1,168 @@
+"""Every route of the control plane's OpenAPI document has a method of the client and a command, which reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from starlette.types import ASGIApp, Receive, Scope, Send
+from typer.testing import CliRunner
+
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.cli.app import app as command_line
+from swiftkv_platform.client import Client
+from swiftkv_platform.orchestration.ports import DeploymentStatus
+from swiftkv_platform.settings import Settings
+from tests.fakes.scripted_server import Answer, Script, event_stream, serve
+from tests.servers import serving
+from tests.unit.api.conftest import SPEC, Server, make_parts
+
+Call = Callable[[Client, dict[str, str]], Any]
+
+CALLS: dict[str, tuple[Call | None, str | None]] = {
+    "GET /healthz": (lambda client, _: client.health(), None),
+    "GET /readyz": (lambda client, _: client.ready(), None),
+    "GET /metrics": (None, None),
+    "POST /jobs": (lambda client, _: client.jobs.create(SPEC), "jobs submit -f {spec}"),
+    "POST /jobs/validate": (lambda client, _: client.jobs.validate(SPEC), "jobs validate -f {spec} --url {url}"),
+    "GET /jobs": (lambda client, _: client.jobs.list(), "jobs list"),
+    "GET /jobs/{job_id}": (lambda client, ids: client.jobs.get(ids["done"]), "jobs get {done}"),
+    "POST /jobs/{job_id}/pause": (lambda client, ids: client.jobs.pause(ids["job"]), "jobs pause {job}"),
+    "POST /jobs/{job_id}/resume": (lambda client, ids: client.jobs.resume(ids["job"]), "jobs resume {job}"),
+    "POST /jobs/{job_id}/cancel": (lambda client, ids: client.jobs.cancel(ids["job"]), "jobs cancel {job}"),
+    "GET /jobs/{job_id}/events": (
+        lambda client, ids: list(client.jobs.events(ids["done"], follow=False)),
+        "jobs events {done}",
+    ),
+    "GET /jobs/{job_id}/metrics": (lambda client, ids: client.jobs.metrics(ids["done"]), "jobs metrics {done}"),
+    "GET /jobs/{job_id}/logs": (lambda client, ids: list(client.jobs.logs(ids["done"])), "jobs logs {done}"),
+    "GET /jobs/{job_id}/checkpoints": (
+        lambda client, ids: client.jobs.checkpoints(ids["done"]),
+        "jobs checkpoints {done}",
+    ),
+    "GET /jobs/{job_id}/artifacts": (lambda client, ids: client.jobs.artifacts(ids["done"]), "jobs artifacts {done}"),
+    "GET /jobs/{job_id}/artifacts/{path}": (
+        lambda client, ids: client.jobs.download(ids["done"], "manifest.json", Path(ids["fresh"]) / "manifest.json"),
+        "jobs download {done} {fresh} --file manifest.json",
+    ),
+    "GET /models": (lambda client, _: client.models.list(), "models list"),
+    "GET /models/{model_id}": (lambda client, ids: client.models.get(ids["model"]), "models get {model}"),
+    "POST /deployments": (
+        lambda client, ids: client.deployments.create(ids["model"], route_prefix="/second"),
+        "deploy {model} --route-prefix /second --no-wait",
+    ),
+    "GET /deployments": (lambda client, _: client.deployments.list(), "deployments list"),
+    "GET /deployments/{deployment_id}": (
+        lambda client, ids: client.deployments.get(ids["deployment"]),
+        "deployments get {deployment}",
+    ),
+    "PATCH /deployments/{deployment_id}": (
+        lambda client, ids: client.deployments.update(ids["deployment"], max_replicas=3),
+        "deploy {model} --replace {deployment} --no-wait",
+    ),
+    "GET /deployments/{deployment_id}/metrics": (
+        lambda client, ids: client.deployments.metrics(ids["deployment"]),
+        "deployments metrics {deployment}",
+    ),
+    "POST /deployments/{deployment_id}/generate": (
+        lambda client, ids: list(client.deployments.generate(ids["deployment"], "a")),
+        "generate a --deployment {deployment}",
+    ),
+    "DELETE /deployments/{deployment_id}": (
+        lambda client, ids: client.deployments.delete(ids["deployment"]),
+        "deployments delete {deployment}",
+    ),
+    "GET /quota": (lambda client, _: client.quota(), "quota"),
+}
+"""By route: the client's method, and the command. None: probes and Prometheus ask that, no person."""
+
+
+@dataclass
+class Recorder:
+    """Remembers which routes were reached, and answered without an error."""
+
+    app: ASGIApp
+    reached: set[str] = field(default_factory=set)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched(message: Any) -> None:
+            if message["type"] == "http.response.start" and message["status"] < 400 and "route" in scope:
+                self.reached.add(f"{scope['method']} {scope['route'].path}")
+            await send(message)
+
+        await self.app(scope, receive, watched)
+
+
+@dataclass
+class Platform:
+    url: str
+    recorder: Recorder
+    ids: dict[str, str]
+
+    def client(self) -> Client:
+        return Client(self.url, max_retries=0)
+
+    def run(self, command: str) -> None:
+        environment = {"SWIFTKV_URL": self.url, "SWIFTKV_HOME": str(Path(self.ids["spec"]).parent)}
+        result = CliRunner(env=environment).invoke(command_line, command.format(**self.ids).split())
+        assert result.exit_code == 0, result.output
+
+
+@pytest.fixture
+def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
+    """A control plane with a job that has succeeded, one that waits, and a deployment that answers."""
+    script = Script()
+    generation = {"id": "gen_1", "model": "m", "choices": [{"index": 0, "text": "b"}]}
+    script.on("POST", "/generate", event_stream((None, generation), (None, "[DONE]")))
+    script.on("GET", "/metrics", Answer(200, b'swiftkv:replica_info{replica="one"} 1\n'))
+    with serve(script) as serve_url:
+        settings = Settings(home=tmp_path, serve_url=serve_url, reconcile_interval_s=1e6, _env_file=None)
+        parts = make_parts(tmp_path, empty_database)
+        recorder = Recorder(create_app(settings, components=parts))
+        with serving(recorder) as url, httpx.Client(base_url=url) as client:  # type: ignore[arg-type]
+            server = Server(client, parts, settings)
+            done = server.succeed()
+            deployment = client.post(
+                "/deployments", json={"model": done["distilled_model"], "route_prefix": "/"}
+            ).json()
+            server.tick()
+            server.serving.become(deployment["id"], DeploymentStatus.RUNNING, replicas=1)
+            server.tick()
+            spec = tmp_path / "spec.yaml"
+            spec.write_text(yaml.safe_dump(SPEC))
+            ids = {"done": done["id"], "job": server.submit()["id"], "model": done["distilled_model"]}
+            ids |= {"deployment": deployment["id"], "spec": str(spec), "fresh": str(tmp_path / "fresh"), "url": url}
+            yield Platform(url, recorder, ids)
+
+
+def test_every_route_is_listed_here(platform: Platform) -> None:
+    paths: dict[str, dict[str, Any]] = httpx.get(f"{platform.url}/openapi.json").json()["paths"]
+    routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert routes - CALLS.keys() == set(), "without client and command"
+    assert CALLS.keys() - routes == set(), "no longer there"
+
+
+def test_the_client_reaches_every_route(platform: Platform) -> None:
+    with platform.client() as client:
+        for route, (call, _) in CALLS.items():
+            if call is not None:
+                platform.recorder.reached.clear()
+                call(client, platform.ids)
+                assert shown(route) in platform.recorder.reached, route
+
+
+def test_a_command_reaches_every_route(platform: Platform) -> None:
+    for route, (_, command) in CALLS.items():
+        if command is not None:
+            platform.recorder.reached.clear()
+            platform.run(command)
+            assert shown(route) in platform.recorder.reached, route
+
+
+def shown(route: str) -> str:
+    return route.replace("{path}", "{path:path}")

@@ -107,6 +107,9 @@ def test_its_model_is_deployed_and_generates(client: Client, job: Job) -> None:
     assert whole.choices[0].text
     assert "".join(piece.text for piece in pieces) == whole.choices[0].text
     assert whole.usage.prefill_layers_skipped_tokens == whole.usage.prompt_tokens - 1
+    [replica] = client.deployments.metrics(deployment.id).replicas
+    assert replica.replica
+    assert replica.values["generation_tokens_total"] == 2 * whole.usage.completion_tokens
     client.deployments.delete(deployment.id)
 
 
@@ -142,6 +145,10 @@ def test_a_browser_submits_watches_deploys_and_asks(platform: Platform, page: An
     (deployment,) = platform.client.deployments.list()
     with Client(platform.url, serve_url=deployment.url) as client:
         assert client.generate(PROMPT, max_tokens=64, temperature=0.0).choices[0].text.strip() == answer.strip()
+    page.get_by_role("link", name="Deployments").click()
+    page.get_by_role("link", name=deployment.id).click()
+    page.locator(".tiles").wait_for()
+    picture("deployment")
     platform.client.deployments.delete(deployment.id)
 
 

@@ -263,3 +263,23 @@ def test_every_kind_of_attention_verifies(tmp_path: Path, family: str) -> None:
     found = answers(engine, asked, GREEDY, early_exit=EarlyExit("lossless", 0.0, 3), num_lookup_tokens=5)
     assert tokens(found) == tokens(expected)
     assert sum(output.num_draft_tokens for output in found)
+
+
+def test_in_bfloat16_answers_part_at_near_ties_only(tmp_path: Path) -> None:
+    """A pass that verifies has more rows than one of `off`, and is rounded otherwise, as in another batch."""
+    saved(random_teacher(seed=1), tmp_path)
+    loaded = load_model(tmp_path, EngineConfig(dtype="bfloat16"))
+    asked = prompts(8, loaded.model.config.vocab_size)
+    expected = answers(make_engine(loaded), asked, GREEDY, logprobs=5)
+    with free_drafts():
+        engine = make_engine(loaded)
+    for drafts in ({"early_exit": EarlyExit("lossless", 0.0, 4)}, {"num_lookup_tokens": 8}):
+        found = answers(engine, asked, GREEDY, **drafts)
+        assert sum(output.num_accepted_tokens for output in found)
+        for right, other in zip(expected, found, strict=True):
+            pairs = zip(right.token_ids, other.token_ids, strict=True)
+            parting = next((at for at, (one, another) in enumerate(pairs) if one != another), None)
+            if parting is not None:
+                assert right.logprobs is not None
+                best = right.logprobs[parting]
+                assert best[right.token_ids[parting]] - best[other.token_ids[parting]] < 0.1

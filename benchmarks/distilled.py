@@ -70,7 +70,7 @@ def distil(args: argparse.Namespace, directory: Path) -> Path:
     first = _restore(state, fork, optimizer) if state.exists() else 0
     started = time.perf_counter()
     for step, batch in islice(enumerate(_batches(rows, args.rows)), first, args.steps):
-        set_learning_rate(optimizer, learning_rate(spec, step, args.steps))
+        set_learning_rate([optimizer], learning_rate(spec, step, args.steps))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             sums = fork(input_ids=batch, position_ids=positions, loss_mask=counted)
         losses = {name: sums[name] / counted.sum() for name in fork.loss_weights}

@@ -255,6 +255,7 @@ def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page)
         assert page.evaluate("document.activeElement.textContent") == name
         page.keyboard.press("Enter")
         expect(page).to_have_title(f"{title} · SwiftKV")
+        assert page.evaluate("document.activeElement.id") == "main"
         page.get_by_role("link", name=name).focus()
 
 

@@ -66,7 +66,10 @@ function App() {
   }
   useEffect(() => {
     look();
-    const changed = () => setShown(route());
+    const changed = () => {
+      setShown(route());
+      document.getElementById("main").focus(); // so that a screen reader goes on with the new page
+    };
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);
   }, []);

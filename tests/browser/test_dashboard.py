@@ -250,6 +250,10 @@ def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page)
     page.get_by_role("heading", name="Jobs").wait_for()
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    page.get_by_role("link", name="Skip to the content").focus()
     for name, title in (("Jobs", "Jobs"), ("New job", "New job"), ("Models", "Models")):
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent") == name

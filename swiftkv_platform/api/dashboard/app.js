@@ -53,6 +53,11 @@ function SignIn({ onDone }) {
   </form>`;
 }
 
+const focusMain = () => document.getElementById("main").focus();
+
+// The fragment names the page, so this link must not be followed.
+const Skip = () => html`<a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), focusMain())}>Skip to the content</a>`;
+
 function App() {
   const [shown, setShown] = useState(route());
   const [open, setOpen] = useState(null);
@@ -68,7 +73,7 @@ function App() {
     look();
     const changed = () => {
       setShown(route());
-      document.getElementById("main").focus(); // so that a screen reader goes on with the new page
+      focusMain(); // so that a screen reader goes on with the new page
     };
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);
@@ -84,7 +89,7 @@ function App() {
   if (open === null) page = html`<p class="quiet">Loading…</p>`;
   else if (!open) page = html`<${SignIn} onDone=${look} />`;
   else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
-  return html`<header><strong>SwiftKV</strong><nav aria-label="Pages">${MENU.map(link)}</nav></header>
+  return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${MENU.map(link)}</nav></header>
     <main id="main" tabindex="-1">${page}</main>`;
 }
 

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from ulid import ULID
 
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.errors import DeadlineExceededError, GenerationError
+from swiftkv_platform.errors import DeadlineExceededError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import AsyncLLMEngine, RequestOutput, RequestStream
@@ -77,12 +77,13 @@ class Answers:
         Raises:
             DeadlineExceededError: `timeout_s` has passed.
             GenerationError: the model put out no numbers.
+            InvalidInputError: a constraint that turned out too complex.
             EngineDeadError: the engine has failed.
         """
         try:
             async for prompt, output in _merged(self._streams, self._deadline):
                 if output.finish_reason == "error":
-                    raise GenerationError(output.error or "the request failed")
+                    raise output.failure()
                 if output.finished:
                     self.on_finished(output)
                 yield prompt * self._n + output.index, output

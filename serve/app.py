@@ -44,8 +44,9 @@ def build_app(args: dict[str, Any]) -> Any:
 
 def _resources(args: ServeArgs) -> dict[str, float]:
     """What Ray reserves for a replica."""
-    num_gpus = float(args.engine.device == "cuda") if args.num_gpus is None else args.num_gpus
+    ranks = args.engine.tensor_parallel_size
+    num_gpus = float(ranks * (args.engine.device == "cuda")) if args.num_gpus is None else args.num_gpus
     return {
-        "num_cpus": (args.engine.num_threads or 1) if args.num_cpus is None else args.num_cpus,
+        "num_cpus": ranks * (args.engine.num_threads or 1) if args.num_cpus is None else args.num_cpus,
         "num_gpus": num_gpus,
     }

@@ -62,9 +62,9 @@ class ServeArgs(ReplicaArgs):
     engine: EngineConfig = EngineConfig()
     verify: bool = True
     num_cpus: Annotated[float, Field(ge=0.0)] | None = None
-    """Cores that Ray reserves for a replica; None: `engine.num_threads`, or 1."""
+    """Cores that Ray reserves for a replica; None: `engine.num_threads`, or 1, for each of its ranks."""
     num_gpus: Annotated[float, Field(ge=0.0)] | None = None
-    """GPUs; None: 1 where `engine.device` is `cuda`."""
+    """GPUs; None: one for each rank where `engine.device` is `cuda`."""
     route_prefix: Annotated[str, Field(pattern=r"^/")] = "/"
     """HTTP path below which the application answers."""
     min_replicas: Annotated[int, Field(ge=0)] = 1

@@ -100,7 +100,8 @@ class SamplingFields(BaseModel):
     early_exit: str | dict[str, Any] | None = None
     """`off`, `threshold`, `lossless`, or an object with `mode`, `threshold` and `num_draft_tokens`."""
     num_lookup_tokens: int = SamplingParams.num_lookup_tokens
-    """Most tokens to draft at a time from what prompt and answer so far repeat; the answer is the same."""
+    """Most tokens to draft at a time from what prompt and answer so far repeat, or a constraint leaves no choice about;
+    the answer is the same."""
     response_format: ResponseFormat | None = None
     """`text`, `json_object`, or `json_schema` with a schema that the answer follows."""
     structured_outputs: dict[str, Any] | None = None

@@ -144,6 +144,7 @@ class AsyncLLMEngine:
             self._loop.cancel()
         self._compiling.shutdown(wait=False)
         await asyncio.to_thread(self._worker.shutdown)
+        await asyncio.to_thread(self.engine.close)
 
     async def _run(self) -> None:
         """Step while there is work; the only place that hands outputs to callers."""

@@ -43,8 +43,8 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 2048
     """Tokens of one step, decodes and chunks of prompts together. May be smaller than `max_num_seqs`."""
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
-    """Memory of the KV cache in bytes; None takes what `max_num_seqs` sequences of `max_model_len` tokens need, at most
-    a quarter of the device's free memory."""
+    """Memory of the KV cache in bytes, on each device; None takes what `max_num_seqs` sequences of `max_model_len`
+    tokens need, at most a quarter of the device's free memory."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
     """Type of K and V in the cache; `auto` is that of the weights. `fp8` and `int8` add one scale a token and head."""
     block_size: Annotated[int, Field(ge=1)] = 16
@@ -61,6 +61,8 @@ class EngineConfig(BaseModel):
     once. None: no limit but `max_num_waiting`."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Where requests without a seed of their own draw one from; None draws differently in every process."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """Devices, of one machine, that share the model; the engine starts a process for each beyond the first."""
     max_grammar_bytes: Annotated[int, Field(ge=1, le=MAX_GRAMMAR_BYTES)] = MAX_GRAMMAR_BYTES
     """Bytes of a schema, expression or grammar that constrains an answer; a longer one is refused."""
     grammar_timeout_s: Annotated[float, Field(gt=0.0)] = 2.0
@@ -114,8 +116,8 @@ class SamplingParams:
     `EarlyExit(...)`."""
 
     num_lookup_tokens: int = 0
-    """Most tokens to draft at a time from what prompt and answer so far repeat (prompt lookup); they are verified
-    together, and the answer is the same. 0 drafts none."""
+    """Most tokens to draft at a time from what prompt and answer so far repeat (prompt lookup), or a constraint leaves
+    no choice about; they are verified together, and the answer is the same. 0 drafts none."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must be: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
     reaches `max_tokens` is cut off."""

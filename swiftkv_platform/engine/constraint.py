@@ -18,6 +18,7 @@ class Matcher(Protocol):
     def validate_tokens(self, tokens: list[int]) -> int: ...
     def rollback(self, num_tokens: int) -> bool: ...
     def compute_bitmask(self) -> bytes: ...
+    def compute_ff_tokens(self) -> list[int]: ...
     def is_stopped(self) -> bool: ...
     def is_error(self) -> bool: ...
     def get_error(self) -> str: ...
@@ -28,20 +29,21 @@ class Constraint:
 
     def __init__(self, matcher: Matcher, name: str) -> None:
         self._matcher = matcher
-        self._name = name
+        self.name = name
+        """The request's field that it comes from."""
         self._consumed: list[int] = []
 
     def fresh(self, name: str | None = None) -> Constraint:
         """The same grammar for another answer, under another name if one is given."""
         assert not self._consumed, "a constraint in use is no template"
-        return Constraint(self._matcher.deep_copy(), name or self._name)
+        return Constraint(self._matcher.deep_copy(), name or self.name)
 
     @property
     def failure(self) -> str | None:
         """Why nothing can follow: the grammar takes more work in a step than is allowed."""
         if not self._matcher.is_error():
             return None
-        return f"{self._name} is too complex to be followed further: {self._matcher.get_error().splitlines()[0]}"
+        return f"{self.name} is too complex to be followed further: {self._matcher.get_error().splitlines()[0]}"
 
     def allowed(self, answer: Sequence[int]) -> bytes:
         """The tokens that may follow `answer`, one bit each, the lowest first. Where the grammar is at its end, or has
@@ -53,6 +55,11 @@ class Constraint:
         """How many of `drafted`, the first ones, may follow `answer` one after another."""
         self._go_to(answer)
         return self._matcher.validate_tokens(list(drafted))
+
+    def forced(self, answer: Sequence[int]) -> tuple[int, ...]:
+        """Tokens of the text that must follow `answer`: the keys of an object, say. Other tokens may spell it too."""
+        self._go_to(answer)
+        return tuple(self._matcher.compute_ff_tokens())
 
     def is_complete(self, answer: Sequence[int]) -> bool:
         """Whether nothing but the end of sequence may follow `answer`."""

@@ -32,7 +32,6 @@ STACK_BYTES = 256 << 20
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Between two tokens of JSON: enough for indented text, too little to go on for ever."""
 
-
 _stack_lock = threading.Lock()
 
 
@@ -96,7 +95,11 @@ class GrammarCompiler:
             finally:
                 self._places.release()
 
-        thread = _started(work)
+        try:
+            thread = _started(work)
+        except BaseException:
+            self._places.release()
+            raise
         thread.join(self._timeout_s)
         if not outcome:
             raise wanted.refusal(f"took longer to compile than grammar_timeout_s, {self._timeout_s:g} s; simplify it")
@@ -162,7 +165,9 @@ def _grammar(wanted: StructuredOutputs) -> str:
     if wanted.kind == "regex":
         return LLMatcher.grammar_from_regex(wanted.text)
     if wanted.kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in wanted.choice or ()))
+        return LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in wanted.choice or ())
+        )
     return LLMatcher.grammar_from_lark(wanted.text)
 
 

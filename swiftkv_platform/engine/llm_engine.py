@@ -13,11 +13,12 @@ from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.config import EngineConfig, SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
-from swiftkv_platform.engine.loading import LoadedModel, load_model
+from swiftkv_platform.engine.loading import LoadedModel, check_sharding, load_model
 from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import RequestOutput, StepResult
 from swiftkv_platform.engine.progress import progress_bar
+from swiftkv_platform.engine.ranks import Allocate, Leader, LeadingDecoder
 from swiftkv_platform.engine.requests import Prompt, RequestReader
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
@@ -28,8 +29,9 @@ from swiftkv_platform.errors import InvalidInputError
 class LLMEngine:
     """Generates text with one model, dense or SwiftKV, for many requests at a time."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, leader: Leader | None = None) -> None:
         self.config = config
+        self._leader = leader
         self.max_model_len = loaded.context_length
         """Tokens of prompt and answer together."""
         self.model_config = loaded.model.config
@@ -51,7 +53,11 @@ class LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             draft_planner=self._drafting,
         )
-        self._runner = ModelRunner(loaded.model, cache, self._drafting)
+        decoder = None
+        if leader is not None:
+            leader.tell(Allocate(cache.num_blocks))
+            decoder = LeadingDecoder(loaded.model.model, leader)
+        self._runner = ModelRunner(loaded.model, cache, self._drafting, decoder)
         self._reader = RequestReader(loaded, config, num_slots=cache.num_blocks * config.block_size)
         self.grammars = GrammarCompiler(loaded, config)
         """Compiles what constrains answers; may be used from any thread."""
@@ -62,7 +68,20 @@ class LLMEngine:
     def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
         """Load a Hugging Face directory or hub id. Raises `ModelError`."""
         config = config or EngineConfig()
-        return cls(load_model(path, config), config)
+        if config.tensor_parallel_size == 1:
+            return cls(load_model(path, config), config)
+        check_sharding(path, config)
+        leader = Leader.start(str(path), config)
+        try:
+            return cls(load_model(path, config, leader.ranks), config, leader)
+        except BaseException:
+            leader.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes of the other ranks, if there are any; nothing can be generated after that."""
+        if self._leader is not None:
+            self._leader.close()
 
     def add_request(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swiftkv_platform.engine.config import EngineConfig
+from swiftkv_platform.engine.ranks import Ranks, rank_device
+from swiftkv_platform.engine.sharding import check_divides, shard
 from swiftkv_platform.engine.weights import lay_out
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import load_dense  # importing it registers the SwiftKV classes with the Auto classes
@@ -34,8 +37,8 @@ class LoadedModel:
     """Names the weights, for what is cached of them."""
 
 
-def load_model(path: str | Path, config: EngineConfig) -> LoadedModel:
-    """Read a Hugging Face directory, SwiftKV or not, or fetch it from the hub first.
+def load_model(path: str | Path, config: EngineConfig, ranks: Ranks | None = None) -> LoadedModel:
+    """Read a Hugging Face directory, SwiftKV or not, or fetch it from the hub first; with `ranks` keep one's own part.
 
     Raises:
         ModelError: the checkpoint cannot be read, or `max_model_len` exceeds its context.
@@ -44,17 +47,15 @@ def load_model(path: str | Path, config: EngineConfig) -> LoadedModel:
         torch.set_num_threads(config.num_threads)
     directory = _local_directory(str(path))
     try:
-        model = _read_model(directory, config)
+        with nullcontext() if ranks is None else ranks.in_turn():
+            model = _read_model(directory, config)
+            if ranks is not None:
+                shard(model, ranks)
         tokenizer = AutoTokenizer.from_pretrained(directory) if _has_tokenizer(directory) else None
     except ModelError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"model {str(path)!r} cannot be loaded: {error}; a Hugging Face directory of a causal language model is "
-            "accepted, with config.json and safetensors",
-            field="model",
-            value=str(path),
-        ) from error
+        raise _unreadable(path, error) from error
     context_length = _context_length(model)
     if config.max_model_len is not None and config.max_model_len > context_length:
         raise ModelError(
@@ -63,11 +64,31 @@ def load_model(path: str | Path, config: EngineConfig) -> LoadedModel:
             value=config.max_model_len,
         )
     return LoadedModel(
-        model=_prepared(model, config),
+        model=_prepared(model, config, None if ranks is None else ranks.device),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         context_length=config.max_model_len or context_length,
         digest=_digest(directory),
+    )
+
+
+def check_sharding(path: str | Path, config: EngineConfig) -> None:
+    """Raises `ModelError` where `tensor_parallel_size` does not divide the model, or there are too few devices."""
+    directory = _local_directory(str(path))
+    try:
+        model_config = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    check_divides(model_config, config.tensor_parallel_size)
+    rank_device(config, 0)
+
+
+def _unreadable(path: str | Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"model {str(path)!r} cannot be loaded: {error}; a Hugging Face directory of a causal language model is "
+        "accepted, with config.json and safetensors",
+        field="model",
+        value=str(path),
     )
 
 
@@ -139,9 +160,9 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[i
     return frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def _prepared(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
+def _prepared(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
     """On its device, its weights laid out for inference."""
-    device = config.device
+    device = device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():

@@ -17,27 +17,27 @@ FREE_MEMORY_SHARE = 4
 """Without `kv_cache_bytes` the cache takes at most one part in so many of the free memory."""
 
 
-def layer_shapes(config: Any) -> list[LayerShape]:
-    """What a token takes in each of the `num_kv_cache_layers` layers."""
+def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
+    """What a token takes in each of the `num_kv_cache_layers` layers, on each of the ranks that share its heads."""
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
         return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return [(TensorShape(config.cache_num_key_value_heads(i), dim),) * 2 for i in layers]
+    return [(TensorShape(config.cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
 
 
-def make_cache(loaded: LoadedModel, config: EngineConfig) -> KVCache:
-    """The KV cache of an engine.
+def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
+    """The KV cache of an engine, or of one of its ranks; `num_blocks` is given where rank 0 has decided.
 
     Raises:
         InvalidInputError: `kv_cache_bytes` holds not even one block.
     """
     device, format_ = torch.device(loaded.model.device), storage_format(config.kv_cache_dtype, loaded.model.dtype)
-    shapes = layer_shapes(loaded.model.config)
+    shapes = layer_shapes(loaded.model.config, config.tensor_parallel_size)
     block_bytes = bytes_per_block(shapes, config.block_size, format_)
     return KVCache(
         shapes,
-        num_blocks=_num_blocks(loaded, config, block_bytes, device),
+        num_blocks=num_blocks or _num_blocks(loaded, config, block_bytes, device),
         block_size=config.block_size,
         format_=format_,
         device=device,
@@ -60,7 +60,8 @@ def _is_latent(config: Any) -> bool:
 def _num_blocks(loaded: LoadedModel, config: EngineConfig, block_bytes: int, device: torch.device) -> int:
     if config.kv_cache_bytes is None:
         wanted = config.max_num_seqs * -(-loaded.context_length // config.block_size)
-        return max(min(wanted, _free_memory(device) // FREE_MEMORY_SHARE // block_bytes), 1)
+        sharing = config.tensor_parallel_size if device.type == "cpu" else 1
+        return max(min(wanted, _free_memory(device) // FREE_MEMORY_SHARE // sharing // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
         raise InvalidInputError(
             f"kv_cache_bytes is {config.kv_cache_bytes}; one block of {config.block_size} tokens takes {block_bytes} "

@@ -48,10 +48,11 @@ class RowLogits:
 class ModelRunner:
     """A model, its KV cache, and the way through both."""
 
-    def __init__(self, model: Any, cache: KVCache, drafting: Drafting) -> None:
+    def __init__(self, model: Any, cache: KVCache, drafting: Drafting, decoder: Any = None) -> None:
+        """`decoder` runs the layers; None: the model's own."""
         model.set_attn_implementation(PAGED)
         self._model = model
-        self._decoder = model.model
+        self._decoder = decoder or model.model
         self._cache = cache
         self._drafting = drafting
         self._has_upper_layers = model.config.num_hidden_layers > model.config.num_key_value_layers

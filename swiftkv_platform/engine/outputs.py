@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from swiftkv_platform.errors import GenerationError, InvalidInputError, SwiftKVError
+
 NOT_FINITE = "the model's logits are not a number; the request was ended, others are not affected"
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -61,12 +63,22 @@ class RequestOutput:
     """Prompt tokens that were computed and did not go through the layers that compute no KV of their own."""
     error: str | None = None
     """What ended the answer, where `finish_reason` is `error`."""
+    error_field: str | None = None
+    """The request's field that is to blame for it; None: the model."""
     samples: tuple[RequestOutput, ...] = ()
     """All `n` samples in the order of their index, this one first: in what `LLMEngine.generate` returns for n > 1."""
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def failure(self) -> SwiftKVError:
+        """`error`, to be raised: `InvalidInputError` where a field of the request is to blame, else
+        `GenerationError`."""
+        assert self.error is not None, "it has not failed"
+        if self.error_field is not None:
+            return InvalidInputError(self.error, field=self.error_field)
+        return GenerationError(self.error)
 
 
 @dataclass
@@ -88,4 +100,6 @@ class StepResult:
     num_skipped_tokens: int = 0
     """Tokens of this step that did not go through the layers above."""
     error: str | None = None
-    """What follows `token_ids` is no number."""
+    """Why nothing can follow `token_ids`."""
+    error_field: str | None = None
+    """The request's field that is to blame for it; None: the model."""

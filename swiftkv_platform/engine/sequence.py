@@ -77,6 +77,7 @@ class Sequence:
         self.max_output_tokens = min(params.max_tokens, max_model_len - len(prompt_token_ids))
         self._num_cached_tokens: int | None = None
         self._error: str | None = None
+        self._error_field: str | None = None
         self._detokenizer = detokenizer
         self._stop_token_ids = stop_token_ids
         self._arrived = time.perf_counter()
@@ -156,7 +157,7 @@ class Sequence:
             if self.finish_reason is not None:
                 return  # an accepted draft ended the answer, and what comes after it was never said
         if result.error is not None:
-            self._error = result.error
+            self._error, self._error_field = result.error, result.error_field
             self.finish("error")
 
     def append(self, token_id: int) -> None:
@@ -204,6 +205,7 @@ class Sequence:
             num_accepted_tokens=self.num_accepted_tokens,
             num_prefill_layers_skipped_tokens=self.num_prefill_layers_skipped_tokens,
             error=self._error,
+            error_field=self._error_field,
         )
 
     def _become(self, status: SequenceStatus) -> None:

@@ -46,7 +46,8 @@ class Drafting:
     def plan(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
     ) -> dict[EngineSequence, Draft]:
-        """From the text where its end occurred before and such drafts pay, else from the exit head where it pays."""
+        """From the text where its end occurred before, or its grammar leaves no choice, and such drafts pay; else from
+        the exit head where it pays."""
         room = self.costs.max_step_tokens - num_tokens
         drafts: dict[EngineSequence, Draft] = {}
         others: list[EngineSequence] = []
@@ -72,13 +73,17 @@ class Drafting:
         limit = min(limit, sequence.params.num_lookup_tokens)
         if limit <= 0:
             return ()
+        constraint = sequence.constraint
+        forced = () if constraint is None else constraint.forced(sequence.answer)[:limit]
+        if forced:
+            return forced  # there is hardly anything else to say
         size = lookup_size(sequence.drafts, self.costs, num_sequences, limit)
         if size == 0:
             sequence.drafts.lookup_accepted.drift()
             return ()
         found = sequence.drafts.lookup.propose(sequence.token_ids, size)
-        if found and sequence.constraint is not None:
-            return found[: sequence.constraint.num_allowed(sequence.answer, found)]
+        if found and constraint is not None:
+            return found[: constraint.num_allowed(sequence.answer, found)]
         return found
 
 
@@ -182,9 +187,9 @@ def cut_at_first_error(result: StepResult, finite: Sequence[bool]) -> None:
 
 def end_where_grammar_failed(sequence: EngineSequence, result: StepResult) -> None:
     """A grammar that could not be followed leaves no token of the step."""
-    failure = None if sequence.constraint is None else sequence.constraint.failure
-    if failure is not None:
+    if sequence.constraint is not None and (failure := sequence.constraint.failure) is not None:
         result.token_ids, result.num_accepted_tokens, result.error = [], 0, failure
+        result.error_field = sequence.constraint.name
 
 
 def draft_costs(model: Any) -> DraftCosts:

@@ -59,8 +59,9 @@ class StructuredOutputs:
             return value
         known = [one.name for one in fields(cls) if one.name != "source"]
         if not isinstance(value, Mapping) or not set(value) <= set(known):
+            wrong = sorted(map(str, set(value) - set(known))) if isinstance(value, Mapping) else [type(value).__name__]
             raise InvalidInputError(
-                f"structured_outputs is {value!r}; it must be some of {', '.join(known)} by name",
+                f"structured_outputs has {', '.join(wrong)}; it must be some of {', '.join(known)} by name",
                 field="structured_outputs",
                 value=value,
             )
@@ -104,7 +105,7 @@ class StructuredOutputs:
         strings = isinstance(choice, list | tuple) and all(isinstance(one, str) and one for one in choice)
         if not strings or not choice:
             raise InvalidInputError(
-                f"{self.name} is {choice!r}; it must be a list of non-empty strings", field=self.name, value=choice
+                f"{self.name} must be a list of non-empty strings, of at least one", field=self.name, value=choice
             )
         return tuple(choice)
 
@@ -120,7 +121,7 @@ class StructuredOutputs:
         if self.kind == "choice":
             return json.dumps(value, ensure_ascii=False)
         if not isinstance(value, str) or not value:
-            raise TypeError(f"it is {value!r}")
+            raise TypeError("it is empty" if value == "" else f"it is a {type(value).__name__}")
         return value
 
 
@@ -132,5 +133,5 @@ def _schema_text(schema: Any) -> str:
     if isinstance(schema, str):
         schema = json.loads(schema)
     if not isinstance(schema, Mapping):
-        raise TypeError(f"{schema!r} is no object")
+        raise TypeError(f"it is a {type(schema).__name__}")
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

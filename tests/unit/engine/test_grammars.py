@@ -95,18 +95,31 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(engine: LLMEngi
     assert failed.finish_reason == "error"
     assert failed.error is not None
     assert failed.error.startswith(f"{source or 'structured_outputs.regex'} is too complex")
+    assert failed.error_field == (source or "structured_outputs.regex")
     assert answered.token_ids == engine.generate([[3, 4]], plain)[0].token_ids
     engine.check()
     assert engine.num_free_blocks == engine.num_blocks
 
 
 def test_an_answer_ends_where_its_grammar_does(engine: LLMEngine) -> None:
-    params = SamplingParams(max_tokens=30, n=4, seed=1, structured_outputs=StructuredOutputs(choice=("ab", "é\n\"'")))
+    params = SamplingParams(max_tokens=30, n=4, seed=1, structured_outputs=StructuredOutputs(choice=("ab", "é\n\"'😀")))
     samples = engine.generate([[1]], params)[0].samples
-    assert {sample.text for sample in samples} <= {"ab", "é\n\"'"}
+    assert {sample.text for sample in samples} <= {"ab", "é\n\"'😀"}
     assert all(sample.finish_reason == "stop" for sample in samples)
+    assert compiled(engine, choice=("é\n\"'😀",)).num_allowed([], ids("é\n\"'😀")) == 9
     cut = SamplingParams(max_tokens=3, structured_outputs=StructuredOutputs(regex="a{9}"))
     assert [engine.generate([[1]], cut)[0].finish_reason, engine.generate([[1]], cut)[0].text] == ["length", "aaa"]
+
+
+def test_what_a_grammar_leaves_no_choice_about_is_drafted(engine: LLMEngine) -> None:
+    schema = {"properties": {"temperature": {"type": "boolean"}}, "required": ["temperature"], "type": "object"}
+    wanted = StructuredOutputs(json={**schema, "additionalProperties": False}, disable_any_whitespace=True)
+    params = {"max_tokens": 40, "temperature": 0.0, "structured_outputs": wanted}
+    plain = engine.generate([[1, 2]], SamplingParams(**params))[0]
+    drafted = engine.generate([[1, 2]], SamplingParams(**params, num_lookup_tokens=8))[0]
+    assert drafted.text == plain.text
+    assert plain.num_accepted_tokens == 0
+    assert drafted.num_accepted_tokens >= len('{"temperature":') - 1, "one a byte, but the first of a step"
 
 
 def test_a_bias_does_not_open_what_the_grammar_forbids_and_logprobs_are_the_models(engine: LLMEngine) -> None:

@@ -126,6 +126,18 @@ async def test_drafts_from_the_text_leave_the_answer_as_it_is(http: httpx.AsyncC
     assert drafted == plain
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_constraint_that_turns_out_too_complex_is_the_callers_fault(
+    http: httpx.AsyncClient, stream: bool
+) -> None:
+    costly = {"prompt": "a", "stream": stream, "structured_outputs": {"regex": "b(a{1000}){1000}"}}
+    response = await http.post("/generate", json=costly)
+    assert "structured_outputs.regex is too complex" in response.text
+    if not stream:
+        assert response.status_code == 422
+        assert response.json()["errors"][0]["field"] == "structured_outputs.regex"
+
+
 def wanted(**fields: Any) -> dict[str, Any]:
     return {"structured_outputs": fields}
 

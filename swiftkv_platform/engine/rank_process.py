@@ -1,0 +1,30 @@
+"""The process of a rank above 0: `python -m swiftkv_platform.engine.rank_process FILE_DESCRIPTOR`."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+import torch
+
+from swiftkv_platform.engine.attention import PAGED
+from swiftkv_platform.engine.config import EngineConfig
+from swiftkv_platform.engine.loading import load_model
+from swiftkv_platform.engine.memory import make_cache
+from swiftkv_platform.engine.ranks import follow, join
+
+
+def main() -> None:
+    """Load this rank's part of the model that rank 0 names, and follow rank 0 until it is gone."""
+    connection = Connection(int(sys.argv[1]))
+    rank, port, path, fields = connection.recv()
+    config = EngineConfig(**fields)
+    ranks = join(rank, port, config)
+    loaded = load_model(path, config, ranks)
+    loaded.model.set_attn_implementation(PAGED)
+    with torch.inference_mode():
+        follow(connection, loaded.model, lambda blocks: make_cache(loaded, config, num_blocks=blocks), ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""Tensor parallelism: rank 0 runs the engine, the others make their parts of every pass it announces.
+
+    rank 0    schedule -> announce -> layers -> heads, sampling -> postprocess
+    others                   '-> the same layers, their own heads and columns, sums with all ranks
+
+Rank 0 starts the others as processes on the same machine and decides everything: what it announces is positions, slots
+and where contexts lie. Hidden states are broadcast where a rank does not have them. Sums go over gloo on a CPU and NCCL
+on GPUs, in a process group of the engine's own, so that engines can follow each other in one process. It knows no
+request.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from swiftkv_platform.engine.config import EngineConfig
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.masks import Masks
+from swiftkv_platform.model.selection import TokenSelection
+
+_c10d: Any = dist  # its stubs lack the stores and groups
+LOAD_TIMEOUT = datetime.timedelta(hours=1)
+"""How long a rank waits for the ranks before it to have read the model."""
+SUM_TIMEOUT = datetime.timedelta(minutes=5)
+"""How long it waits for the others' parts of a sum."""
+EXIT_TIMEOUT_S = 10.0
+
+
+class Ranks:
+    """One process among those that share a model."""
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._store = store
+        sums = _c10d.PrefixStore("sums", store)
+        if device.type == "cuda":
+            options = _c10d.ProcessGroupNCCL.Options()
+            options._timeout = SUM_TIMEOUT
+            self._group: Any = _c10d.ProcessGroupNCCL(sums, rank, size, options)
+        else:
+            self._group = _c10d.ProcessGroupGloo(sums, rank, size, SUM_TIMEOUT)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, which is changed in place."""
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x`, in place of the others'."""
+        x = x.contiguous()
+        self._group.broadcast(x, 0).wait()
+        return x
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Ranks pass one after another, so that the machine's memory holds one whole model at a time."""
+        if self.rank:
+            self._store.wait([f"read/{self.rank - 1}"], LOAD_TIMEOUT)
+        yield
+        self._store.set(f"read/{self.rank}", "")
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """Rank 0 to the others: make a KV cache of so many blocks."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Rank 0 to the others: run layers < l and K, V of all later ones, or layers >= l."""
+
+    upper: bool
+    position_ids: Any
+    """[1, num_tokens], numpy."""
+    slots: Any
+    """[num_tokens], numpy."""
+    arguments: dict[str, Any]
+    """What layers are given: the attention's metadata."""
+    hidden_shape: tuple[int, ...] | None
+    """Of the hidden states that are broadcast; None: what the last pass of layers < l put out."""
+    kept: Any = None
+    """Rows that go on to layers >= l, numpy; None: all."""
+
+
+class LeadingDecoder:
+    """A decoder on rank 0: what the engine calls, announced to the others before it runs."""
+
+    def __init__(self, decoder: Any, leader: Leader) -> None:
+        self._decoder = decoder
+        self._leader = leader
+        self._x: torch.Tensor | None = None
+        self.embed_tokens, self.rotary_emb = decoder.embed_tokens, decoder.rotary_emb
+        self.layer_map = decoder.layer_map
+
+    def lower(self, context: DecoderContext) -> torch.Tensor:
+        """As the decoder's. The others go on to `shared_key_values` by themselves."""
+        self._announce(context, context.hidden, upper=False)
+        self._x = self._decoder.lower(context)
+        return self._x
+
+    def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Any:
+        assert x is self._x, "it follows `lower`"
+        return self._decoder.shared_key_values(x, context)
+
+    def student_upper(
+        self, x: torch.Tensor, context: DecoderContext, *, shared: Sequence[Any], kept: TokenSelection | None = None
+    ) -> torch.Tensor:
+        self._announce(context, x, upper=True, kept=kept)
+        hidden: torch.Tensor = self._decoder.student_upper(x, context, kept=kept, shared=shared)
+        return hidden
+
+    def _announce(
+        self, context: DecoderContext, hidden: torch.Tensor, *, upper: bool, kept: TokenSelection | None = None
+    ) -> None:
+        known = upper and hidden is self._x
+        rows = None if kept is None else kept.positions(hidden.shape[1], hidden.device).cpu().numpy()
+        slots: torch.Tensor = context.past_key_values.slots  # type: ignore[union-attr]  # the engine's StepCache
+        self._leader.tell(
+            Pass(
+                upper=upper,
+                position_ids=context.position_ids.cpu().numpy(),
+                slots=slots.cpu().numpy(),
+                arguments=context.layer_arguments,
+                hidden_shape=None if known else tuple(hidden.shape),
+                kept=rows,
+            )
+        )
+        if not known:
+            self._leader.ranks.broadcast(hidden)
+
+
+class Leader:
+    """Rank 0's hold on the other processes."""
+
+    def __init__(self, ranks: Ranks, connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+        self.ranks = ranks
+        self._connections = connections
+        self._processes = processes
+        self.close = weakref.finalize(self, _dismiss, connections, processes)
+        """End the other processes. Again is the same."""
+
+    @classmethod
+    def start(cls, path: str, config: EngineConfig) -> Self:
+        """Start the other ranks, which begin to load the model at `path`."""
+        size, device = config.tensor_parallel_size, rank_device(config, 0)
+        store = _c10d.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        connections, processes = [], []
+        try:
+            for rank in range(1, size):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    command = [sys.executable, "-m", "swiftkv_platform.engine.rank_process", str(theirs.fileno())]
+                    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+                    processes.append(subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]))
+                connections.append(Connection(ours.detach()))
+                connections[-1].send((rank, store.port, path, config.model_dump()))
+            return cls(Ranks(store, 0, size, device), connections, processes)
+        except BaseException:
+            _dismiss(connections, processes)
+            raise
+
+    def tell(self, message: Allocate | Pass) -> None:
+        """Raises `OSError` if one of the others is gone."""
+        for connection in self._connections:
+            connection.send(message)
+
+
+def join(rank: int, port: int, config: EngineConfig) -> Ranks:
+    """In a process that `Leader.start` started."""
+    size = config.tensor_parallel_size
+    store = _c10d.TCPStore("127.0.0.1", port, size, is_master=False)
+    return Ranks(store, rank, size, rank_device(config, rank))
+
+
+def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) -> None:
+    """Run what rank 0 announces until it is gone. `make_cache`: number of blocks -> the KV cache."""
+    decoder, cache, x = model.model, None, torch.empty(0)
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        if isinstance(message, Allocate):
+            cache = make_cache(message.num_blocks)
+            continue
+        hidden = x
+        if message.hidden_shape is not None:
+            hidden = ranks.broadcast(torch.empty(message.hidden_shape, dtype=model.dtype, device=ranks.device))
+        context = _context(decoder, cache, message, hidden)
+        if message.upper:
+            kept = None if message.kept is None else TokenSelection(torch.from_numpy(message.kept).to(ranks.device))
+            stored = context.past_key_values
+            shared = [stored.read(decoder.layer_map.cache_layer(i)) for i in decoder.layer_map.leaders]  # type: ignore[union-attr]
+            decoder.student_upper(hidden, context, kept=kept, shared=shared)
+        else:
+            x = decoder.lower(context)
+            decoder.shared_key_values(x, context)
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """Where a rank's part of the model goes. Raises `ModelError` for more ranks than GPUs."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.device_count() < config.tensor_parallel_size:
+        raise ModelError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {torch.cuda.device_count()} GPUs",
+            field="tensor_parallel_size",
+            value=config.tensor_parallel_size,
+        )
+    return torch.device("cuda", rank)
+
+
+def _context(decoder: Any, cache: Any, message: Pass, hidden: torch.Tensor) -> DecoderContext:
+    position_ids = torch.from_numpy(message.position_ids).to(hidden.device)
+    slots = torch.from_numpy(message.slots).to(hidden.device)
+    return DecoderContext(
+        hidden=hidden,
+        position_ids=position_ids,
+        rotation=decoder.rotary_emb(hidden, position_ids=position_ids),
+        masks=Masks((None,) * len(decoder.layers)),
+        past_key_values=cache.at(slots, message.arguments["paged"].contexts),
+        layer_arguments=message.arguments,
+    )
+
+
+def _dismiss(connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+    """Let the processes go, and end those that do not."""
+    for connection in connections:
+        connection.close()
+    for process in processes:
+        try:
+            process.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,117 @@
+"""Two processes that share a model over gloo answer as one does, whatever the schedule and the family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.engine.drafting import DraftCosts
+from swiftkv_platform.engine.loading import load_model
+from swiftkv_platform.engine.memory import layer_shapes
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import convert
+from tests.engine_schedules import Subject, check_outputs, random_arrivals, run
+from tests.tiny_models import disturb, family_teacher, random_teacher
+
+FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
+"""With which everything that may be drafted is."""
+STUDENT = {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True}
+SMALL = {"max_num_batched_tokens": 16, "block_size": 4, "max_num_seqs": 4}
+"""Prompts are read in chunks."""
+
+
+@contextmanager
+def sharing(directory: Path, size: int = 2, **config: Any) -> Iterator[LLMEngine]:
+    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+        engine = LLMEngine.from_pretrained(directory, EngineConfig(tensor_parallel_size=size, num_threads=1, **config))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def saved(model: Any, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    return directory
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    draw = random.Random(1)
+    shared = [draw.randrange(vocab_size) for _ in range(30)]
+    own = [[draw.randrange(vocab_size) for _ in range(length)] for length in (3, 9, 40)]
+    return [*own, shared, shared + own[0], shared + own[1]]
+
+
+def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_path: Path) -> None:
+    """Chunks, prefix hits, exits, drafts of both kinds, prompt log-probabilities: as for one rank."""
+    student = convert(random_teacher(seed=1, attention_bias=True, mlp_bias=True), **STUDENT)
+    with torch.no_grad():
+        for name, parameter in student.swiftkv_parameters().items():
+            parameter.add_(torch.randn_like(parameter) * (0.4 if name.startswith("exit_head") else 0.05))
+    directory = saved(student, tmp_path)
+    subject = Subject(load_model(directory, EngineConfig()), type(student).from_pretrained(directory).eval())
+    token = sum(2 * shape.num_heads * shape.dim for shape, _ in layer_shapes(student.config, 2)) * 4
+    with sharing(directory, **SMALL, kv_cache_bytes=40 * 4 * token) as engine:
+        assert engine.num_blocks == 40, "half the heads, half the bytes"
+        seen = dict.fromkeys(("cached", "exited", "accepted"), 0)
+        for seed in range(4):
+            draw = random.Random(seed)
+            arrivals = [one for one in random_arrivals(draw, 258, exits=True) if len(one.prompt) < 140]
+            finished = run(engine, arrivals)
+            check_outputs(subject, arrivals, finished)
+            outputs = [output for one in finished.values() for output in one]
+            seen["cached"] += sum(output.num_cached_tokens for output in outputs)
+            seen["exited"] += sum(output.num_exited_tokens for output in outputs)
+            seen["accepted"] += sum(output.num_accepted_tokens for output in outputs)
+        assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize("family", ["dense", "qwen3", "qwen3_moe", "deepseek_v2-lora"])
+def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
+    """Heads with norms, experts, latents; rows of weights fused, and not."""
+    torch.manual_seed(0)
+    teacher = random_teacher(seed=2) if family == "dense" else family_teacher(family)
+    directory = saved(teacher if family == "dense" else disturb(convert(teacher, **STUDENT)), tmp_path)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    if family != "dense":
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, early_exit=EarlyExit("lossless", 0.0))
+    plain = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    fused = {"fuse_weights": family != "qwen3"}
+    expected = LLMEngine.from_pretrained(directory, EngineConfig(**SMALL, **fused)).generate(prompts(258), plain)
+    with sharing(directory, **SMALL, **fused) as engine:
+        found = engine.generate(prompts(258), params)
+        engine.check()
+        assert sum(output.num_cached_tokens for output in found) > 0
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+
+
+@pytest.mark.parametrize(
+    ("size", "which"), [(3, "num_attention_heads 8 and num_key_value_heads 2"), (4, "num_key_value_heads 2")]
+)
+def test_heads_that_do_not_divide_are_refused_before_anything_starts(tiny_teacher: Path, size: int, which: str) -> None:
+    with pytest.raises(ModelError, match=which) as caught:
+        LLMEngine.from_pretrained(tiny_teacher, EngineConfig(tensor_parallel_size=size))
+    assert caught.value.field == "tensor_parallel_size"
+    assert caught.value.value == size
+
+
+def test_a_rank_that_dies_fails_the_step_and_none_is_left(tiny_teacher: Path) -> None:
+    with sharing(tiny_teacher) as engine:
+        leader = engine._leader
+        assert leader is not None
+        [process] = leader._processes
+        engine.add_request([1, 2, 3])
+        process.kill()
+        process.wait()
+        with pytest.raises((OSError, RuntimeError)):
+            engine.step()
+        engine.close()
+        assert process.poll() is not None

@@ -65,7 +65,7 @@ class EngineConfig(BaseModel):
     """Devices, of one machine, that share the model; the engine starts a process for each beyond the first."""
     max_grammar_bytes: Annotated[int, Field(ge=1, le=MAX_GRAMMAR_BYTES)] = MAX_GRAMMAR_BYTES
     """Bytes of a schema, expression or grammar that constrains an answer; a longer one is refused."""
-    grammar_timeout_s: Annotated[float, Field(gt=0.0)] = 2.0
+    grammar_timeout_s: Annotated[float, Field(gt=0.0)] = 5.0
     """Seconds that compiling one may take; the engine steps on meanwhile."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads of one CPU operator; None leaves torch's setting (one thread per core, or `OMP_NUM_THREADS`)."""

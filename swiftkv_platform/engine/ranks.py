@@ -124,7 +124,8 @@ class LeadingDecoder:
     def student_upper(
         self, x: torch.Tensor, context: DecoderContext, *, shared: Sequence[Any], kept: TokenSelection | None = None
     ) -> torch.Tensor:
-        self._announce(context, x, upper=True, kept=kept)
+        if self.layer_map.leaders:  # in a dense model all layers are lower ones
+            self._announce(context, x, upper=True, kept=kept)
         hidden: torch.Tensor = self._decoder.student_upper(x, context, kept=kept, shared=shared)
         return hidden
 

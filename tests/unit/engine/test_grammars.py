@@ -31,7 +31,7 @@ def allowed(constraint: Constraint, text: str) -> set[int]:
 
 @pytest.fixture(scope="module")
 def engine(dense_dir: Path) -> LLMEngine:
-    return LLMEngine.from_pretrained(dense_dir)
+    return LLMEngine.from_pretrained(dense_dir, EngineConfig(grammar_timeout_s=60.0))
 
 
 def compiled(engine: LLMEngine, **fields: Any) -> Constraint:

@@ -43,7 +43,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture
 async def engine(model_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
-    config = EngineConfig(max_num_seqs=8, max_grammar_bytes=2000)
+    config = EngineConfig(max_num_seqs=8, max_grammar_bytes=2000, grammar_timeout_s=60.0)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, config))
     yield engine
     await engine.aclose()

@@ -1,7 +1,11 @@
-"""Two processes that share a model over gloo answer as one does, whatever the schedule and the family."""
+"""Two processes that share a model over gloo answer as one does, whatever the schedule and the family.
+
+SWIFTKV_SOAK=1 python -m pytest tests/numerics/test_tensor_parallel.py
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +28,8 @@ from tests.tiny_models import disturb, family_teacher, random_teacher
 FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
 """With which everything that may be drafted is."""
 STUDENT = {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True}
+FAMILIES = ["dense", "deepseek_v2-lora"] + ["qwen3", "qwen3_moe"] * ("SWIFTKV_SOAK" in os.environ)
+"""Each starts a process, which takes its time to import; DeepSeek-V2 has experts too."""
 SMALL = {"max_num_batched_tokens": 16, "block_size": 4, "max_num_seqs": 4}
 """Prompts are read in chunks."""
 
@@ -74,7 +80,7 @@ def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_
         assert all(seen.values()), seen
 
 
-@pytest.mark.parametrize("family", ["dense", "qwen3", "qwen3_moe", "deepseek_v2-lora"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
     """Heads with norms, experts, latents; rows of weights fused, and not."""
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from benchmarks.models import add_shape
 from benchmarks.serving.parts import PARTS, Report
 from benchmarks.serving.plots import PLOTS
 from benchmarks.serving.systems import Systems
+from benchmarks.serving.tables import TABLES
 from benchmarks.serving.workloads import SHAPES
 
 SHORT: dict[str, Any] = {
@@ -52,7 +53,10 @@ def main(argv: list[str] | None = None) -> None:
         systems = Systems(args, models)
         for name in args.parts:
             print(f"-- {name}", flush=True)
-            write(name, head(args) | PARTS[name](systems, args), args.output_dir)
+            report: Report = {}
+            for report in PARTS[name](systems, args):
+                write(name, head(args) | report, args.output_dir)
+            print(TABLES[name](report), flush=True)
 
 
 def head(args: argparse.Namespace) -> Report:
@@ -97,23 +101,23 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, help="where JSON and SVG go; nowhere without it")
     parser.add_argument("--models", type=Path, help="where the random models are kept for the next run")
     parser.add_argument("--short", action="store_true", help="one round of small loads")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="one at least")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
     load = parser.add_argument_group("the trace")
     load.add_argument("--trace", type=Path)
     load.add_argument("--synthetic", choices=sorted(SHAPES), default="code", help="what to draw without a trace")
     load.add_argument("--length-scale", type=float, default=0.25, help="of prompts and answers")
     load.add_argument("--num-requests", type=int, default=48, help="of saturation, evenly from the whole trace")
-    load.add_argument("--num-search-requests", type=int, default=24, help="of sustained, likewise")
-    load.add_argument("--num-trials", type=int, default=3, help="arrival rates tried in a search")
-    load.add_argument("--ttft-limit", type=float, default=2.0, help="seconds in which 90%% of requests start")
+    load.add_argument("--num-search-requests", type=int, default=32, help="of sustained, likewise")
+    load.add_argument("--num-trials", type=int, default=4, help="arrival rates tried in a search")
+    load.add_argument("--ttft-limit", type=float, default=3.0, help="seconds in which 90%% of requests start")
     load.add_argument("--huggingface-rounds", type=int, default=1, help="of saturation; 0 leaves it out")
     load.add_argument("--huggingface-batch-size", type=int, default=4, help="of generate, whose batches are padded")
     paper = parser.add_argument_group("the paper's figures")
     paper.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     paper.add_argument("--length-total-tokens", type=int, default=8192, help="prompt tokens of one point")
     paper.add_argument("--length-output-tokens", type=int, default=32)
-    paper.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0])
+    paper.add_argument("--rates", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.5])
     paper.add_argument("--rate-seconds", type=float, default=10.0, help="of arrivals at each rate")
     paper.add_argument("--min-rate-requests", type=int, default=8, help="at a low rate, which then takes longer")
     paper.add_argument("--rate-input-tokens", type=int, default=512)

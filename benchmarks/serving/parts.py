@@ -1,13 +1,14 @@
 """What is measured, part by part.
 
 In each round the systems take turns on the same requests, and every round begins with another system: all see the same
-noise of the machine. Figures are medians over rounds, ratios medians of each round's.
+noise of the machine. Figures are medians over rounds, ratios medians of each round's. A part yields its report after
+every round, so that what is measured is kept when the machine is needed for something else.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.serving import workloads
@@ -15,16 +16,17 @@ from benchmarks.serving.metrics import Figures, figures, median_ratio, medians, 
 from benchmarks.serving.search import RateSearch
 from benchmarks.serving.systems import System, Systems, engine_system, generate_batch_system, generate_system
 from benchmarks.serving.workloads import Request
+from swiftkv_platform.engine import LLMEngine
 
 Report = dict[str, Any]
-Part = Callable[[Systems, argparse.Namespace], Report]
+Part = Callable[[Systems, argparse.Namespace], Iterator[Report]]
 ALL_AT_ONCE = float("inf")
 THROUGHPUT = "total_token_throughput"
 SHARE_WITHIN_LIMIT = 0.9
 """Of the requests of a load must have their first token in time for its rate to count as sustained."""
 
 
-def saturation(systems: Systems, args: argparse.Namespace) -> Report:
+def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     """Every request of the trace there at once: what each system answers a second."""
     engines = _engines(systems, ["dense", "swiftkv_g1", student(args)])
     peers: dict[str, System] = {}
@@ -43,10 +45,10 @@ def saturation(systems: Systems, args: argparse.Namespace) -> Report:
         loads.append(described(requests))
         some = engines | (peers if number < args.huggingface_rounds else {})
         _take_turns(systems, some, requests, number, runs)
-    return {"loads": loads, **_summary(runs)}
+        yield {"loads": loads, **_summary(runs)}
 
 
-def sustained(systems: Systems, args: argparse.Namespace) -> Report:
+def sustained(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     """The highest arrival rate of the trace at which enough requests have their first token within the limit.
 
     Rates above what a system answers a second when all requests are there at once are not tried: nobody sustains those,
@@ -73,84 +75,85 @@ def sustained(systems: Systems, args: argparse.Namespace) -> Report:
                     _say(name, {"request_rate": rate} | trial, "request_rate", "share_within_limit", "p90_ttft_ms")
         rates = {name: search.sustained or 0.0 for name, search in searches.items()}
         runs.append({"sustained": rates, "saturated": limits, "trials": trials})
-    by_system = {name: [{"request_rate": run["sustained"][name]} for run in runs] for name in engines}
-    report = {
-        "ttft_limit_s": args.ttft_limit,
-        "share_within_limit": SHARE_WITHIN_LIMIT,
-        "loads": loads,
-        "results": {
-            name: {"sustained_request_rate": medians(some)["request_rate"]} for name, some in by_system.items()
-        },
-        "against_dense": {
-            name: median_ratio(some, by_system["dense"], "request_rate")
-            for name, some in by_system.items()
-            if all(run["request_rate"] for run in by_system["dense"])
-        },
-        "rounds": runs,
-    }
-    print(report["results"], report["against_dense"], flush=True)
-    return report
+        yield {
+            "ttft_limit_s": args.ttft_limit,
+            "share_within_limit": SHARE_WITHIN_LIMIT,
+            "loads": loads,
+            **_sustained_summary(runs),
+            "rounds": runs,
+        }
 
 
-def rates(systems: Systems, args: argparse.Namespace) -> Report:
+def rates(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     """TTFT and TPOT over arrival rates, prompts and answers of one length (paper, figure 4)."""
     engines = _engines(systems, ["dense", student(args)])
-    rows = []
-    for rate in args.rates:
-        runs: dict[str, list[Figures]] = {}
-        num_requests = max(args.min_rate_requests, round(rate * args.rate_seconds))
-        for number in range(args.rounds):
+    runs: list[dict[str, list[Figures]]] = [{} for _ in args.rates]
+    counts = [max(args.min_rate_requests, round(rate * args.rate_seconds)) for rate in args.rates]
+    for number in range(args.rounds):
+        for rate, num_requests, some in zip(args.rates, counts, runs, strict=True):
             requests = workloads.uniform(num_requests, args.rate_input_tokens, args.rate_output_tokens, seed=number)
-            _take_turns(systems, engines, workloads.at_rate(requests, rate), number, runs, "median_ttft_ms")
-        rows.append({"request_rate": rate, "num_requests": num_requests, **_summary(runs)})
-    return {"num_input_tokens": args.rate_input_tokens, "num_output_tokens": args.rate_output_tokens, "rows": rows}
+            _take_turns(systems, engines, workloads.at_rate(requests, rate), number, some, "median_ttft_ms")
+        yield {
+            "num_input_tokens": args.rate_input_tokens,
+            "num_output_tokens": args.rate_output_tokens,
+            "rows": [
+                {"request_rate": rate, "num_requests": num_requests, **_summary(some)}
+                for rate, num_requests, some in zip(args.rates, counts, runs, strict=True)
+            ],
+        }
 
 
-def lengths(systems: Systems, args: argparse.Namespace) -> Report:
+def lengths(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     """Combined throughput over prompt lengths, about as many tokens each time, all there at once (paper, figure 3)."""
     engines = _engines(systems, ["dense", student(args)])
-    rows = []
-    for length in args.lengths:
-        runs: dict[str, list[Figures]] = {}
-        num_requests = max(1, args.length_total_tokens // length)
-        for number in range(args.rounds):
+    runs: list[dict[str, list[Figures]]] = [{} for _ in args.lengths]
+    counts = [max(1, args.length_total_tokens // length) for length in args.lengths]
+    for number in range(args.rounds):
+        for length, num_requests, some in zip(args.lengths, counts, runs, strict=True):
             requests = workloads.uniform(num_requests, length, args.length_output_tokens, seed=number)
-            _take_turns(systems, engines, workloads.at_rate(requests, ALL_AT_ONCE), number, runs)
-        rows.append({"num_input_tokens": length, "num_requests": num_requests, **_summary(runs)})
-    return {"num_output_tokens": args.length_output_tokens, "rows": rows}
+            _take_turns(systems, engines, workloads.at_rate(requests, ALL_AT_ONCE), number, some)
+        yield {
+            "num_output_tokens": args.length_output_tokens,
+            "rows": [
+                {"num_input_tokens": length, "num_requests": num_requests, **_summary(some)}
+                for length, num_requests, some in zip(args.lengths, counts, runs, strict=True)
+            ],
+        }
 
 
-def memory(systems: Systems, args: argparse.Namespace) -> Report:
+def memory(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     """Combined throughput at limits of the KV cache's memory (paper, table 5)."""
     names = ["dense", "merge_all_layers", "swiftkv_g1", student(args), f"{student(args)}_fp8"]
-    rows = []
-    for mib in args.memory_mib:
-        engines, counts = {}, {}
-        for name in names:
-            stored = "fp8" if name.endswith("_fp8") else "auto"
-            engine = systems.engine(name.removesuffix("_fp8"), kv_cache_bytes=mib << 20, kv_cache_dtype=stored)
-            engines[name], counts[name] = engine_system(engine), engine
-        _warm_up(systems, engines)
-        runs: dict[str, list[Figures]] = {}
-        for number in range(args.rounds):
-            requests = workloads.uniform(
-                args.num_memory_requests, args.memory_input_tokens, args.memory_output_tokens, seed=number
+    engines: list[dict[str, LLMEngine]] = [
+        {
+            name: systems.engine(
+                name.removesuffix("_fp8"),
+                kv_cache_bytes=mib << 20,
+                kv_cache_dtype="fp8" if name.endswith("_fp8") else "auto",
             )
-            _take_turns(systems, engines, workloads.at_rate(requests, ALL_AT_ONCE), number, runs)
-        summary = _summary(runs)
-        for name, engine in counts.items():
-            summary["results"][name] |= {
-                "num_kv_blocks": engine.num_blocks,
-                "num_preemptions": engine.num_preemptions / args.rounds,
-            }
-            print(f"{mib} MiB {name}: {engine.num_blocks} blocks, {engine.num_preemptions} preemptions", flush=True)
-        rows.append({"kv_cache_mib": mib, **summary})
-    return {
-        "num_requests": args.num_memory_requests,
-        "num_input_tokens": args.memory_input_tokens,
-        "num_output_tokens": args.memory_output_tokens,
-        "rows": rows,
-    }
+            for name in names
+        }
+        for mib in args.memory_mib
+    ]
+    players = [{name: engine_system(engine) for name, engine in some.items()} for some in engines]
+    for one in players:
+        _warm_up(systems, one)
+    runs: list[dict[str, list[Figures]]] = [{} for _ in args.memory_mib]
+    for number in range(args.rounds):
+        requests = workloads.uniform(
+            args.num_memory_requests, args.memory_input_tokens, args.memory_output_tokens, seed=number
+        )
+        for play, some in zip(players, runs, strict=True):
+            _take_turns(systems, play, workloads.at_rate(requests, ALL_AT_ONCE), number, some)
+        yield {
+            "num_requests": args.num_memory_requests,
+            "num_input_tokens": args.memory_input_tokens,
+            "num_output_tokens": args.memory_output_tokens,
+            "rows": [
+                {"kv_cache_mib": mib, **_summary(some), "kv_cache": _kv_cache(own, number + 1)}
+                for mib, some, own in zip(args.memory_mib, runs, engines, strict=True)
+            ],
+        }
 
 
 PARTS: dict[str, Part] = {
@@ -215,6 +218,26 @@ def _take_turns(
         found = figures(engines[name](requests, prompts))
         runs.setdefault(name, []).append(found)
         _say(name, found, "completed", "duration", *dict.fromkeys((THROUGHPUT, shown)))
+
+
+def _kv_cache(engines: dict[str, LLMEngine], num_rounds: int) -> Report:
+    return {
+        name: {"num_blocks": engine.num_blocks, "preemptions_per_round": engine.num_preemptions / num_rounds}
+        for name, engine in engines.items()
+    }
+
+
+def _sustained_summary(runs: Sequence[Report]) -> Report:
+    """Medians over rounds; against dense only where dense sustains some rate."""
+    names = list(runs[0]["sustained"])
+    some = {name: [{"request_rate": run["sustained"][name]} for run in runs] for name in names}
+    comparable = all(one["request_rate"] for one in some["dense"])
+    return {
+        "results": {name: {"sustained_request_rate": medians(some[name])["request_rate"]} for name in names},
+        "against_dense": {
+            name: median_ratio(some[name], some["dense"], "request_rate") for name in names if comparable
+        },
+    }
 
 
 def _trial(systems: Systems, play: System, requests: Sequence[Request], number: int, ttft_limit: float) -> Figures:

@@ -11,7 +11,12 @@ from matplotlib.figure import Figure
 
 from benchmarks.serving.metrics import Figures
 
-LABELS = {"dense": "dense", "merge_all_layers": "Merge-all-Layers"}
+LABELS = {
+    "dense": "dense",
+    "merge_all_layers": "Merge-all-Layers",
+    "hf_generate": "Hugging Face `generate`",
+    "hf_generate_batch": "Hugging Face, continuous batching",
+}
 mpl.rcParams["svg.hashsalt"] = "serving"  # the same figure gives the same file
 
 

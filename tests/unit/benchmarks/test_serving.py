@@ -165,13 +165,15 @@ def report(directory: Path, part: str) -> dict[str, Any]:
     return found
 
 
-def test_every_part_runs_and_says_how_its_figures_came_about(tmp_path: Path) -> None:
+def test_every_part_runs_and_says_how_its_figures_came_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     times = [f"2023-11-16 18:17:0{second}.0000000,{1000 + second},{150 + second}" for second in range(8)]
     trace = azure(tmp_path / "code.csv", *times)
     options = f"{TINY} --num-key-value-layers 2 --length-scale 0.02 --rounds 2 --num-requests 4"
     options += " --num-search-requests 2 --num-trials 1 --rates 40 --rate-seconds 0.1"
     options += " --min-rate-requests 2 --lengths 16 32 --length-total-tokens 64 --length-output-tokens 4"
-    options += " --memory-mib 1 --num-memory-requests 20 --memory-input-tokens 200 --memory-output-tokens 90"
+    options += " --memory-mib 1 --num-memory-requests 16 --memory-input-tokens 240 --memory-output-tokens 40"
     main([*options.split(), "--trace", str(trace), "--output-dir", str(tmp_path / "out")])
 
     saturation = report(tmp_path / "out", "saturation")
@@ -196,10 +198,13 @@ def test_every_part_runs_and_says_how_its_figures_came_about(tmp_path: Path) -> 
 
     assert [row["num_input_tokens"] for row in report(tmp_path / "out", "lengths")["rows"]] == [16, 32]
     assert report(tmp_path / "out", "rates")["rows"][0]["results"]["dense"]["completed"] == 4
-    results = report(tmp_path / "out", "memory")["rows"][0]["results"]
-    blocks = {name: found["num_kv_blocks"] for name, found in results.items()}
+    caches = report(tmp_path / "out", "memory")["rows"][0]["kv_cache"]
+    blocks = {name: cache["num_blocks"] for name, cache in caches.items()}
     assert blocks["merge_all_layers"] == 4 * blocks["dense"]
     assert blocks["swiftkv_g2"] == blocks["dense"] * 4 // 3
-    assert results["dense"]["num_preemptions"] > 0
-    assert results["merge_all_layers"]["num_preemptions"] == 0
+    assert caches["dense"]["preemptions_per_round"] > 0
+    assert caches["merge_all_layers"]["preemptions_per_round"] == 0
+    shown = capsys.readouterr().out
+    assert f"| SwiftKV, g = 2 | 1 | {blocks['swiftkv_g2']} |" in shown
+    assert f"| dense | {sustained['results']['dense']['sustained_request_rate']:.2f} | 1.00x |" in shown
     assert {path.name for path in (tmp_path / "out").glob("*.svg")} == {"lengths.svg", "rates.svg", "memory.svg"}

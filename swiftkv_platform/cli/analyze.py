@@ -45,7 +45,7 @@ def analyze(
 
         require_matplotlib()
     config = model_config(model)
-    path = str(builtin_teacher(model)) if model.startswith("builtin:") else model
+    path = str(builtin_teacher(model, field="model")) if model.startswith("builtin:") else model
     try:
         from swiftkv_platform.distillation.analysis import AnalysisOptions
         from swiftkv_platform.distillation.analysis import analyze as run

@@ -62,7 +62,7 @@ def convert(
     with _needs_torch():
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
-    path = str(builtin_teacher(model)) if model.startswith("builtin:") else model
+    path = str(builtin_teacher(model, field="model")) if model.startswith("builtin:") else model
     with _progress("Calibrating" if calibration else "Converting") as report:
         converted = convert_checkpoint(
             path,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import swiftkv_platform.demo
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.orchestration.teacher_config import builtin_teacher, read_teacher_config
 from swiftkv_platform.planning import read_config
-from swiftkv_platform.specs import BUILTIN_TEACHER, looks_like_a_path
 from swiftkv_platform.storage.object_store import open_store
+
+__all__ = ["builtin_teacher", "model_config"]
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -20,21 +20,10 @@ def model_config(name: str) -> dict[str, Any]:
         ModelError: there is none, or the hub does not answer.
         StorageError: no such object, or the store does not answer.
     """
-    if name.startswith("builtin:"):
-        return read_config(builtin_teacher(name))
-    if name.startswith("s3://"):
-        return read_config(json.loads(open_store(name.rstrip("/")).get_bytes("config.json")))
-    path = Path(name).expanduser()
-    if path.exists() or looks_like_a_path(name, (".json",)):
-        return read_config(path)
-    return read_config(_from_hub(name))
-
-
-def builtin_teacher(name: str) -> Path:
-    """Where the teacher that ships with the package lies."""
-    if name != BUILTIN_TEACHER:
-        raise ModelError(f"the only built-in teacher is {BUILTIN_TEACHER}, not {name}", field="model", value=name)
-    return Path(swiftkv_platform.demo.__path__[0]) / "teacher"
+    if Path(name).suffix == ".json":
+        return read_config(name)
+    config = read_teacher_config(name, lambda store, key: open_store(store).get_bytes(key), field="model")
+    return read_config(_from_hub(name)) if config is None else config
 
 
 def _from_hub(name: str) -> str:

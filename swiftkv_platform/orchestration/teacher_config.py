@@ -1,0 +1,78 @@
+"""A teacher's `config.json` by any name that is not the hub's: built-in, directory, object store. Reads no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import swiftkv_platform.demo
+from swiftkv_platform.errors import ModelError, ObjectNotFoundError
+from swiftkv_platform.specs import BUILTIN_TEACHER, looks_like_a_path
+
+ReadObject = Callable[[str, str], bytes]
+"""(store address, key) -> content. Raises `ObjectNotFoundError` and `StorageError`."""
+
+SPEC_FIELD = "model.name_or_path"
+
+
+def read_teacher_config(name: str, read_object: ReadObject, *, field: str = SPEC_FIELD) -> dict[str, Any] | None:
+    """The configuration of the teacher called `name`; None for a hub id.
+
+    Args:
+        field: what messages call `name`.
+
+    Raises:
+        ModelError: there is none, or it is no JSON object.
+        StorageError: an `s3://` address does not answer.
+    """
+    if name.startswith("s3://"):
+        try:
+            return _parse(read_object(name.rstrip("/"), "config.json"), name, field)
+        except ObjectNotFoundError as error:
+            raise _unreadable(name, field) from error
+    if name.startswith("builtin:"):
+        return read_config_file(builtin_teacher(name, field=field), name, field=field)
+    path = Path(name).expanduser()
+    if path.exists() or looks_like_a_path(name):
+        return read_config_file(path / "config.json", name, field=field)
+    return None
+
+
+def read_config_file(path: Path, name: str | None = None, *, field: str = SPEC_FIELD) -> dict[str, Any]:
+    """The configuration in a file, or in the `config.json` of a directory; `name` is what messages call it.
+
+    Raises `ModelError`.
+    """
+    name = str(path) if name is None else name
+    try:
+        return _parse((path / "config.json" if path.is_dir() else path).read_bytes(), name, field)
+    except OSError as error:
+        raise _unreadable(name, field) from error
+
+
+def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
+    """Where the teacher that ships with the package lies. Raises `ModelError` for another name."""
+    if name != BUILTIN_TEACHER:
+        raise unusable(name, f"the only built-in teacher is {BUILTIN_TEACHER}", field)
+    return Path(swiftkv_platform.demo.__path__[0]) / "teacher"
+
+
+def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
+    """What is said of a teacher that cannot be used."""
+    return ModelError(f"{field} is {name!r}: {why}", field=field, value=name)
+
+
+def _unreadable(name: str, field: str) -> ModelError:
+    return unusable(name, "its config.json cannot be read; a Hugging Face model directory would do", field)
+
+
+def _parse(text: bytes, name: str, field: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise unusable(name, f"its config.json is no JSON ({error})", field) from error
+    if not isinstance(config, dict):
+        raise unusable(name, "its config.json holds no object", field)
+    return config

@@ -41,6 +41,10 @@ class Settings(BaseSettings):
     """File of hashed API keys (`swiftkv keys create` writes it); None lets everybody on this machine in."""
     tenants_file: Path | None = None
     """YAML file of quotas and weights (docs/operations.md); None limits nobody."""
+    webhook_origins: tuple[str, ...] = ()
+    """Where webhooks may go: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
+    secrets_dir: Path | None = None
+    """Directory of named secrets, one file `{tenant}/{name}` each: what webhooks are signed with."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     reconcile_interval_s: Annotated[float, Field(gt=0.0)] = 1.0
     """Pause between two rounds of the reconciler."""

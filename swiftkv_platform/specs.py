@@ -15,6 +15,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from swiftkv_platform.webhooks import WebhookSpec
+
 _MOST_TRIALS = 256
 
 BUILTIN_TEACHER = "builtin:python-5m"
@@ -366,6 +368,8 @@ class JobSpec(_Spec):
     tracking: TrackingSpec = TrackingSpec()
     fault_tolerance: FaultToleranceSpec = FaultToleranceSpec()
     limits: LimitsSpec = LimitsSpec()
+    webhook: WebhookSpec | None = None
+    """Told of the job's changes of status."""
     metadata: Annotated[dict[str, str], Field(max_length=32)] = {}
     """Free key/value pairs, kept with the job and its model."""
 

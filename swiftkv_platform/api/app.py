@@ -12,9 +12,10 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.api import error_handlers
-from swiftkv_platform.api.dependencies import Components, build_components
+from swiftkv_platform.api.dependencies import Components, build_components, webhook_rules
 from swiftkv_platform.api.guards import OriginGuard, too_large
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
+from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.asgi import BodyLimit
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.keys import KeyRing
@@ -23,10 +24,12 @@ from swiftkv_platform.orchestration.leadership import Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 
 _STOP_TIMEOUT_S = 20.0
+LOOPS = ("jobs", "deployments", "webhooks")
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
@@ -47,7 +50,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         parts = await run_in_threadpool(build_components, settings) if components is None else components
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
-        leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in ("jobs", "deployments")}
+        leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
         loops = _loops(settings, parts, leaderships)
         app.state.settings = settings
         app.state.key_ring = key_ring
@@ -80,7 +83,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
 
 
 def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Leadership]) -> list[ControlLoop]:
-    """Jobs and deployments apart: bringing up the first deployment takes Ray Serve a while."""
+    """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
     reconciler = Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
@@ -92,7 +95,11 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
         policies=parts.policies,
         interval_s=settings.reconcile_interval_s,
     )
-    steps = {"jobs": reconciler.tick, "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick}
+    steps = {
+        "jobs": reconciler.tick,
+        "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,
+        "webhooks": Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock).tick,
+    }
     interval_s = settings.reconcile_interval_s
     return [
         ControlLoop(name, leaderships[name].guard(step), interval_s=interval_s, clock=parts.clock)

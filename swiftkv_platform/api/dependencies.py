@@ -14,6 +14,7 @@ from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.leases import SqlLeases
+from swiftkv_platform.database.outbox import SqlOutbox
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.keys import KeyRing, Scope
@@ -22,6 +23,7 @@ from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, Job
 from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
+from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
@@ -45,6 +47,7 @@ class Components:
     objects: ObjectStore
     attempts: AttemptStore
     entrypoint: Entrypoint
+    outbox: SqlOutbox
     policies: Policies = NO_LIMITS
     clock: Clock = time.time
 
@@ -59,10 +62,11 @@ def build_components(settings: Settings) -> Components:
         database.upgrade()
     else:
         database.check_schema()
+    policies = Tenants(settings.tenants_file)
     objects = open_store(settings.resolved_storage_uri, patient=False)  # requests fail fast, the reconciler repeats
     return Components(
         database=database,
-        jobs=SqlJobRepository(database),
+        jobs=SqlJobRepository(database, recipients(policies)),
         catalog=SqlCatalog(database),
         leases=SqlLeases(database),
         cluster=RayJobs(settings.ray_dashboard_url),
@@ -71,8 +75,13 @@ def build_components(settings: Settings) -> Components:
         attempts=AttemptStore(objects),
         # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
         entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, {"OMP_NUM_THREADS": "1"}),
-        policies=Tenants(settings.tenants_file),
+        outbox=SqlOutbox(database),
+        policies=policies,
     )
+
+
+def webhook_rules(settings: Settings) -> WebhookRules:
+    return WebhookRules(settings.webhook_origins, SecretFiles(settings.secrets_dir))
 
 
 def read_object(store: str, key: str) -> bytes:

@@ -12,12 +12,15 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from swiftkv_platform.database.outbox import delivery_rows
 from swiftkv_platform.database.paging import fetch, unknown_cursor
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow
 from swiftkv_platform.errors import IdempotencyConflictError, NotFoundError, QuotaExceededError, StaleVersionError
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.orchestration.ports import Idempotency, JobFilter, Page, Slice
+from swiftkv_platform.orchestration.tenants import NO_LIMITS
+from swiftkv_platform.orchestration.webhooks import Recipients, recipients
 
 _JOB = TypeAdapter(Job)
 _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
@@ -33,15 +36,22 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
 _FINAL = [status.value for status in JobStatus if status.is_terminal]
 _WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 _EVERYTHING = JobFilter()
+NOBODY_ELSE = recipients(NO_LIMITS)
+"""A job's own webhook alone."""
 _STEPS_PER_DELETE = 500
 """Databases limit the number of parameters of a statement."""
 
 
 class SqlJobRepository:
-    """`JobRepository` on a `Database`."""
+    """`JobRepository` on a `Database`.
 
-    def __init__(self, database: Database) -> None:
+    Args:
+        recipients: whose webhooks are told of a job's changes of status.
+    """
+
+    def __init__(self, database: Database, recipients: Recipients = NOBODY_ELSE) -> None:
         self._database = database
+        self._recipients = recipients
 
     def create(
         self, job: Job, event: Event, *, idempotency: Idempotency | None = None, max_waiting: int | None = None
@@ -54,7 +64,7 @@ class SqlJobRepository:
                     self._check_waiting(session, job.tenant, max_waiting)
                 session.add(JobRow(**_columns(job)))
                 session.flush()
-                session.add(_event_row(event))
+                self._add_events(session, job, [event])
                 if idempotency is not None:
                     session.add(
                         IdempotencyRow(
@@ -124,7 +134,7 @@ class SqlJobRepository:
                     field="version",
                     value=job.version,
                 )
-            session.add_all([_event_row(event) for event in events])
+            self._add_events(session, updated, events)
             _replace_points(session, job.id, points)
             if model is not None:
                 session.add(ModelRow(**vars(model)))
@@ -152,6 +162,13 @@ class SqlJobRepository:
             return Slice(
                 [MetricPoint(row.step, row.attempt, row.time, row.values) for row in rows.items], rows.has_more
             )
+
+    def _add_events(self, session: Session, job: Job, events: Sequence[Event]) -> None:
+        session.add_all([EventRow(**vars(event)) for event in events])
+        deliveries = delivery_rows(job, events, self._recipients)
+        if deliveries:
+            session.flush()
+            session.add_all(deliveries)
 
     def _check_waiting(self, session: Session, tenant: str, most: int) -> None:
         if not self._database.is_sqlite:  # where a transaction that writes is alone anyway
@@ -190,10 +207,6 @@ def _columns(job: Job) -> dict[str, Any]:
 
 def _job(row: JobRow) -> Job:
     return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
-
-
-def _event_row(event: Event) -> EventRow:
-    return EventRow(**vars(event))
 
 
 def _event(row: EventRow) -> Event:

@@ -109,6 +109,26 @@ class DeploymentRow(Base):
     state: Mapped[dict[str, Any]] = mapped_column(Document)
 
 
+class DeliveryRow(Base):
+    __tablename__ = "deliveries"
+
+    sequence: Mapped[int] = mapped_column(Sequence, primary_key=True, autoincrement=True)
+    event_id: Mapped[str] = mapped_column(ForeignKey("events.id"))
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id"))
+    webhook: Mapped[dict[str, Any]] = mapped_column(Document)
+    url: Mapped[str] = mapped_column(String(500))
+    """The webhook's: what is sent there about one job goes in order."""
+    status: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[float] = mapped_column(Float(53))
+    not_before: Mapped[float] = mapped_column(Float(53))
+    """Nobody tries before; while somebody does, when another may."""
+    attempts: Mapped[int]
+    error: Mapped[str | None]
+    delivered_at: Mapped[float | None] = mapped_column(Float(53))
+
+    __table_args__ = (Index(None, "status", "not_before"), Index(None, "job_id", "sequence"))
+
+
 class LeaseRow(Base):
     __tablename__ = "leases"
 

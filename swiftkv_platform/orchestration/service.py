@@ -25,10 +25,13 @@ from swiftkv_platform.orchestration.ports import (
 )
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
+from swiftkv_platform.orchestration.webhooks import WebhookRules
 from swiftkv_platform.specs import JobSpec
 
 _UPDATE_TRIES = 5
 """The reconciler may change a job between our reading and writing it."""
+
+NO_WEBHOOKS = WebhookRules()
 
 _UNDER_WAY = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING, JobStatus.EVALUATING})
 
@@ -52,20 +55,24 @@ class JobService:
         read_object: ReadObject,
         rules: SourceRules = OPEN,
         policies: Policies = NO_LIMITS,
+        webhooks: WebhookRules = NO_WEBHOOKS,
     ) -> None:
         self._jobs = jobs
         self._clock = clock
         self._read_object = read_object
         self._rules = rules
         self._policies = policies
+        self._webhooks = webhooks
 
     def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
         """Everything `submit` checks but the queue's length; stores nothing.
 
-        Raises `OverQuotaError`, and as `SourceRules.check` and `validation.validate`.
+        Raises `OverQuotaError`, and as `SourceRules.check`, `WebhookRules.check` and `validation.validate`.
         """
         self._rules.check(spec, caller.tenant)
         self._check_demand(spec, caller.tenant)
+        if spec.webhook is not None:
+            self._webhooks.check(spec.webhook, caller.tenant)
         return validate(spec, self._read_object)
 
     def submit(self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None) -> Job:

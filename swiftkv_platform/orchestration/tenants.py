@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.webhooks import WebhookSpec
 
 
 class _Record(BaseModel):
@@ -34,6 +35,8 @@ class TenantPolicy(_Record):
     """GPUs that its jobs hold at a time; a job that alone asks for more is refused."""
     max_cpus: Annotated[float, Field(ge=0.0)] | None = None
     """CPU cores that its jobs hold at a time; a job that alone asks for more is refused."""
+    webhook: WebhookSpec | None = None
+    """Told of all its jobs' changes of status, beside what each job names."""
 
 
 class _TenantsFile(_Record):

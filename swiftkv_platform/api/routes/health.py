@@ -81,6 +81,10 @@ class _Collector:
         for status, count in self._parts.jobs.count_by_status().items():
             jobs.add_metric([status.value], count)
         yield jobs
+        deliveries = GaugeMetricFamily("swiftkv_webhook_deliveries", "Webhook deliveries by status.", labels=["status"])
+        for outcome, count in self._parts.outbox.count_by_status().items():
+            deliveries.add_metric([outcome], count)
+        yield deliveries
         ticks = GaugeMetricFamily(
             "swiftkv_loop_last_success_timestamp_seconds", "When a control loop last came around.", labels=["loop"]
         )

@@ -7,7 +7,15 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 
-from swiftkv_platform.api.dependencies import NewestFirst, Parts, Reader, TheSettings, Writer, read_object
+from swiftkv_platform.api.dependencies import (
+    NewestFirst,
+    Parts,
+    Reader,
+    TheSettings,
+    Writer,
+    read_object,
+    webhook_rules,
+)
 from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.access import SourceRules
 from swiftkv_platform.orchestration.job import JobStatus
@@ -22,7 +30,14 @@ _METADATA = "metadata."
 
 def _service(parts: Parts, settings: TheSettings) -> JobService:
     rules = SourceRules(settings.resolved_source_roots)
-    return JobService(parts.jobs, clock=parts.clock, read_object=read_object, rules=rules, policies=parts.policies)
+    return JobService(
+        parts.jobs,
+        clock=parts.clock,
+        read_object=read_object,
+        rules=rules,
+        policies=parts.policies,
+        webhooks=webhook_rules(settings),
+    )
 
 
 Service = Annotated[JobService, Depends(_service)]

@@ -16,14 +16,17 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.api.dependencies import Components, webhook_rules
+from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.leases import SqlLeases
+from swiftkv_platform.database.outbox import SqlOutbox
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Entrypoint, Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -71,10 +74,12 @@ class Server:
             interval_s=1.0,
         )
         self._deployments = DeploymentReconciler(self.parts.catalog, self.serving)
+        self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
 
     def tick(self) -> None:
         self._reconciler.tick()
         self._deployments.tick()
+        self._webhooks.tick()
 
     def submit(self, **spec: Any) -> dict[str, Any]:
         response = self.client.post("/jobs", json={**SPEC, **spec})
@@ -130,6 +135,7 @@ def make_parts(directory: Path, empty_database: Path) -> Components:
         serving=FakeServeCluster(),
         objects=objects,
         attempts=AttemptStore(objects),
+        outbox=SqlOutbox(database),
         entrypoint=Entrypoint(("python",), objects.uri),
         clock=Clock(),
     )

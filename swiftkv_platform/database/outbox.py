@@ -1,0 +1,106 @@
+"""Webhook deliveries as rows: stored with the event they tell of, claimed by one process at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import aliased
+
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.tables import DeliveryRow, EventRow, JobRow
+from swiftkv_platform.orchestration.job import Event, Job
+from swiftkv_platform.orchestration.webhooks import Delivery, Recipients
+from swiftkv_platform.webhooks import WebhookSpec
+
+PENDING = "pending"
+DELIVERED = "delivered"
+FAILED = "failed"
+
+
+def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> list[DeliveryRow]:
+    """What these events of a job ask for."""
+    told = [event for event in events if event.type == "status"]
+    return [
+        DeliveryRow(
+            event_id=event.id,
+            job_id=job.id,
+            webhook=hook.model_dump(mode="json"),
+            url=hook.url,
+            status=PENDING,
+            created_at=float(event.created_at),
+            not_before=0.0,
+            attempts=0,
+        )
+        for event in told
+        for hook in recipients(job)
+        if hook.wants(event.data["status"])
+    ]
+
+
+class SqlOutbox:
+    """`Outbox` on a `Database`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def claim(self, *, now: float, until: float, limit: int) -> Sequence[Delivery]:
+        earlier = aliased(DeliveryRow)
+        waits_for_another = (
+            select(earlier.sequence)
+            .where(
+                earlier.status == PENDING,
+                earlier.job_id == DeliveryRow.job_id,
+                earlier.url == DeliveryRow.url,
+                earlier.sequence < DeliveryRow.sequence,
+            )
+            .exists()
+        )
+        query = (
+            select(DeliveryRow, EventRow, JobRow)
+            .join(EventRow, EventRow.id == DeliveryRow.event_id)
+            .join(JobRow, JobRow.id == DeliveryRow.job_id)
+            .where(DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
+            .order_by(DeliveryRow.sequence)
+            .limit(limit)
+            .with_for_update(skip_locked=True, of=DeliveryRow)
+        )
+        with self._database.writing() as session:
+            found = []
+            for row, event, job in session.execute(query):
+                row.not_before = until
+                found.append(_delivery(row, event, job))
+            return found
+
+    def delivered(self, sequence: int, now: float) -> None:
+        self._set(sequence, status=DELIVERED, delivered_at=now, error=None)
+
+    def put_off(self, sequence: int, error: str, not_before: float) -> None:
+        self._set(sequence, attempts=DeliveryRow.attempts + 1, error=error, not_before=not_before)
+
+    def give_up(self, sequence: int, error: str) -> None:
+        self._set(sequence, attempts=DeliveryRow.attempts + 1, error=error, status=FAILED)
+
+    def count_by_status(self) -> Mapping[str, int]:
+        query = select(DeliveryRow.status, func.count()).group_by(DeliveryRow.status)
+        with self._database.reading() as session:
+            found = {status: count for status, count in session.execute(query)}
+        return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
+
+    def _set(self, sequence: int, **values: object) -> None:
+        pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)
+        with self._database.writing() as session:
+            session.execute(pending.values(**values))
+
+
+def _delivery(row: DeliveryRow, event: EventRow, job: JobRow) -> Delivery:
+    return Delivery(
+        sequence=row.sequence,
+        webhook=WebhookSpec.model_validate(row.webhook),
+        event=Event(**{name: getattr(event, name) for name in Event.__dataclass_fields__}),
+        tenant=job.tenant,
+        job_name=job.spec["name"],
+        metadata=job.labels,
+        created_at=row.created_at,
+        attempts=row.attempts,
+    )

@@ -1,0 +1,117 @@
+"""Webhooks as a spec names them and as both ends sign and verify them (standardwebhooks.com, version 1). No I/O.
+
+A message is `POST`ed with the headers `webhook-id`, `webhook-timestamp` (Unix seconds) and `webhook-signature`: `v1,`
+and the base64 of HMAC-SHA256 over `{id}.{timestamp}.{body}`. The timestamp is signed: an old message cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from swiftkv_platform.errors import InvalidInputError, UnauthenticatedError
+
+ID_HEADER = "webhook-id"
+TIMESTAMP_HEADER = "webhook-timestamp"
+SIGNATURE_HEADER = "webhook-signature"
+_VERSION = "v1"
+_ENCODED = "whsec_"
+_LEAST_SECRET_BYTES = 16
+_HOST = re.compile(r"[A-Za-z0-9.:-]+")
+
+Status = Literal[
+    "queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"
+]
+
+
+class WebhookSpec(BaseModel):
+    """Where a job's changes of status are told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    url: Annotated[str, Field(max_length=500)]
+    """Address on a host that the operator allows. It carries no credentials and no query: what is sent is signed."""
+    secret_ref: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    """Name of the tenant's secret that signs; the secret itself stays with the operator."""
+    on: tuple[Status, ...] = ()
+    """Statuses that are told; none named: all."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_plain(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("https", "http") or not _HOST.fullmatch(parts.hostname or ""):
+            raise ValueError("an https:// address is needed")
+        if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+            raise ValueError("credentials, queries and fragments are refused: the signature says who sends")
+        try:
+            _ = parts.port
+        except ValueError as error:
+            raise ValueError("its port is no number in 0..65535") from error
+        return url
+
+    def wants(self, status: str) -> bool:
+        return not self.on or status in self.on
+
+
+class Secret:
+    """Bytes that no log, error or `repr` shows."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    @classmethod
+    def parse(cls, text: str, *, name: str) -> Self:
+        """A secret as a file holds it: `whsec_` and base64, or the text itself.
+
+        Raises `InvalidInputError`, without the value, for one that cannot be decoded or is too short to be one.
+        """
+        text = text.strip()
+        try:
+            value = base64.b64decode(text.removeprefix(_ENCODED), validate=True) if text.startswith(_ENCODED) else None
+        except binascii.Error as error:
+            raise InvalidInputError(f"secret {name!r} is not base64 after {_ENCODED!r}", field="secret_ref") from error
+        value = text.encode() if value is None else value
+        if len(value) < _LEAST_SECRET_BYTES:
+            raise InvalidInputError(
+                f"secret {name!r} has {len(value)} bytes; {_LEAST_SECRET_BYTES} or more would do",
+                field="secret_ref",
+                value=name,
+            )
+        return cls(value)
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def sign(self, message_id: str, timestamp: int, body: bytes) -> str:
+        """The `webhook-signature` header of a message."""
+        signed = f"{message_id}.{timestamp}.".encode() + body
+        digest = hmac.new(self._value, signed, hashlib.sha256).digest()
+        return f"{_VERSION},{base64.b64encode(digest).decode()}"
+
+
+def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, tolerance_s: float = 300.0) -> None:
+    """Returns if `body` came from who holds `secret`, not long ago; else raises `UnauthenticatedError`.
+
+    Args:
+        headers: of the request, with lower-case names.
+        body: as it came, before any decoding.
+    """
+    missing = [name for name in (ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER) if name not in headers]
+    if missing:
+        raise UnauthenticatedError(f"the header {missing[0]} is missing", field=missing[0])
+    stamp = headers[TIMESTAMP_HEADER]
+    if not stamp.isdecimal() or abs(now - int(stamp)) > tolerance_s:
+        raise UnauthenticatedError(f"its time is more than {tolerance_s:g} s away", field=TIMESTAMP_HEADER, value=stamp)
+    expected = Secret.parse(secret, name="secret").sign(headers[ID_HEADER], int(stamp), body)
+    given = headers[SIGNATURE_HEADER].split(" ")
+    if not any(hmac.compare_digest(expected, each) for each in given):
+        raise UnauthenticatedError("the signature does not fit the body", field=SIGNATURE_HEADER)

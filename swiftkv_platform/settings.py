@@ -41,6 +41,12 @@ class Settings(BaseSettings):
     """File of hashed API keys (`swiftkv keys create` writes it); None lets everybody on this machine in."""
     tenants_file: Path | None = None
     """YAML file of quotas and weights (docs/operations.md); None limits nobody."""
+    gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
+    """Price of a GPU for an hour; without prices jobs have no cost and `limits.cost_cap` is refused."""
+    cpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
+    """Price of a CPU core for an hour."""
+    flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
+    """What one worker reaches, for the time estimate while no job like it has been measured."""
     webhook_origins: tuple[str, ...] = ()
     """Where webhooks may go: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
     secrets_dir: Path | None = None

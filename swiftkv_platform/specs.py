@@ -345,6 +345,8 @@ class FaultToleranceSpec(_Spec):
 class LimitsSpec(_Spec):
     priority: Literal["low", "normal", "high"] = "normal"
     """Queue order; within a priority first come, first served."""
+    cost_cap: Annotated[float, Field(gt=0.0)] | None = None
+    """In the operator's currency: a job that has cost more is paused, at a checkpoint."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
     """An attempt that runs longer is stopped and the job fails."""
 

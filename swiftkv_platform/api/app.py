@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.api import error_handlers
-from swiftkv_platform.api.dependencies import Components, build_components, webhook_rules
+from swiftkv_platform.api.dependencies import Components, build_components, prices, webhook_rules
 from swiftkv_platform.api.guards import OriginGuard, too_large
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.webhook_sender import send_webhook
@@ -93,6 +93,7 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
         entrypoint=parts.entrypoint,
         max_running_jobs=settings.max_running_jobs,
         policies=parts.policies,
+        prices=prices(settings),
         interval_s=settings.reconcile_interval_s,
     )
     steps = {

@@ -19,6 +19,7 @@ from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.keys import KeyRing, Scope
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.orchestration.service import Caller
@@ -78,6 +79,10 @@ def build_components(settings: Settings) -> Components:
         outbox=SqlOutbox(database),
         policies=policies,
     )
+
+
+def prices(settings: Settings) -> Prices:
+    return Prices(settings.gpu_hour_price, settings.cpu_hour_price)
 
 
 def webhook_rules(settings: Settings) -> WebhookRules:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, Level, MetricPoint, Reason
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.specs import JobSpec
@@ -82,6 +83,10 @@ class JobAnswer(Answer):
     """The evaluation report."""
     tracking: dict[str, Any] | None
     artifact_uri: str | None
+    cost: float | None
+    """So far, over all attempts, at the operator's prices; null without prices."""
+    estimated_cost: float | None
+    """When its training has ended, at its present speed."""
     submission_id: str | None
     """Ray's id of the present attempt."""
     error: JobError | None
@@ -90,7 +95,7 @@ class JobAnswer(Answer):
     created_by: str
 
     @classmethod
-    def of(cls, job: Job) -> Self:
+    def of(cls, job: Job, prices: Prices, now: float) -> Self:
         progress = job.progress
         return cls(
             id=job.id,
@@ -114,12 +119,23 @@ class JobAnswer(Answer):
             result=None if job.result is None else dict(job.result),
             tracking=None if job.tracking is None else dict(job.tracking),
             artifact_uri=job.artifact_uri,
+            cost=prices.cost_of(job, now),
+            estimated_cost=prices.final_cost_of(job, now),
             submission_id=job.attempt.submission_id,
             error=_job_error(job.error),
             metadata=job.spec.metadata,
             tenant=job.tenant,
             created_by=job.created_by,
         )
+
+
+class ResumeRequest(BaseModel):
+    """How a paused job goes on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    cost_cap: Annotated[float, Field(gt=0.0)] | None = None
+    """Replaces `limits.cost_cap`."""
 
 
 def _status_reason(reason: Reason | None) -> StatusReason | None:
@@ -163,6 +179,14 @@ class EstimateAnswer(Answer):
     """Tokens trained with `training.max_steps` full batches; null where epochs decide."""
     total_flops: float | None
     """Of those tokens."""
+    flops_per_step: float | None
+    """Of all workers."""
+    seconds: float | None
+    """From start to model, as a job like it was measured; null without `training.max_steps`, and before any was."""
+    speed_source: str | None
+    """Where the speed is from: the id of the job that was measured, or `configured`."""
+    cost: float | None
+    """Of those seconds, at the operator's prices."""
     sources: list[SourceEstimateAnswer]
 
 

@@ -65,9 +65,14 @@ class Jobs:
         """Ask a job to checkpoint and free the cluster; asking twice is the same."""
         return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/pause", repeatable=True).json())
 
-    def resume(self, job_id: str) -> Job:
-        """Queue a paused job again; it goes on from its last checkpoint."""
-        return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/resume", repeatable=True).json())
+    def resume(self, job_id: str, *, cost_cap: float | None = None) -> Job:
+        """Queue a paused job again; it goes on from its last checkpoint.
+
+        Args:
+            cost_cap: replaces `limits.cost_cap`, for a job that was paused because of its cost.
+        """
+        body = None if cost_cap is None else {"cost_cap": cost_cap}
+        return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/resume", json=body, repeatable=True).json())
 
     def wait(self, job_id: str, timeout: float | None = None, *, poll_interval: float = 1.0) -> Job:
         """Block until the job has finished, well or not, and return it.

@@ -59,6 +59,9 @@ class Job(_Answer):
     tracking: dict[str, Any] | None = None
     artifact_uri: str | None = None
     submission_id: str | None = None
+    cost: float | None = None
+    """So far, at the operator's prices."""
+    estimated_cost: float | None = None
     error: JobError | None = None
     metadata: dict[str, str] = {}
 

@@ -82,10 +82,10 @@ class SqlOutbox:
         self._set(sequence, attempts=DeliveryRow.attempts + 1, error=error, status=FAILED)
 
     def count_by_status(self) -> Mapping[str, int]:
-        query = select(DeliveryRow.status, func.count()).group_by(DeliveryRow.status)
+        query = select(DeliveryRow.status, func.count().label("number")).group_by(DeliveryRow.status)
         with self._database.reading() as session:
-            found = {status: count for status, count in session.execute(query)}
-        return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
+            found = {row.status: row.number for row in session.execute(query)}
+            return {status: found.get(status, 0) for status in (PENDING, DELIVERED, FAILED)}
 
     def _set(self, sequence: int, **values: object) -> None:
         pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)

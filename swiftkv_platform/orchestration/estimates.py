@@ -35,6 +35,14 @@ class Estimate:
     """Tokens trained with `training.max_steps` full batches; None where epochs decide."""
     total_flops: float | None = None
     """Of those tokens."""
+    flops_per_step: float | None = None
+    """Of all workers."""
+    seconds: float | None = None
+    """From submission to the model, once it starts; None without `training.max_steps` or without a speed."""
+    speed_source: str | None = None
+    """Where the speed is from: the id of the job that was measured, or `configured`."""
+    cost: float | None = None
+    """Of those seconds, at the operator's prices."""
     sources: tuple[SourceEstimate, ...] = ()
 
 
@@ -75,6 +83,7 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         memory_per_worker=training.memory.peak,
         max_tokens=max_tokens,
         total_flops=training.total_flops,
+        flops_per_step=training.flops_per_token.total * spec.training.batch_size * spec.data.max_length,
         sources=sources,
     )
 

@@ -108,6 +108,20 @@ class Pace:
     step: int
     time: float
     """Unix seconds."""
+    last_time: float = 0.0
+    """Of the newest point."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a job was, from which other jobs' time is estimated."""
+
+    flops_per_second: float
+    """Of one worker, as `planning.plan_training` counts FLOPs, checkpoints and waiting included."""
+    startup_s: float
+    """From submission to the first step."""
+    finish_s: float
+    """From the last step to the end: evaluation and publishing."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +165,12 @@ class Job:
     estimated_finish: int | None = None
     progress: Progress = Progress()
     attempt: Attempt = Attempt()
+    flops_per_step: float | None = None
+    """Of all workers; None where the teacher's configuration was not at hand."""
+    earlier_seconds: float = 0.0
+    """That attempts before the present one, or all of a job off the cluster, were on the cluster."""
+    speed: Speed | None = None
+    """Once it has succeeded."""
     retries: int = 0
     """Attempts that count against `fault_tolerance.max_retries`."""
     not_before: float = 0.0
@@ -162,6 +182,12 @@ class Job:
     error: Reason | None = None
     version: int = 0
     """Raised by every update; an update of an older version is refused."""
+
+    def seconds_on_cluster(self, now: float) -> float:
+        """Over all attempts, the present one included."""
+        since = self.attempt.submitted_at
+        running = now - since if since is not None and self.status.holds_cluster else 0.0
+        return self.earlier_seconds + max(running, 0.0)
 
 
 EventType = Literal["status", "message", "metrics", "checkpoint"]
@@ -240,6 +266,8 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
             value=job.status.value,
         )
     changed = replace(job, status=status, status_reason=reason)
+    if job.status.holds_cluster and not status.holds_cluster:
+        changed = replace(changed, earlier_seconds=job.seconds_on_cluster(now))
     if status is JobStatus.RUNNING and job.started_at is None:
         changed = replace(changed, started_at=now)
     if not status.holds_cluster:
@@ -263,7 +291,10 @@ def requeue(job: Job, *, now: int, reason: Reason, delay_s: float = 0.0, counts:
 
     An attempt that has not been started is still the next one.
     """
-    following = Attempt(number=job.attempt.number + 1) if job.attempt.submission_id else job.attempt
+    queued, event = transition(job, JobStatus.QUEUED, now=now, reason=reason)
     retries = job.retries + 1 if counts else job.retries
-    queued = replace(job, attempt=following, retries=retries, not_before=now + delay_s)
-    return transition(queued, JobStatus.QUEUED, now=now, reason=reason)
+    queued = replace(queued, retries=retries, not_before=now + delay_s)
+    if job.attempt.submission_id is None:
+        return queued, event
+    queued = replace(queued, attempt=Attempt(number=job.attempt.number + 1))
+    return queued, status_event(queued, now=now, previous=job.status)

@@ -127,6 +127,7 @@ def _measure(reading: Reading, event: AttemptEvent, metrics: _Metrics) -> None:
     pace = job.attempt.pace
     if pace is None or last.step <= job.progress.step:
         pace = Pace(last.step, event.time)  # a fresh start, or steps repeated from a checkpoint
+    pace = replace(pace, last_time=event.time)
     remaining = _seconds_remaining(pace, last.step, event.time, total)
     reading.job = replace(
         job,

@@ -20,6 +20,7 @@ from swiftkv_platform.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import ClusterUnavailableError, StaleVersionError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.backoff import Backoff
+from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.fair_queue import FairQueue
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start
 from swiftkv_platform.orchestration.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
@@ -55,6 +56,7 @@ class Reconciler:
         digest: SHA-256 of a manifest.
         max_running_jobs: attempts on the cluster at the same time.
         policies: quotas and weights of tenants.
+        prices: what time on the cluster costs.
         interval_s: how long something is left alone after it failed once; more after every further time.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
     """
@@ -71,6 +73,7 @@ class Reconciler:
         max_running_jobs: int,
         interval_s: float,
         policies: Policies = NO_LIMITS,
+        prices: Prices = FREE,
         retry_delay_s: float = 1.0,
     ) -> None:
         self._jobs = jobs
@@ -81,6 +84,8 @@ class Reconciler:
         self._entrypoint = entrypoint
         self._max_running_jobs = max_running_jobs
         self._queue = FairQueue(policies)
+        self._policies = policies
+        self._prices = prices
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._log = get_logger(loop="jobs")
 
@@ -178,6 +183,7 @@ class Reconciler:
             message = f"attempt {reading.job.attempt.number} ran longer than limits.max_runtime_s, {limit} s"
             reason = Reason("max_runtime_exceeded", message, field="limits.max_runtime_s")
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
+        self._cap_cost(reading)
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
             self._store.request_pause(reading.job.id, reading.job.attempt.number)
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
@@ -190,6 +196,16 @@ class Reconciler:
     def _is_overdue(self, job: Job) -> bool:
         limit, since = job.spec.limits.max_runtime_s, job.attempt.submitted_at
         return limit is not None and since is not None and self._clock() - since > limit
+
+    def _cap_cost(self, reading: Reading) -> None:
+        """Pause a job that has cost more than it may."""
+        job = reading.job
+        cap = cost_cap(job.spec, self._policies.policy(job.tenant))
+        cost = self._prices.cost_of(job, self._clock())
+        if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
+            return
+        message = f"it has cost {cost:.2f} and may cost {cap:.2f}; resume it with a higher limits.cost_cap"
+        reading.move(JobStatus.PAUSING, Reason("cost_cap", message, field="limits.cost_cap"))
 
     def _seen_by_ray(self, job: Job) -> Job:
         if job.attempt.submitted_at is not None:

@@ -8,11 +8,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError, NotFoundError, OverQuotaError, StaleVersionError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, OverQuotaError, StaleVersionError
 from swiftkv_platform.orchestration.access import OPEN, SourceRules
+from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
+from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap
 from swiftkv_platform.orchestration.estimates import Estimate
 from swiftkv_platform.orchestration.fair_queue import Demand
-from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, new_id, requeue, status_event, transition
+from swiftkv_platform.orchestration.job import (
+    Event,
+    Job,
+    JobStatus,
+    Reason,
+    Speed,
+    new_id,
+    requeue,
+    status_event,
+    transition,
+)
 from swiftkv_platform.orchestration.ports import (
     Catalog,
     Clock,
@@ -21,7 +33,9 @@ from swiftkv_platform.orchestration.ports import (
     DeploymentState,
     DeploymentStatus,
     Idempotency,
+    JobFilter,
     JobRepository,
+    Page,
 )
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
@@ -30,6 +44,9 @@ from swiftkv_platform.specs import JobSpec
 
 _UPDATE_TRIES = 5
 """The reconciler may change a job between our reading and writing it."""
+
+_MEASURED_JOBS = 100
+"""Newest ones that are looked through for a speed."""
 
 NO_WEBHOOKS = WebhookRules()
 
@@ -56,6 +73,8 @@ class JobService:
         rules: SourceRules = OPEN,
         policies: Policies = NO_LIMITS,
         webhooks: WebhookRules = NO_WEBHOOKS,
+        prices: Prices = FREE,
+        flops_per_second: float | None = None,
     ) -> None:
         self._jobs = jobs
         self._clock = clock
@@ -63,17 +82,45 @@ class JobService:
         self._rules = rules
         self._policies = policies
         self._webhooks = webhooks
+        self._prices = prices
+        self._flops_per_second = flops_per_second
 
     def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
-        """Everything `submit` checks but the queue's length; stores nothing.
+        """Everything `submit` checks but the queue's length, and how long the job would take; stores nothing.
 
         Raises `OverQuotaError`, and as `SourceRules.check`, `WebhookRules.check` and `validation.validate`.
         """
+        return self._with_time(self._check(spec, caller), spec, caller)
+
+    def _check(self, spec: JobSpec, caller: Caller) -> Estimate:
         self._rules.check(spec, caller.tenant)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
             self._webhooks.check(spec.webhook, caller.tenant)
+        if spec.limits.cost_cap is not None and not self._prices.are_known:
+            raise InvalidInputError(
+                f"limits.cost_cap is {spec.limits.cost_cap:g}, but the operator has set no prices "
+                "(SWIFTKV_GPU_HOUR_PRICE, SWIFTKV_CPU_HOUR_PRICE), so no job has a cost; leave it out",
+                field="limits.cost_cap",
+                value=spec.limits.cost_cap,
+            )
         return validate(spec, self._read_object)
+
+    def _with_time(self, found: Estimate, spec: JobSpec, caller: Caller) -> Estimate:
+        """How long it takes, as jobs like it did, and what that costs. A sweep's trials are not foreseen."""
+        if found.total_flops is None or spec.sweep is not None:
+            return found
+        succeeded = JobFilter(status=JobStatus.SUCCEEDED)
+        earlier = self._jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
+        measured = speed_for(spec, earlier)
+        if measured is None and self._flops_per_second is not None:
+            measured = Speed(self._flops_per_second, 0.0, 0.0), "configured"
+        if measured is None:
+            return found
+        speed, source = measured
+        training = found.total_flops / (speed.flops_per_second * spec.resources.max_workers)
+        seconds = speed.startup_s + training + speed.finish_s
+        return replace(found, seconds=seconds, speed_source=source, cost=self._prices.cost(spec, seconds))
 
     def submit(self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None) -> Job:
         """Store a job; once this returns it is not lost.
@@ -81,9 +128,16 @@ class JobService:
         With a key the caller has used before, returns that key's job. Raises `IdempotencyConflictError` if that came
         with another body, `QuotaExceededError` if too many of the tenant's jobs wait already, and as `validate`.
         """
-        self.validate(spec, caller)
+        foreseen = self._check(spec, caller)
         now = int(self._clock())
-        job = Job(id=new_id("job"), tenant=caller.tenant, created_by=caller.name, spec=spec, created_at=now)
+        job = Job(
+            id=new_id("job"),
+            tenant=caller.tenant,
+            created_by=caller.name,
+            spec=spec,
+            created_at=now,
+            flops_per_step=foreseen.flops_per_step,
+        )
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         most = self._policies.policy(caller.tenant).max_queued_jobs
         return self._jobs.create(job, status_event(job, now=now), idempotency=idempotency, max_waiting=most)
@@ -131,19 +185,38 @@ class JobService:
 
         return self._change(job_id, caller, step)
 
-    def resume(self, job_id: str, caller: Caller) -> Job:
+    def resume(self, job_id: str, caller: Caller, *, cost_cap: float | None = None) -> Job:
         """Queue a paused job again, from its last checkpoint; a job that is under way stays as it is.
 
-        Raises as `cancel`, also for a job that is still pausing.
+        Args:
+            cost_cap: replaces `limits.cost_cap` of its spec.
+
+        Raises as `cancel`, also for a job that is still pausing, and `ConflictError` for one that has cost more than it
+        may.
         """
 
         def step(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in _UNDER_WAY:
                 return job, []
+            if cost_cap is not None:
+                limits = job.spec.limits.model_copy(update={"cost_cap": cost_cap})
+                job = replace(job, spec=job.spec.model_copy(update={"limits": limits}))
+            self._check_cost(job)
             queued, event = requeue(job, now=now, reason=Reason("resumed", f"resumed by {caller.name}"))
             return queued, [event]
 
         return self._change(job_id, caller, step)
+
+    def _check_cost(self, job: Job) -> None:
+        cap = lowest_cost_cap(job.spec, self._policies.policy(job.tenant))
+        cost = self._prices.cost_of(job, self._clock())
+        if cap is not None and cost is not None and cost > cap:
+            raise ConflictError(
+                f"job {job.id} has cost {cost:.2f} and may cost {cap:.2f}; resume it with a `cost_cap` above its cost, "
+                "if the tenant's own allows it",
+                field="cost_cap",
+                value=cap,
+            )
 
     def _change(self, job_id: str, caller: Caller, step: Callable[[Job, int], tuple[Job, list[Event]]]) -> Job:
         """Store what `step` makes of the job, read again while others change it; no events: nothing is to be done."""

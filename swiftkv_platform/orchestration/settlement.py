@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from swiftkv_platform.attempts import Manifest
 from swiftkv_platform.errors import ArtifactCorruptError
+from swiftkv_platform.orchestration.costs import measured_speed
 from swiftkv_platform.orchestration.job import (
     Failure,
     Job,
@@ -118,6 +119,7 @@ class Settlement:
             artifact_uri=model.artifact_uri,
             result=model.metrics,
             progress=replace(job.progress, percent=100.0),
+            speed=measured_speed(job, reading.now),
         )
         reading.move(JobStatus.SUCCEEDED)
         return model

@@ -35,6 +35,8 @@ class TenantPolicy(_Record):
     """GPUs that its jobs hold at a time; a job that alone asks for more is refused."""
     max_cpus: Annotated[float, Field(ge=0.0)] | None = None
     """CPU cores that its jobs hold at a time; a job that alone asks for more is refused."""
+    cost_cap: Annotated[float, Field(gt=0.0)] | None = None
+    """What one job may cost before it is paused, whatever its spec says."""
     webhook: WebhookSpec | None = None
     """Told of all its jobs' changes of status, beside what each job names."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
@@ -13,12 +14,13 @@ from swiftkv_platform.api.dependencies import (
     Reader,
     TheSettings,
     Writer,
+    prices,
     read_object,
     webhook_rules,
 )
-from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, list_answer
+from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
 from swiftkv_platform.orchestration.access import SourceRules
-from swiftkv_platform.orchestration.job import JobStatus
+from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
 from swiftkv_platform.orchestration.service import JobService
 from swiftkv_platform.specs import JobSpec
@@ -37,10 +39,17 @@ def _service(parts: Parts, settings: TheSettings) -> JobService:
         rules=rules,
         policies=parts.policies,
         webhooks=webhook_rules(settings),
+        prices=prices(settings),
+        flops_per_second=settings.flops_per_second,
     )
 
 
+def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
+    return lambda job: JobAnswer.of(job, prices(settings), parts.clock())
+
+
 Service = Annotated[JobService, Depends(_service)]
+Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
@@ -48,13 +57,14 @@ def create_job(
     spec: JobSpec,
     service: Service,
     caller: Writer,
+    present: Present,
     response: Response,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
 ) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
     job = service.submit(spec, caller, idempotency_key=idempotency_key)
     response.headers["Location"] = f"/jobs/{job.id}"
-    return JobAnswer.of(job)
+    return present(job)
 
 
 @router.post("/validate")
@@ -68,6 +78,7 @@ def list_jobs(
     request: Request,
     parts: Parts,
     caller: Reader,
+    present: Present,
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
@@ -79,28 +90,30 @@ def list_jobs(
         if name.startswith(_METADATA)
     }
     found = parts.jobs.list(page, tenant=caller.tenant, where=JobFilter(status, model, metadata))
-    return list_answer(found, JobAnswer.of, lambda job: job.id)
+    return list_answer(found, present, lambda job: job.id)
 
 
 @router.get("/{job_id}")
-def get_job(job_id: str, parts: Parts, caller: Reader) -> JobAnswer:
+def get_job(job_id: str, parts: Parts, caller: Reader, present: Present) -> JobAnswer:
     """One job."""
-    return JobAnswer.of(parts.jobs.get(job_id, tenant=caller.tenant))
+    return present(parts.jobs.get(job_id, tenant=caller.tenant))
 
 
 @router.post("/{job_id}/cancel")
-def cancel_job(job_id: str, service: Service, caller: Writer) -> JobAnswer:
+def cancel_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
     """Ask for the end of a job; asking again is the same."""
-    return JobAnswer.of(service.cancel(job_id, caller))
+    return present(service.cancel(job_id, caller))
 
 
 @router.post("/{job_id}/pause")
-def pause_job(job_id: str, service: Service, caller: Writer) -> JobAnswer:
+def pause_job(job_id: str, service: Service, caller: Writer, present: Present) -> JobAnswer:
     """Ask a job to checkpoint and free the cluster; asking again is the same."""
-    return JobAnswer.of(service.pause(job_id, caller))
+    return present(service.pause(job_id, caller))
 
 
 @router.post("/{job_id}/resume")
-def resume_job(job_id: str, service: Service, caller: Writer) -> JobAnswer:
-    """Queue a paused job again; it goes on from its last checkpoint."""
-    return JobAnswer.of(service.resume(job_id, caller))
+def resume_job(
+    job_id: str, service: Service, caller: Writer, present: Present, body: ResumeRequest | None = None
+) -> JobAnswer:
+    """Queue a paused job again; it goes on from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
+    return present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))

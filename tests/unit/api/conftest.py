@@ -16,7 +16,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.dependencies import Components, webhook_rules
+from swiftkv_platform.api.dependencies import Components, prices, webhook_rules
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.leases import SqlLeases
@@ -72,6 +72,8 @@ class Server:
             entrypoint=self.parts.entrypoint,
             max_running_jobs=1,
             interval_s=1.0,
+            policies=self.parts.policies,
+            prices=prices(self.settings),
         )
         self._deployments = DeploymentReconciler(self.parts.catalog, self.serving)
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)

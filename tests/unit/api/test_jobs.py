@@ -14,7 +14,7 @@ from tests.unit.api.conftest import SPEC, URL, Server
 JOB_KEYS = {
     *("id", "object", "name", "status", "status_reason", "created_at", "started_at", "finished_at"),
     *("estimated_finish", "progress", "attempt", "spec", "distilled_model", "result", "tracking", "artifact_uri"),
-    *("submission_id", "error", "metadata", "tenant", "created_by"),
+    *("submission_id", "error", "metadata", "tenant", "created_by", "cost", "estimated_cost"),
 }
 
 

@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from urllib.parse import quote
 
 import pytest
+from sqlalchemy import text
+
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.tables import Base
 
 POSTGRES = "SWIFTKV_TEST_POSTGRES_URL"
 """Its tables are dropped."""
@@ -29,3 +33,14 @@ def postgres_server() -> Iterator[str]:
         finally:
             server.cleanup_mode = "stop"
             server.cleanup()
+
+
+def emptied(url: str) -> str:
+    """The same server with nothing but our empty tables."""
+    database = Database(url)
+    with database.writing() as session:
+        Base.metadata.drop_all(session.connection())
+        session.execute(text("DROP TABLE IF EXISTS alembic_version"))
+    database.upgrade()
+    database.close()
+    return url

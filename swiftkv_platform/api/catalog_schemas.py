@@ -50,7 +50,7 @@ class DeploymentRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     model: Annotated[str, Field(min_length=1)]
-    """`mdl_` id."""
+    """`mdl_` id, the `job_` id of a job that succeeded, or an alias: what is promoted to it later is swapped in."""
     route_prefix: Annotated[str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200)] = "/"
     """HTTP path below which it answers; one deployment can hold it."""
     min_replicas: Annotated[int, Field(ge=0)] = 1
@@ -84,7 +84,7 @@ class DeploymentChange(BaseModel):
 
     # The defaults are never used: only what a body sets is changed.
     model: Annotated[str, Field(min_length=1)] = ""
-    """`mdl_` id: loaded beside the model that serves, and swapped in without a failed request."""
+    """`mdl_` id, `job_` id or alias: loaded beside the model that serves, and swapped in without a failed request."""
     min_replicas: Annotated[int, Field(ge=0)] = 1
     max_replicas: Annotated[int, Field(ge=1)] = 1
     target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
@@ -133,6 +133,8 @@ class DeploymentAnswer(Answer):
     engine: dict[str, Any]
     status: DeploymentStatus
     message: str
+    alias: str | None
+    """Which the deployment follows, if it was made of one."""
     replicas: int
     """Running now."""
     url: str
@@ -155,6 +157,7 @@ class DeploymentAnswer(Answer):
             engine=dict(spec.engine),
             status=state.status,
             message=state.message,
+            alias=spec.alias,
             replicas=state.replicas,
             url=serve_url.rstrip("/") + spec.route_prefix.rstrip("/"),
         )

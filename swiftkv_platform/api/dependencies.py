@@ -15,6 +15,7 @@ from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
+from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.keys import KeyRing, Scope
@@ -22,6 +23,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
+from swiftkv_platform.orchestration.registry import Registry, RegistryService
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
@@ -42,6 +44,7 @@ class Components:
     database: Database
     jobs: JobRepository
     catalog: Catalog
+    registry: Registry
     leases: Leases
     cluster: JobCluster
     serving: ServeCluster
@@ -69,6 +72,7 @@ def build_components(settings: Settings) -> Components:
         database=database,
         jobs=SqlJobRepository(database, recipients(policies)),
         catalog=SqlCatalog(database),
+        registry=SqlRegistry(database),
         leases=SqlLeases(database),
         cluster=RayJobs(settings.ray_dashboard_url),
         serving=RayServe(settings.ray_dashboard_url, settings.serve_url),
@@ -102,6 +106,11 @@ def get_components(request: Request) -> Components:
 def get_settings(request: Request) -> Settings:
     settings: Settings = request.app.state.settings
     return settings
+
+
+def registry_service(request: Request) -> RegistryService:
+    parts = get_components(request)
+    return RegistryService(parts.registry, clock=parts.clock)
 
 
 def get_caller(

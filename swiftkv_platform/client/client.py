@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
 import time
@@ -12,7 +13,17 @@ import httpx
 
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
 from swiftkv_platform.client.jobs import Jobs, rows
-from swiftkv_platform.client.models import Deployment, DeploymentMetrics, Generation, Model, Quota
+from swiftkv_platform.client.models import (
+    Alias,
+    Comparison,
+    Deployment,
+    DeploymentMetrics,
+    Generation,
+    Lineage,
+    Model,
+    Promotion,
+    Quota,
+)
 from swiftkv_platform.client.sse import iter_events
 from swiftkv_platform.client.transport import Transport
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
@@ -145,6 +156,38 @@ class Models:
     def get(self, model_id: str) -> Model:
         return Model.model_validate(self._transport.request("GET", f"/models/{model_id}", repeatable=True).json())
 
+    def lineage(self, model_id: str) -> Lineage:
+        """From data and teacher to deployments."""
+        path = f"/models/{model_id}/lineage"
+        return Lineage.model_validate(self._transport.request("GET", path, repeatable=True).json())
+
+    def compare(self, model_id: str, other_id: str) -> Comparison:
+        """Quality, prefill compute and cache of two models, and how their jobs differ."""
+        path = f"/models/{model_id}/compare/{other_id}"
+        return Comparison.model_validate(self._transport.request("GET", path, repeatable=True).json())
+
+    def promote(self, model_id: str, *, reason: str, alias: str = "production") -> Promotion:
+        """Let `alias` stand for the model; deployments made of the alias swap it in."""
+        body = {"alias": alias, "reason": reason}
+        response = self._transport.request("POST", f"/models/{model_id}/promote", json=body, repeatable=True)
+        return Promotion.model_validate(response.json())
+
+    def aliases(self) -> builtins.list[Alias]:
+        """What each alias stands for, and how it came to."""
+        return [Alias.model_validate(row) for row in rows(self._transport, "/aliases", {}, None)]
+
+    def alias(self, alias: str) -> Alias:
+        return Alias.model_validate(self._transport.request("GET", f"/aliases/{alias}", repeatable=True).json())
+
+    def rollback(self, alias: str = "production", *, reason: str) -> Promotion:
+        """Let `alias` stand for the model before its present one again.
+
+        Not repeated after a broken connection, since a second call would go back one model more.
+        """
+        path = f"/aliases/{alias}/rollback"
+        response = self._transport.request("POST", path, json={"reason": reason}, repeatable=False)
+        return Promotion.model_validate(response.json())
+
 
 class Deployments:
     """Served models."""
@@ -156,7 +199,7 @@ class Deployments:
         """Serve a model; returns at once, `wait_ready` waits.
 
         Args:
-            model: a `mdl_...` id, such as a succeeded job's `distilled_model`.
+            model: a `mdl_...` id, such as a succeeded job's `distilled_model`, its job's id, or an alias.
             options: `min_replicas`, `max_replicas`, `target_ongoing_requests`, `engine`, `route_prefix`,
                 `upscale_delay_s`, `downscale_delay_s`.
         """

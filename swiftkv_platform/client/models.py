@@ -146,6 +146,50 @@ class Model(_Answer):
     metrics: dict[str, Any] | None = None
 
 
+class Promotion(_Answer):
+    """One change of what an alias stands for."""
+
+    id: str
+    alias: str
+    action: str
+    model: str
+    previous: str | None = None
+    reason: str
+    by: str
+    created_at: int
+
+
+class Alias(_Answer):
+    """What an alias stands for."""
+
+    id: str
+    model: str
+    history: list[Promotion] = []
+
+
+class Lineage(_Answer):
+    """From data and teacher to deployments."""
+
+    model: str
+    job_id: str
+    data_fingerprint: str | None = None
+    teacher: str | None = None
+    aliases: list[str] = []
+    deployments: list[dict[str, Any]] = []
+
+
+class Comparison(_Answer):
+    """Two models side by side."""
+
+    a: str
+    b: str
+    figures: list[dict[str, Any]]
+    """`{name, a, b, better}`."""
+    differences: list[dict[str, Any]] = []
+    """Of teacher, revision and data: where there are any, quality was not measured alike."""
+    spec_differences: list[dict[str, Any]] = []
+
+
 class Deployment(_Answer):
     """A served model."""
 

@@ -40,7 +40,7 @@ class SqlCatalog:
                 raise NotFoundError(
                     f"there is no model {model_id}; GET /models lists them", field="model", value=model_id
                 )
-            return _model(row)
+            return read_model(row)
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
         with self._database.reading() as session:
@@ -48,7 +48,7 @@ class SqlCatalog:
                 raise unknown_cursor(page.after)
             query = select(ModelRow).where(ModelRow.tenant == tenant)
             rows = fetch(session, query, ModelRow.id, page, after=page.after)
-            return Slice([_model(row) for row in rows.items], rows.has_more)
+            return Slice([read_model(row) for row in rows.items], rows.has_more)
 
     def create_deployment(self, deployment: Deployment) -> Deployment:
         try:
@@ -73,7 +73,7 @@ class SqlCatalog:
             row = session.get(DeploymentRow, deployment_id)
             if row is None or row.tenant != tenant:
                 raise _unknown(deployment_id)
-            return _deployment(row)
+            return read_deployment(row)
 
     def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]:
         with self._database.reading() as session:
@@ -81,11 +81,11 @@ class SqlCatalog:
                 raise unknown_cursor(page.after)
             query = select(DeploymentRow).where(DeploymentRow.tenant == tenant)
             rows = fetch(session, query, DeploymentRow.id, page, after=page.after)
-            return Slice([_deployment(row) for row in rows.items], rows.has_more)
+            return Slice([read_deployment(row) for row in rows.items], rows.has_more)
 
     def all_deployments(self) -> Sequence[Deployment]:
         with self._database.reading() as session:
-            return [_deployment(row) for row in session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))]
+            return [read_deployment(row) for row in session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))]
 
     def update_deployment(self, spec: DeploymentSpec, state: DeploymentState, *, tenant: str) -> Deployment:
         with self._database.writing() as session:
@@ -96,10 +96,8 @@ class SqlCatalog:
                 raise ConflictError(
                     f"deployment {spec.id} is being deleted; create another one", field="deployment_id", value=spec.id
                 )
-            row.model = spec.model
-            row.spec = _SPEC.dump_python(spec, mode="json")
-            row.state = _STATE.dump_python(state, mode="json")
-            return _deployment(row)
+            write_deployment(row, spec, state)
+            return read_deployment(row)
 
     def set_deployment_state(
         self, deployment_id: str, state: DeploymentState, *, of: DeploymentSpec | None = None
@@ -138,7 +136,7 @@ def _unknown(deployment_id: str) -> NotFoundError:
     )
 
 
-def _model(row: ModelRow) -> Model:
+def read_model(row: ModelRow) -> Model:
     return Model(**{name: getattr(row, name) for name in Model.__dataclass_fields__})
 
 
@@ -146,5 +144,12 @@ def _state(document: dict[str, Any]) -> DeploymentState:
     return _STATE.validate_python(document)
 
 
-def _deployment(row: DeploymentRow) -> Deployment:
+def read_deployment(row: DeploymentRow) -> Deployment:
     return Deployment(_SPEC.validate_python(row.spec), row.tenant, row.created_at, _state(row.state))
+
+
+def write_deployment(row: DeploymentRow, spec: DeploymentSpec, state: DeploymentState) -> None:
+    """Something else is wanted of it; its route prefix stays."""
+    row.model = spec.model
+    row.spec = _SPEC.dump_python(spec, mode="json")
+    row.state = _STATE.dump_python(state, mode="json")

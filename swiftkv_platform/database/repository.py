@@ -171,8 +171,7 @@ class SqlJobRepository:
             session.add_all(deliveries)
 
     def _check_waiting(self, session: Session, tenant: str, most: int) -> None:
-        if not self._database.is_sqlite:  # where a transaction that writes is alone anyway
-            session.execute(select(func.pg_advisory_xact_lock(func.hashtext(f"jobs of {tenant}"))))
+        self._database.take_turns(session, f"jobs of {tenant}")
         query = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(_WAITING))
         waiting = session.scalar(query) or 0
         if waiting >= most:

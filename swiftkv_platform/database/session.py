@@ -11,7 +11,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select, text
 from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
@@ -44,6 +44,11 @@ class Database:
     def writing(self) -> AbstractContextManager[Session]:
         """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer."""
         return _transaction(self._writing_engine)
+
+    def take_turns(self, session: Session, what: str) -> None:
+        """Wait until no other transaction that has asked for the same is open; SQLite's writers take turns anyway."""
+        if not self.is_sqlite:
+            session.execute(select(func.pg_advisory_xact_lock(func.hashtext(what))))
 
     def check(self) -> None:
         """Returns if the database answers, else raises `DatabaseUnavailableError`."""

@@ -129,6 +129,23 @@ class DeliveryRow(Base):
     __table_args__ = (Index(None, "status", "not_before"), Index(None, "job_id", "sequence"))
 
 
+class PromotionRow(Base):
+    __tablename__ = "promotions"
+
+    sequence: Mapped[int] = mapped_column(Sequence, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(40))
+    tenant: Mapped[str] = mapped_column(String(64))
+    alias: Mapped[str] = mapped_column(String(32))
+    action: Mapped[str] = mapped_column(String(16))
+    model: Mapped[str] = mapped_column(ForeignKey("models.id"))
+    previous: Mapped[str | None] = mapped_column(String(40))
+    reason: Mapped[str]
+    by: Mapped[str] = mapped_column(String(200))
+    created_at: Mapped[int] = mapped_column(BigInteger)
+
+    __table_args__ = (Index(None, "tenant", "alias", "sequence"),)
+
+
 class LeaseRow(Base):
     __tablename__ = "leases"
 

@@ -66,7 +66,7 @@ _OFF_CLUSTER = frozenset(
 )
 
 
-def new_id(prefix: Literal["job", "evt", "mdl", "dep"]) -> str:
+def new_id(prefix: Literal["job", "evt", "mdl", "dep", "prm"]) -> str:
     """A fresh id such as `job_01J...`; ids of one kind sort by the time they were made."""
     return f"{prefix}_{ULID()}"
 

@@ -310,6 +310,8 @@ class DeploymentSpec:
     """How long it must ask for fewer before they are drained."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine options, handed through."""
+    alias: str | None = None
+    """What the model is promoted as; whatever is promoted so next is swapped in."""
 
 
 @dataclass(frozen=True)

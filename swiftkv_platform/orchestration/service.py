@@ -1,14 +1,13 @@
-"""What callers ask of jobs and deployments. Knows rules and ports; the reconciler does what takes time."""
+"""What callers ask of jobs. Knows rules and ports; the reconciler does what takes time."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, OverQuotaError, StaleVersionError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.orchestration.access import OPEN, SourceRules
 from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
 from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap
@@ -25,18 +24,7 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.orchestration.ports import (
-    Catalog,
-    Clock,
-    Deployment,
-    DeploymentSpec,
-    DeploymentState,
-    DeploymentStatus,
-    Idempotency,
-    JobFilter,
-    JobRepository,
-    Page,
-)
+from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.orchestration.webhooks import WebhookRules
@@ -229,91 +217,6 @@ class JobService:
             except StaleVersionError as error:
                 latest = error
         raise latest
-
-
-class DeploymentService:
-    """Putting models into service and taking them out."""
-
-    def __init__(self, catalog: Catalog, *, clock: Clock) -> None:
-        self._catalog = catalog
-        self._clock = clock
-
-    def create(
-        self,
-        caller: Caller,
-        *,
-        model: str,
-        route_prefix: str,
-        min_replicas: int,
-        max_replicas: int,
-        target_ongoing_requests: float | None = None,
-        engine: Mapping[str, Any],
-        upscale_delay_s: float = DeploymentSpec.upscale_delay_s,
-        downscale_delay_s: float = DeploymentSpec.downscale_delay_s,
-    ) -> Deployment:
-        """Store a deployment; the reconciler brings it up.
-
-        Raises `InvalidInputError` for an unknown model and `ConflictError` for a route prefix that is taken.
-        """
-        spec = DeploymentSpec(
-            id=new_id("dep"),
-            model=model,
-            artifact_uri=self._artifact_uri(model, caller),
-            route_prefix=route_prefix,
-            min_replicas=min_replicas,
-            max_replicas=max_replicas,
-            target_ongoing_requests=target_ongoing_requests,
-            upscale_delay_s=upscale_delay_s,
-            downscale_delay_s=downscale_delay_s,
-            engine=engine,
-        )
-        return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())))
-
-    def update(self, deployment_id: str, caller: Caller, changes: Mapping[str, Any]) -> Deployment:
-        """Want something else of a deployment: another `model`, `engine` or number of replicas.
-
-        The reconciler hands it to the cluster, where another model or engine is loaded beside the one that serves, and
-        swapped in. `engine` replaces all options.
-
-        Raises `NotFoundError`, `InvalidInputError` for an unknown model or replicas out of order, and `ConflictError`
-        for a deployment that is being deleted.
-        """
-        deployment = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
-        spec = replace(deployment.spec, **changes)
-        if "model" in changes:
-            spec = replace(spec, artifact_uri=self._artifact_uri(spec.model, caller))
-        if spec.max_replicas < spec.min_replicas:
-            raise InvalidInputError(
-                f"max_replicas would be {spec.max_replicas}, below min_replicas {spec.min_replicas}",
-                field="max_replicas",
-                value=spec.max_replicas,
-            )
-        if spec == deployment.spec:
-            return deployment
-        status = deployment.state.status
-        if status in (DeploymentStatus.RUNNING, DeploymentStatus.REFUSED, DeploymentStatus.UNHEALTHY):
-            status = DeploymentStatus.SWAPPING
-        elif status is DeploymentStatus.FAILED:
-            status = DeploymentStatus.DEPLOYING
-        state = DeploymentState(status, "the change is being applied", deployment.state.replicas)
-        return self._catalog.update_deployment(spec, state, tenant=caller.tenant)
-
-    def _artifact_uri(self, model: str, caller: Caller) -> str:
-        try:
-            return self._catalog.get_model(model, tenant=caller.tenant).artifact_uri
-        except NotFoundError as error:
-            raise InvalidInputError(
-                f"model is {model!r}: there is no such model; the `distilled_model` of a job that succeeded would do",
-                field="model",
-                value=model,
-            ) from error
-
-    def delete(self, deployment_id: str, caller: Caller) -> Deployment:
-        """Mark a deployment for its end; asking again is the same. Raises `NotFoundError` once it is gone."""
-        deployment = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
-        deleting = DeploymentState(DeploymentStatus.DELETING)
-        self._catalog.set_deployment_state(deployment_id, deleting)
-        return replace(deployment, state=deleting)
 
 
 def _digest(spec: JobSpec) -> str:

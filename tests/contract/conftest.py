@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
 
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.tables import Base
+from tests.postgres import emptied
 from tests.s3_servers import RcloneServer, S3Server, run_moto, run_rclone
 
 
@@ -29,12 +28,8 @@ def moto_server() -> Iterator[S3Server]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-    database = Database(url)
-    if request.param == "postgresql":
-        with database.writing() as session:
-            Base.metadata.drop_all(session.connection())
-            session.execute(text("DROP TABLE IF EXISTS alembic_version"))
+    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else None
+    database = Database(url or emptied(request.getfixturevalue("postgres_url")))
     database.upgrade()
     yield database
     database.close()

@@ -21,7 +21,8 @@ from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Part
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.orchestration.service import DeploymentService
+from swiftkv_platform.orchestration.deploying import DeploymentService
+from swiftkv_platform.orchestration.registry import RegistryService
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 """Seconds; a replica that is busy keeps silent until the first token."""
@@ -30,7 +31,8 @@ router = APIRouter(prefix="/deployments", tags=["deployments"])
 
 
 def _service(parts: Parts) -> DeploymentService:
-    return DeploymentService(parts.catalog, clock=parts.clock)
+    registry = RegistryService(parts.registry, clock=parts.clock)
+    return DeploymentService(parts.catalog, registry, clock=parts.clock)
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)

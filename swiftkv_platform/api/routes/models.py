@@ -1,23 +1,82 @@
-"""`/models`: distilled models with their lineage."""
+"""`/models` and `/aliases`: distilled models, what became of them, and which of them is in use."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path
 
 from swiftkv_platform.api.catalog_schemas import ModelAnswer
-from swiftkv_platform.api.dependencies import NewestFirst, Parts, Reader
+from swiftkv_platform.api.dependencies import Deployer, NewestFirst, Parts, Reader, registry_service
+from swiftkv_platform.api.registry_schemas import (
+    AliasAnswer,
+    ComparisonAnswer,
+    LineageAnswer,
+    PromotionAnswer,
+    PromotionRequest,
+    RollbackRequest,
+)
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
+from swiftkv_platform.orchestration.ports import Page, Slice
+from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService, compare
 
-router = APIRouter(prefix="/models", tags=["models"])
+router = APIRouter(tags=["models"])
+
+Service = Annotated[RegistryService, Depends(registry_service)]
+Alias = Annotated[str, Path(pattern=ALIAS_PATTERN)]
+
+_MOST_DEPLOYMENTS = 1000
 
 
-@router.get("")
+@router.get("/models")
 def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[ModelAnswer]:
     """Models, newest first."""
     return list_answer(parts.catalog.list_models(page, tenant=caller.tenant), ModelAnswer.of, lambda model: model.id)
 
 
-@router.get("/{model_id}")
+@router.get("/models/{model_id}")
 def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
     """One model."""
     return ModelAnswer.of(parts.catalog.get_model(model_id, tenant=caller.tenant))
+
+
+@router.get("/models/{model_id}/lineage")
+def get_lineage(model_id: str, parts: Parts, caller: Reader, service: Service) -> LineageAnswer:
+    """From the data and the teacher to what serves the model."""
+    model = parts.catalog.get_model(model_id, tenant=caller.tenant)
+    deployments = parts.catalog.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
+    history = [item for items in service.aliases(caller.tenant).values() for item in items]
+    return LineageAnswer.of(model, [item for item in deployments if item.spec.model == model.id], history)
+
+
+@router.get("/models/{model_id}/compare/{other_id}")
+def compare_models(model_id: str, other_id: str, parts: Parts, caller: Reader) -> ComparisonAnswer:
+    """Quality, prefill compute and cache of two models side by side, and how their jobs differ."""
+    a, b = (parts.catalog.get_model(each, tenant=caller.tenant) for each in (model_id, other_id))
+    return ComparisonAnswer.of(compare(a, b))
+
+
+@router.post("/models/{model_id}/promote")
+def promote_model(model_id: str, body: PromotionRequest, caller: Deployer, service: Service) -> PromotionAnswer:
+    """Let an alias stand for the model. Deployments made of the alias swap it in, without a failed request."""
+    promotion = service.promote(model_id, body.alias, tenant=caller.tenant, by=caller.name, reason=body.reason)
+    return PromotionAnswer.of(promotion)
+
+
+@router.get("/aliases")
+def list_aliases(caller: Reader, service: Service) -> ListAnswer[AliasAnswer]:
+    """What each alias stands for, and how it came to."""
+    found = [AliasAnswer.of(alias, history) for alias, history in sorted(service.aliases(caller.tenant).items())]
+    return list_answer(Slice(found, has_more=False), lambda alias: alias, lambda alias: alias.id)
+
+
+@router.get("/aliases/{alias}")
+def get_alias(alias: Alias, caller: Reader, service: Service) -> AliasAnswer:
+    """One alias."""
+    return AliasAnswer.of(alias, service.history(alias, caller.tenant))
+
+
+@router.post("/aliases/{alias}/rollback")
+def roll_back(alias: Alias, body: RollbackRequest, caller: Deployer, service: Service) -> PromotionAnswer:
+    """Let the alias stand for the model before the present one again, and swap that in."""
+    return PromotionAnswer.of(service.rollback(alias, tenant=caller.tenant, by=caller.name, reason=body.reason))

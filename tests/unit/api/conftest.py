@@ -21,6 +21,7 @@ from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
+from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.ports import SubmissionStatus
@@ -132,6 +133,7 @@ def make_parts(directory: Path, empty_database: Path) -> Components:
         database=database,
         jobs=SqlJobRepository(database),
         catalog=SqlCatalog(database),
+        registry=SqlRegistry(database),
         leases=SqlLeases(database),
         cluster=FakeCluster(),
         serving=FakeServeCluster(),

@@ -1,0 +1,160 @@
+"""The JSON of aliases, lineage and comparisons. Knows no route and no database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from swiftkv_platform.api.schemas import Answer
+from swiftkv_platform.orchestration.job import Model
+from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
+from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, Comparison, Promotion
+
+Reason = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class PromotionRequest(_Request):
+    alias: Annotated[str, Field(pattern=ALIAS_PATTERN)] = "production"
+    """What the model is to be known as."""
+    reason: Reason
+    """Why; kept with who and when."""
+
+
+class RollbackRequest(_Request):
+    reason: Reason
+    """Why; kept with who and when."""
+
+
+class PromotionAnswer(Answer):
+    """One change of what an alias stands for."""
+
+    id: str
+    object: Literal["promotion"] = "promotion"
+    alias: str
+    action: Literal["promote", "rollback"]
+    model: str
+    """What the alias stands for from then on."""
+    previous: str | None
+    """What it stood for before."""
+    reason: str
+    by: str
+    """Name of the key that asked."""
+    created_at: int
+
+    @classmethod
+    def of(cls, promotion: Promotion) -> Self:
+        return cls(**{name: getattr(promotion, name) for name in cls.model_fields if name != "object"})
+
+
+class AliasAnswer(Answer):
+    """What an alias stands for."""
+
+    id: str
+    """The alias."""
+    object: Literal["alias"] = "alias"
+    model: str
+    history: list[PromotionAnswer]
+    """Oldest first."""
+
+    @classmethod
+    def of(cls, alias: str, history: Sequence[Promotion]) -> Self:
+        return cls(id=alias, model=history[-1].model, history=[PromotionAnswer.of(item) for item in history])
+
+
+class LineageDeployment(Answer):
+    id: str
+    route_prefix: str
+    alias: str | None
+    status: DeploymentStatus
+
+
+class LineageAnswer(Answer):
+    """From data and teacher to deployments."""
+
+    object: Literal["lineage"] = "lineage"
+    data_fingerprint: str | None
+    """Of the rows that were trained on."""
+    teacher: str | None
+    revision: str | None
+    code_version: str | None
+    spec: dict[str, Any] | None
+    job_id: str
+    attempt: int
+    model: str
+    artifact_uri: str
+    manifest_digest: str
+    aliases: list[str]
+    """That stand for it now."""
+    promotions: list[PromotionAnswer]
+    """That concern it, oldest first."""
+    deployments: list[LineageDeployment]
+
+    @classmethod
+    def of(cls, model: Model, deployments: Sequence[Deployment], history: Sequence[Promotion]) -> Self:
+        newest = {item.alias: item.model for item in history}
+        return cls(
+            data_fingerprint=model.lineage.get("data_fingerprint"),
+            teacher=model.lineage.get("teacher"),
+            revision=model.lineage.get("revision"),
+            code_version=model.lineage.get("code_version"),
+            spec=model.lineage.get("spec"),
+            job_id=model.job_id,
+            attempt=model.attempt,
+            model=model.id,
+            artifact_uri=model.artifact_uri,
+            manifest_digest=model.manifest_digest,
+            aliases=sorted(alias for alias, current in newest.items() if current == model.id),
+            promotions=[PromotionAnswer.of(item) for item in history if model.id in (item.model, item.previous)],
+            deployments=[
+                LineageDeployment(
+                    id=item.spec.id,
+                    route_prefix=item.spec.route_prefix,
+                    alias=item.spec.alias,
+                    status=item.state.status,
+                )
+                for item in deployments
+            ],
+        )
+
+
+class FigureAnswer(Answer):
+    name: str
+    """Path in `evaluation.json`."""
+    a: float | None
+    b: float | None
+    better: Literal["a", "b"] | None
+
+
+class DifferenceAnswer(Answer):
+    name: str
+    a: Any
+    b: Any
+
+
+class ComparisonAnswer(Answer):
+    """Two models side by side."""
+
+    object: Literal["comparison"] = "comparison"
+    a: str
+    b: str
+    figures: list[FigureAnswer]
+    differences: list[DifferenceAnswer]
+    """Of teacher, revision and data: where there are any, quality was not measured alike."""
+    spec_differences: list[DifferenceAnswer]
+    """By dotted path of the spec."""
+
+    @classmethod
+    def of(cls, found: Comparison) -> Self:
+        return cls(
+            a=found.a.id,
+            b=found.b.id,
+            figures=[FigureAnswer(name=each.name, a=each.a, b=each.b, better=each.better) for each in found.figures],
+            differences=[DifferenceAnswer(name=name, a=a, b=b) for name, (a, b) in found.differences.items()],
+            spec_differences=[DifferenceAnswer(name=name, a=a, b=b) for name, (a, b) in found.spec_differences.items()],
+        )

@@ -1,0 +1,124 @@
+"""Aliases, rollbacks, lineage and comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.orchestration.ports import DeploymentStatus
+from tests.unit.api.conftest import Server
+
+
+@pytest.fixture
+def models(server: Server) -> list[str]:
+    return [server.succeed(name=name)["distilled_model"] for name in ("first", "second", "third")]
+
+
+def promote(server: Server, model: str, alias: str = "production", reason: str = "better") -> dict[str, Any]:
+    response = server.client.post(f"/models/{model}/promote", json={"alias": alias, "reason": reason})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def roll_back(server: Server, status: int = 200) -> dict[str, Any]:
+    response = server.client.post("/aliases/production/rollback", json={"reason": "it stutters"})
+    assert response.status_code == status, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_promotions_and_rollbacks_are_kept_with_who_and_why(server: Server, models: list[str]) -> None:
+    first, second, third = models
+    promoted = promote(server, first, reason="the first")
+    assert (promoted["action"], promoted["model"], promoted["previous"]) == ("promote", first, None)
+    assert (promoted["by"], promoted["reason"]) == ("local", "the first")
+    assert promote(server, first) == promoted, "again is the same"
+    promote(server, second)
+    promote(server, third)
+    assert (roll_back(server)["model"], roll_back(server)["model"]) == (second, first)
+    assert roll_back(server, 409)["code"] == "conflict"
+    promote(server, third)
+    back = roll_back(server)
+    assert (back["action"], back["model"], back["previous"], back["reason"]) == (
+        "rollback",
+        first,
+        third,
+        "it stutters",
+    )
+    alias = server.get("/aliases/production")
+    assert (alias["model"], [item["action"] for item in alias["history"]]) == (
+        first,
+        ["promote"] * 3 + ["rollback"] * 2 + ["promote", "rollback"],
+    )
+    assert server.get("/aliases")["data"] == [alias]
+
+
+def test_a_deployment_of_an_alias_follows_it(server: Server, models: list[str]) -> None:
+    promote(server, models[0])
+    created = server.client.post("/deployments", json={"model": "production"}).json()
+    other = server.client.post("/deployments", json={"model": models[0], "route_prefix": "/other"}).json()
+    assert (created["model"], created["alias"], other["alias"]) == (models[0], "production", None)
+    server.tick()
+    for deployment in (created, other):
+        server.serving.become(deployment["id"], DeploymentStatus.RUNNING, replicas=1)
+    server.tick()
+    promote(server, models[1])
+    swapped = server.get(f"/deployments/{created['id']}")
+    assert (swapped["model"], swapped["status"]) == (models[1], "swapping")
+    assert swapped["artifact_uri"] == server.get(f"/models/{models[1]}")["artifact_uri"]
+    assert server.get(f"/deployments/{other['id']}")["model"] == models[0]
+    server.tick()
+    assert {spec.model for spec in server.serving.applied[-1]} == {models[0], models[1]}
+    roll_back(server)
+    assert server.get(f"/deployments/{created['id']}")["model"] == models[0]
+    pinned = server.client.patch(f"/deployments/{created['id']}", json={"model": models[2]}).json()
+    assert (pinned["model"], pinned["alias"]) == (models[2], None), "named by its id it follows nothing any more"
+    promote(server, models[1])
+    assert server.get(f"/deployments/{created['id']}")["model"] == models[2]
+
+
+def test_a_job_is_deployed_by_its_own_id(server: Server) -> None:
+    job = server.succeed()
+    created = server.client.post("/deployments", json={"model": job["id"]})
+    assert (created.status_code, created.json()["model"]) == (201, job["distilled_model"])
+
+
+@pytest.mark.parametrize("model", ["mdl_x", "job_x", "production", ""])
+def test_what_stands_for_no_model_is_refused(server: Server, model: str) -> None:
+    refused = server.client.post("/deployments", json={"model": model})
+    assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "model")
+
+
+@pytest.mark.parametrize("body", [{"alias": "production"}, {"reason": ""}, {"reason": "x", "alias": "mdl_x"}])
+def test_a_promotion_says_why_and_under_a_name_that_is_no_id(
+    server: Server, models: list[str], body: dict[str, str]
+) -> None:
+    assert server.client.post(f"/models/{models[0]}/promote", json=body).status_code == 422
+    assert server.client.post("/aliases/nothing/rollback", json={"reason": "x"}).status_code == 404
+    assert server.client.get("/aliases/nothing").status_code == 404
+    assert server.client.post("/models/mdl_x/promote", json={"reason": "x"}).status_code == 404
+
+
+def test_lineage_leads_from_the_data_to_the_deployments(server: Server, models: list[str]) -> None:
+    promote(server, models[0])
+    deployment = server.client.post("/deployments", json={"model": "production"}).json()
+    lineage = server.get(f"/models/{models[0]}/lineage")
+    assert (lineage["teacher"], lineage["model"], lineage["aliases"]) == ("tiny", models[0], ["production"])
+    assert lineage["job_id"] == server.get(f"/models/{models[0]}")["job_id"]
+    assert [item["reason"] for item in lineage["promotions"]] == ["better"]
+    assert lineage["deployments"] == [
+        {"id": deployment["id"], "route_prefix": "/", "alias": "production", "status": "pending"}
+    ]
+    promote(server, models[1])
+    before = server.get(f"/models/{models[0]}/lineage")
+    assert (before["aliases"], before["deployments"], len(before["promotions"])) == ([], [], 2)
+
+
+def test_two_models_are_compared(server: Server, models: list[str]) -> None:
+    comparison = server.get(f"/models/{models[0]}/compare/{models[1]}")
+    figures = {figure["name"]: figure for figure in comparison["figures"]}
+    assert figures["distilled.kl"] == {"name": "distilled.kl", "a": 0.1, "b": 0.1, "better": None}
+    assert (comparison["differences"], figures["kv_bytes_ratio"]["a"]) == ([], None)
+    assert server.client.get(f"/models/{models[0]}/compare/mdl_x").status_code == 404

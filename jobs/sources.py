@@ -6,6 +6,7 @@ import builtins
 from pathlib import Path
 
 import swiftkv_platform.demo
+from swiftkv_platform.closed_paths import refuse_shadowed
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.specs import BUILTIN_TEACHER
 from swiftkv_platform.storage.object_store import open_store
@@ -20,6 +21,7 @@ def teacher_path(name_or_path: str, workspace: Path, *, fetch: bool = True) -> s
 
     Raises:
         ModelError: an unknown built-in teacher, or an address with nothing below it.
+        InvalidInputError: a hub id that this machine's working directory shadows, where relative paths are closed.
     """
     if name_or_path.startswith("builtin:"):
         if name_or_path != BUILTIN_TEACHER:
@@ -30,6 +32,7 @@ def teacher_path(name_or_path: str, workspace: Path, *, fetch: bool = True) -> s
             )
         return str(Path(swiftkv_platform.demo.__path__[0]) / "teacher")
     if not name_or_path.startswith("s3://"):
+        refuse_shadowed(name_or_path, "model.name_or_path")
         return name_or_path
     target = workspace / "teacher"
     if fetch:

@@ -8,6 +8,7 @@ SwiftKVError
 ├── ForbiddenError             a key that does not open this
 │   └── OverQuotaError             more than the tenant is ever granted
 ├── QuotaExceededError         more than the tenant is granted at a time; the same request may succeed later
+├── RateLimitedError           more requests of a key than a minute allows
 ├── NotFoundError              no such job, model, deployment or object
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
@@ -74,6 +75,10 @@ class OverQuotaError(ForbiddenError):
 
 class QuotaExceededError(SwiftKVError):
     code = "quota_exceeded"
+
+
+class RateLimitedError(SwiftKVError):
+    code = "rate_limited"
 
 
 class NotFoundError(SwiftKVError):

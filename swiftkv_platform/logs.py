@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+
+from swiftkv_platform.redaction import redact
+
+_JSON = structlog.processors.JSONRenderer()
 
 
 def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
@@ -17,12 +22,18 @@ def configure_logging(*, level: int = logging.INFO, **bound: Any) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
+            _render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(**bound)
+
+
+def _render(logger: Any, method: str, event: MutableMapping[str, Any]) -> str:
+    """A line of JSON without this process's credentials."""
+    line = _JSON(logger, method, event)
+    return redact(line if isinstance(line, str) else line.decode())
 
 
 def get_logger(**bound: Any) -> structlog.stdlib.BoundLogger:

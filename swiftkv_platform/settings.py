@@ -58,6 +58,8 @@ class Settings(BaseSettings):
     """Jobs submitted to Ray at the same time, of all tenants; the rest wait in the queue."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
+    requests_per_minute: Annotated[int, Field(ge=1)] = 3000
+    """Of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
     """Host header values accepted while no API key is configured (a web page must not reach the API by rebinding)."""
 

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components, prices, webhook_rules
-from swiftkv_platform.api.guards import OriginGuard, too_large
+from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.asgi import BodyLimit
@@ -54,6 +54,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         loops = _loops(settings, parts, leaderships)
         app.state.settings = settings
         app.state.key_ring = key_ring
+        app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
         app.state.metrics = health.metrics_registry(parts, loops)
         for loop in loops:
@@ -76,6 +77,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes, refuse=too_large)
     if key_ring is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
+    app.add_middleware(SecurityHeaders)
     for module in (jobs, history, outputs, models, deployments, quota, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", dashboard.Assets())

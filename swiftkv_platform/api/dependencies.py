@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
+from swiftkv_platform import closed_paths
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.database.catalog import SqlCatalog
@@ -78,8 +79,7 @@ def build_components(settings: Settings) -> Components:
         serving=RayServe(settings.ray_dashboard_url, settings.serve_url),
         objects=objects,
         attempts=AttemptStore(objects),
-        # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
-        entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, {"OMP_NUM_THREADS": "1"}),
+        entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment(settings)),
         outbox=SqlOutbox(database),
         policies=policies,
     )
@@ -91,6 +91,15 @@ def prices(settings: Settings) -> Prices:
 
 def webhook_rules(settings: Settings) -> WebhookRules:
     return WebhookRules(settings.webhook_origins, SecretFiles(settings.secrets_dir))
+
+
+def worker_environment(settings: Settings) -> dict[str, str]:
+    """What attempts run with; Ray shows it, so it holds no secrets."""
+    # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
+    variables = {"OMP_NUM_THREADS": "1"}
+    if settings.resolved_source_roots is not None:
+        variables[closed_paths.VARIABLE] = closed_paths.CLOSED
+    return variables
 
 
 def read_object(store: str, key: str) -> bytes:
@@ -118,11 +127,12 @@ def get_caller(
     scopes: SecurityScopes,
     _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
 ) -> Caller:
-    """Who asks, if they may. Raises `UnauthenticatedError` and `ForbiddenError`."""
+    """Who asks, if they may. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
     key_ring: KeyRing | None = request.app.state.key_ring
     if key_ring is None:
         return _LOCAL_CALLER
     key = key_ring.authenticate(_authorization(request))
+    request.app.state.rate_limit.take(key.name)
     for scope in scopes.scopes:
         key.require(Scope(scope))
     if request.method not in ("GET", "HEAD"):

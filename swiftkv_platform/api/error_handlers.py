@@ -25,6 +25,7 @@ from swiftkv_platform.errors import (
     NotFoundError,
     ObjectNotFoundError,
     QuotaExceededError,
+    RateLimitedError,
     StorageError,
     SwiftKVError,
     UnauthenticatedError,
@@ -37,6 +38,7 @@ _STATUS: Sequence[tuple[type[SwiftKVError], int]] = (
     (UnauthenticatedError, 401),
     (ForbiddenError, 403),
     (QuotaExceededError, 429),
+    (RateLimitedError, 429),
     (NotFoundError, 404),
     (ConflictError, 409),
     (ObjectNotFoundError, 404),
@@ -124,7 +126,8 @@ def _on_our_error(request: Request, error: Exception) -> JSONResponse:
     errors = []
     if error.field is not None:
         errors.append(FieldProblem(field=error.field, value=_shown(error.value), message=error.message))
-    return problem_response(request.url.path, status, error.code, error.message, errors=errors)
+    headers = {"Retry-After": "1"} if isinstance(error, RateLimitedError) else None
+    return problem_response(request.url.path, status, error.code, error.message, errors=errors, headers=headers)
 
 
 def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:

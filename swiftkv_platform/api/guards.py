@@ -1,4 +1,5 @@
-"""What is checked before a request reaches a route: where it comes from. Knows no route.
+"""What is done around every request: where it comes from, how many there are, what browsers may do with the answer.
+Knows no route.
 
 Without API keys, any web page that a user of this machine opens could submit a job, directly or by rebinding its own
 host name to the loopback address. So the Host header must name this server, a browser's Origin must be this server, and
@@ -7,13 +8,16 @@ a body must be JSON, which a page cannot send elsewhere without asking first.
 
 from __future__ import annotations
 
+import threading
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftkv_platform.api.error_handlers import problem_response
+from swiftkv_platform.errors import RateLimitedError
+from swiftkv_platform.orchestration.ports import Clock
 
 
 class OriginGuard:
@@ -43,6 +47,68 @@ class OriginGuard:
             detail = f"Content-Type is {kind or 'missing'!r}; only application/json is accepted"
             return problem_response(path, 415, "content_type_not_allowed", detail)
         return None
+
+
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+_NOTHING_RUNS = "default-src 'none'; frame-ancestors 'none'"
+_PAGES = ("/docs", "/redoc")
+"""FastAPI's own pages, which load their scripts from elsewhere."""
+
+
+class SecurityHeaders:
+    """Gives every answer the headers that keep browsers from guessing, framing, remembering and telling."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                if not scope["path"].startswith(_PAGES):
+                    headers.setdefault("Content-Security-Policy", _NOTHING_RUNS)
+                if scope["scheme"] == "https":
+                    headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+class RateLimit:
+    """A bucket of requests for each key, refilled evenly; a tenth of a minute's may come at once."""
+
+    def __init__(self, per_minute: int, clock: Clock) -> None:
+        self._per_second = per_minute / 60.0
+        self._most = max(per_minute / 10.0, 1.0)
+        self._clock = clock
+        self._buckets: dict[str, tuple[float, float]] = {}
+        """Requests left and when that was so, by key."""
+        self._lock = threading.Lock()
+
+    def take(self, key: str) -> None:
+        """Count a request. Raises `RateLimitedError`."""
+        with self._lock:
+            now = self._clock()
+            left, then = self._buckets.get(key, (self._most, now))
+            left = min(left + max(now - then, 0.0) * self._per_second, self._most)
+            allowed = left >= 1.0
+            self._buckets[key] = (left - allowed, now)
+        if not allowed:
+            raise RateLimitedError(
+                f"key {key!r} has sent more than {self._per_second * 60:g} requests a minute; wait a moment",
+                field="Authorization",
+            )
 
 
 def too_large(path: str, detail: str) -> Response:

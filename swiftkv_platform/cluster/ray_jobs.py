@@ -9,6 +9,7 @@ import httpx
 
 from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
 from swiftkv_platform.orchestration.ports import Submission, SubmissionStatus
+from swiftkv_platform.redaction import redact
 
 _TIMEOUT_S = 15.0
 
@@ -49,7 +50,7 @@ class RayJobs:
         if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
             # The node that kept them may be gone for good, and an attempt has to end without them as well.
             return f"Ray cannot read the log of {submission_id}: {last_error(response.text)}\n"
-        return str(self._dashboard.document(response, f"read the log of {submission_id}")["logs"] or "")
+        return redact(str(self._dashboard.document(response, f"read the log of {submission_id}")["logs"] or ""))
 
     def check(self) -> None:
         self._dashboard.check(self._dashboard.request("GET", "/api/version"), "tell its version")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from swiftkv_platform.closed_paths import refuse_shadowed
 from swiftkv_platform.demo.corpus import standard_library_modules
 from swiftkv_platform.distillation.data_files import READERS, FileReader, NumberedRow, Row, reader_for
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
@@ -74,6 +75,7 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
                 value=name,
             )
         return _remote(remote, source, field)
+    refuse_shadowed(name, field)
     location = Path(name).expanduser()
     if location.is_dir() and (saved := _saved(location, source, path)) is not None:
         return saved

@@ -32,6 +32,15 @@ class SourceRules:
         if self.roots is None:
             return
         roots = [root.replace(_TENANT, tenant) for root in self.roots]
+        for index, task in enumerate(spec.evaluation.tasks):
+            name = task if isinstance(task, str) else task.name
+            if name.endswith((".yaml", ".yml")):
+                raise InvalidInputError(
+                    f"evaluation.tasks[{index}] is the file {name!r}, which may name functions to run; where sources "
+                    "have rules, tasks that the harness knows or `builtin:` ones would do",
+                    field=f"evaluation.tasks[{index}]",
+                    value=name,
+                )
         for field, name in _addresses(spec):
             if not _is_open(name, roots):
                 opened = ", ".join(roots) or "none"
@@ -51,6 +60,10 @@ def _addresses(spec: JobSpec) -> Iterator[tuple[str, str]]:
     yield "model.name_or_path", spec.model.name_or_path
     for index, source in enumerate(spec.data.sources):
         yield f"data.sources[{index}].name_or_path", source.name_or_path
+    for index, task in enumerate(spec.evaluation.tasks):
+        if not isinstance(task, str) and task.data_dir is not None:
+            where = task.data_dir  # never a hub id
+            yield f"evaluation.tasks[{index}].data_dir", where if where.startswith(_S3) else str(Path(where).absolute())
 
 
 def _is_open(name: str, roots: Sequence[str]) -> bool:

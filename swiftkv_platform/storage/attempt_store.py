@@ -24,6 +24,7 @@ from swiftkv_platform.attempts import (
     request_key,
 )
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
+from swiftkv_platform.redaction import redact
 from swiftkv_platform.storage.artifacts import is_complete, manifest_digest, read_manifest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
@@ -170,8 +171,8 @@ class AttemptStore:
         return join_key(self._store.uri, artifact_prefix(job_id, attempt))
 
     def save_logs(self, job_id: str, attempt: int, text: str) -> None:
-        """Keep the entrypoint's log of an attempt that has ended."""
-        self._store.put_bytes(logs_key(job_id, attempt), text.encode(errors="replace"))
+        """Keep the entrypoint's log of an attempt that has ended, without this process's credentials."""
+        self._store.put_bytes(logs_key(job_id, attempt), redact(text).encode(errors="replace"))
 
     def read_logs(self, job_id: str, attempt: int) -> str | None:
         """The log kept by `save_logs`, None if there is none."""
@@ -196,13 +197,13 @@ class EventWriter:
         self._last: int | None = None
 
     def write(self, event: AttemptEvent) -> int:
-        """Store `event` under the next number, which it returns."""
+        """Store `event`, without this process's credentials, under the next number, which it returns."""
         if self._last is None:
             keys = _event_keys(self._store, self._job_id, self._attempt, self._writer, after=0)
             self._last = max((sequence for sequence, _ in keys), default=0)
         sequence, self._last = self._last + 1, None  # looked up again after a failure: the object may have arrived
         key = event_key(self._job_id, self._attempt, self._writer, sequence)
-        self._store.put_bytes(key, event.model_dump_json().encode(), if_absent=True)
+        self._store.put_bytes(key, redact(event.model_dump_json()).encode(), if_absent=True)
         self._last = sequence
         return sequence
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.api.guards import RateLimit
+from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.keys import Scope, create_key
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
@@ -42,29 +44,50 @@ def as_(server: Server, tmp_path: Path) -> Iterator[As]:
         yield connect
 
 
+BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
+    ("POST", "/jobs"): SPEC,
+    ("POST", "/jobs/validate"): SPEC,
+    ("POST", "/jobs/{job_id}/cancel"): None,
+    ("POST", "/jobs/{job_id}/pause"): None,
+    ("POST", "/jobs/{job_id}/resume"): None,
+    ("POST", "/models/{model_id}/promote"): {"alias": "stolen", "reason": "mine now"},
+    ("POST", "/aliases/{alias}/rollback"): {"reason": "mine now"},
+    ("POST", "/deployments"): {"model": "{model_id}", "route_prefix": "/stolen"},
+    ("PATCH", "/deployments/{deployment_id}"): {"max_replicas": 2},
+    ("DELETE", "/deployments/{deployment_id}"): None,
+    ("POST", "/deployments/{deployment_id}/generate"): {"prompt": "x"},
+}
+"""What each route that changes or asks something is sent; a route that is missing here fails the tests."""
+NOBODYS = {
+    "job_id": "job_x",
+    "model_id": "mdl_x",
+    "other_id": "mdl_x",
+    "deployment_id": "dep_x",
+    "path": "x",
+    "alias": "nobodys",
+}
+
+
 def routes(client: TestClient) -> list[tuple[str, str]]:
     paths: dict[str, dict[str, Any]] = client.get("/openapi.json").json()["paths"]
     return [(method.upper(), path) for path, methods in paths.items() for method in methods if path not in OPEN]
 
 
 def call(client: TestClient, method: str, path: str, ids: dict[str, str]) -> httpx.Response:
-    body = None
-    if (method, path) in (("POST", "/jobs"), ("POST", "/jobs/validate")):
-        body = SPEC
-    elif (method, path) == ("POST", "/deployments"):
-        body = {"model": ids["model_id"], "route_prefix": "/taken"}
-    elif method == "PATCH":
-        body = {"max_replicas": 2}
-    elif path.endswith("/generate"):
-        body = {"prompt": "x"}
+    body = BODIES[method, path] if method != "GET" else None
+    if body is not None and "model" in body and isinstance(body["model"], str):
+        body = {**body, "model": body["model"].format(**ids)}
     return client.request(method, path.format(**ids), json=body)
+
+
+def test_every_route_that_changes_something_is_covered(as_: As) -> None:
+    assert {route for route in routes(as_(None)) if route[0] != "GET"} == set(BODIES)
 
 
 def test_without_a_key_nothing_is_answered(as_: As) -> None:
     client = as_(None)
-    ids = {"job_id": "job_x", "model_id": "mdl_x", "deployment_id": "dep_x", "path": "x"}
     for method, path in routes(client):
-        refused = call(client, method, path, ids)
+        refused = call(client, method, path, NOBODYS)
         assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated"), (method, path)
         assert refused.headers["WWW-Authenticate"] == "Bearer"
     assert client.get("/healthz").status_code == 200
@@ -73,10 +96,9 @@ def test_without_a_key_nothing_is_answered(as_: As) -> None:
 def test_a_key_opens_no_more_than_its_scopes(as_: As) -> None:
     client = as_("acme", Scope.JOBS_READ)
     assert client.get("/jobs").status_code == 200
-    ids = {"job_id": "job_x", "model_id": "mdl_x", "deployment_id": "dep_x", "path": "x"}
     for method, path in routes(client):
         if method != "GET":
-            refused = call(client, method, path, ids)
+            refused = call(client, method, path, NOBODYS)
             assert (refused.status_code, refused.json()["code"]) == (403, "forbidden"), (method, path)
     assert as_("acme", Scope.JOBS_WRITE).post("/jobs", json=SPEC).status_code == 201
     assert as_("acme", Scope.JOBS_WRITE).get("/jobs").status_code == 403
@@ -92,10 +114,20 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
     server.cluster.finish(f"{job['id']}-1", SubmissionStatus.SUCCEEDED)
     server.tick()
     model = as_("acme").get(f"/jobs/{job['id']}").json()["distilled_model"]
-    deployment = as_("acme").post("/deployments", json={"model": model, "route_prefix": "/taken"}).json()
-    ids = {"job_id": job["id"], "model_id": model, "deployment_id": deployment["id"], "path": "data.bin"}
+    promoted = as_("acme").post(f"/models/{model}/promote", json={"alias": "production", "reason": "good"})
+    deployment = as_("acme").post("/deployments", json={"model": "production", "route_prefix": "/taken"}).json()
+    ids = {
+        "job_id": job["id"],
+        "model_id": model,
+        "other_id": model,
+        "deployment_id": deployment["id"],
+        "path": "data.bin",
+        "alias": "production",
+    }
+    theirs = {job["id"], model, deployment["id"], promoted.json()["id"], "production", "acme"}
     own = as_("acme")
     assert {call(own, "GET", path, ids).status_code for method, path in routes(own) if method == "GET"} == {200}
+    before = whole(own, ids)
 
     stranger = as_("other")
     for method, path in routes(stranger):
@@ -105,13 +137,24 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
             assert answer.status_code == 404, where
         elif method == "GET":
             assert answer.status_code == 200, where
-            assert not any(found in answer.text for found in (job["id"], model, deployment["id"])), where
+            assert not any(found in answer.text for found in theirs), where
         elif path == "/deployments":
             assert answer.status_code == 422, where
         else:
             assert answer.status_code in (200, 201), where  # its own job
-    assert as_("acme").get(f"/jobs/{job['id']}").json()["status"] == "succeeded"
-    assert as_("acme").get(f"/deployments/{deployment['id']}").json()["status"] != "deleting"
+    for model_name in (job["id"], "production"):
+        refused = stranger.post("/deployments", json={"model": model_name, "route_prefix": "/stolen"})
+        assert refused.status_code == 422, refused.text
+    for path in ("/jobs", "/models", "/deployments"):
+        foreign = {"/jobs": job["id"], "/models": model, "/deployments": deployment["id"]}[path]
+        assert stranger.get(path, params={"after": foreign}).status_code == 422, "a cursor is an id too"
+    assert whole(as_("acme"), ids) == before
+
+
+def whole(client: TestClient, ids: dict[str, str]) -> dict[str, Any]:
+    """Everything a tenant can read, but what other tenants' jobs may change and what passes with time."""
+    answers = {path: call(client, "GET", path, ids) for method, path in routes(client) if method == "GET"}
+    return {path: answer.text for path, answer in answers.items() if path != "/quota"}
 
 
 def test_with_keys_local_files_are_closed_until_the_operator_opens_them(as_: As, tmp_path: Path) -> None:
@@ -119,6 +162,42 @@ def test_with_keys_local_files_are_closed_until_the_operator_opens_them(as_: As,
     for path in ("/jobs", "/jobs/validate"):
         refused = as_("acme").post(path, json={**SPEC, **source})
         assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "data.sources[0].name_or_path")
+
+
+def test_a_key_that_asks_too_often_is_told_to_wait(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    tokens = [create_key(path, name=n, tenant="acme", scopes=frozenset({Scope.ADMIN})) for n in ("hasty", "calm")]
+    parts = replace(server.parts, clock=lambda: 1000.0)
+    settings = server.settings.model_copy(update={"api_keys_file": path, "requests_per_minute": 30})
+    with control_plane(parts, settings, "http://swiftkv.example") as client:
+        hasty, calm = ({"authorization": f"Bearer {token}"} for token in tokens)
+        statuses = [client.get("/jobs", headers=hasty).status_code for _ in range(5)]
+        assert statuses == [200, 200, 200, 429, 429]
+        refused = client.get("/jobs", headers=hasty)
+        assert (refused.json()["code"], refused.headers["Retry-After"]) == ("rate_limited", "1")
+        assert client.get("/jobs", headers=calm).status_code == 200
+
+
+def test_a_bucket_refills_with_time() -> None:
+    now = 1000.0
+    limit = RateLimit(60, lambda: now)
+    for _ in range(6):
+        limit.take("ann")
+    with pytest.raises(RateLimitedError, match="60 requests"):
+        limit.take("ann")
+    now += 1.0
+    limit.take("ann")
+    with pytest.raises(RateLimitedError):
+        limit.take("ann")
+
+
+def test_every_answer_tells_browsers_what_they_may_do(server: Server) -> None:
+    for path in ("/jobs", "/jobs/x", "/nowhere", "/healthz", "/openapi.json", "/"):
+        headers = server.client.get(path).headers
+        assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer"), path
+        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"], path
+    assert server.client.get("/jobs").headers["Cache-Control"] == "no-store"
+    assert "Content-Security-Policy" not in server.client.get("/docs").headers
 
 
 def test_without_keys_only_loopback_is_listened_on(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.job import Event, Job, new_id, status_event
@@ -47,7 +47,7 @@ class Plane:
 
     def __post_init__(self) -> None:
         self.jobs = SqlJobRepository(self.database)
-        self.catalog = SqlCatalog(self.database)
+        self.catalog = SqlRegistry(self.database)
         self.store = AttemptStore(self.objects)
 
     def reconciler(self, *, max_running_jobs: int = 1, **replaced: Any) -> Reconciler:

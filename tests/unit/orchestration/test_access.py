@@ -65,3 +65,24 @@ def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelve
     with pytest.raises(InvalidInputError, match="lies below: none"):
         SourceRules(()).check(spec(source=f"{shelves}/acme/data"), "acme")
     OPEN.check(spec(source="/etc/passwd"), "acme")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"name": "/elsewhere/task.yaml"},
+        {"name": "mine.yml"},
+        {"name": "builtin:mmlu", "data_dir": "/etc"},
+        {"name": "builtin:mmlu", "data_dir": "s3://bucket/other"},
+        {"name": "builtin:mmlu", "data_dir": "org/data"},
+    ],
+)
+def test_tasks_neither_run_code_nor_read_what_is_closed(shelves: Path, task: dict[str, str]) -> None:
+    document = {"name": "t", "model": {"name_or_path": "org/teacher"}, "evaluation": {"tasks": [task]}}
+    with pytest.raises(InvalidInputError) as caught:
+        rules(shelves).check(JobSpec.model_validate(document), "acme")
+    assert caught.value.field is not None
+    assert caught.value.field.startswith("evaluation.tasks[0]")
+    allowed = {"name": "builtin:mmlu", "data_dir": f"{shelves}/acme/data"}
+    open_ = {**document, "evaluation": {"tasks": ["gsm8k", allowed]}}
+    rules(shelves).check(JobSpec.model_validate(open_), "acme")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from swiftkv_platform.errors import ClusterUnavailableError, ConflictError, InvalidInputError, NotFoundError
+from swiftkv_platform.orchestration.deploying import DeploymentService
 from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
-from swiftkv_platform.orchestration.service import Caller, DeploymentService
+from swiftkv_platform.orchestration.registry import RegistryService
+from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from tests.unit.orchestration.conftest import TENANT, Plane
 
@@ -22,8 +24,13 @@ def model(plane: Plane) -> Model:
     return model
 
 
+def service(plane: Plane) -> DeploymentService:
+    registry = RegistryService(plane.catalog, clock=plane.clock)
+    return DeploymentService(plane.catalog, registry, clock=plane.clock)
+
+
 def deploy(plane: Plane, model: str, route_prefix: str = "/") -> Deployment:
-    return DeploymentService(plane.catalog, clock=plane.clock).create(
+    return service(plane).create(
         ANN,
         model=model,
         route_prefix=route_prefix,
@@ -35,7 +42,7 @@ def deploy(plane: Plane, model: str, route_prefix: str = "/") -> Deployment:
 
 
 def delete(plane: Plane, deployment: Deployment) -> Deployment:
-    return DeploymentService(plane.catalog, clock=plane.clock).delete(deployment.spec.id, ANN)
+    return service(plane).delete(deployment.spec.id, ANN)
 
 
 def status(plane: Plane, deployment: Deployment) -> DeploymentStatus:

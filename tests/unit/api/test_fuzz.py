@@ -1,0 +1,52 @@
+"""Whatever the control plane's own description allows, and does not allow, is answered, and never with a 5xx."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, Phase, settings
+
+from swiftkv_platform.settings import Settings
+from tests.unit.api.conftest import Server, control_plane, make_parts
+
+EXAMPLES = 200 if "SWIFTKV_SOAK" in os.environ else 6
+"""Of each route."""
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Iterator[FastAPI]:
+    """A control plane with something of everything, whose clusters do nothing by themselves."""
+    directory = tmp_path_factory.mktemp("fuzz")
+    parts = make_parts(directory, empty_database)
+    with control_plane(parts, Settings(home=directory, source_roots=(), _env_file=None)) as client:
+        server = Server(client, parts, Settings(home=directory, _env_file=None))
+        model = server.succeed()["distilled_model"]
+        server.client.post(f"/models/{model}/promote", json={"alias": "production", "reason": "good"})
+        server.client.post("/deployments", json={"model": "production"})
+        yield client.app
+
+
+schema = schemathesis.pytest.from_fixture("api")
+
+
+@pytest.fixture
+def api(app: FastAPI) -> schemathesis.schemas.BaseSchema:
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+@schema.parametrize()
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    derandomize="SWIFTKV_SOAK" not in os.environ,
+)
+def test_nothing_is_answered_with_a_5xx(case: schemathesis.Case) -> None:
+    response = case.call(headers={"Host": "127.0.0.1:8000"})
+    assert response.status_code < 500, (case.method, case.path, response.text)

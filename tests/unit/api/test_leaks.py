@@ -1,0 +1,107 @@
+"""Secrets that are planted everywhere the platform gets them from, and looked for everywhere it writes or answers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.keys import Scope, create_key
+from swiftkv_platform.logs import configure_logging, get_logger
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.redaction import REDACTED, redact, secrets_of
+from swiftkv_platform.settings import Settings
+from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
+
+WEBHOOK = "webhook-secret-1f0c7a"
+ENVIRONMENT = {
+    "WANDB_API_KEY": "wandb-key-77d31e5b",
+    "AWS_SECRET_ACCESS_KEY": 's3/secret+"quoted"\\e4',
+    "HF_TOKEN": "hf_token_5a5a5a5a",
+    "SWIFTKV_DATABASE_URL": "postgresql+psycopg://swiftkv:db-password-9@db/swiftkv",
+}
+PLANTED = [WEBHOOK, "wandb-key-77d31e5b", 's3/secret+"quoted"\\e4', "hf_token_5a5a5a5a", "db-password-9"]
+
+
+def found_in(content: bytes, secrets: list[str]) -> list[str]:
+    written = [(secret, {secret.encode(), json.dumps(secret)[1:-1].encode()}) for secret in secrets]
+    return [secret for secret, forms in written if any(form in content for form in forms)]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    import structlog
+
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    configure_logging(level=0)
+    yield stream
+    structlog.reset_defaults()
+
+
+def test_no_planted_secret_is_written_or_told(
+    tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    outside, inside = tmp_path / "operator", tmp_path / "written"
+    (outside / "secrets" / "acme").mkdir(parents=True)
+    (outside / "secrets" / "acme" / "signing").write_text(WEBHOOK)
+    keys = outside / "keys.json"
+    token = create_key(keys, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))
+    inside.mkdir()
+    parts = make_parts(inside, empty_database)
+    nobody = "http://127.0.0.1:9"
+    settings = Settings(
+        home=inside,
+        api_keys_file=keys,
+        secrets_dir=outside / "secrets",
+        webhook_origins=(nobody,),
+        database_url=None,
+        _env_file=None,
+    )
+    answers: list[bytes] = []
+    with control_plane(parts, settings, "http://swiftkv.example") as client:
+        client.headers["authorization"] = f"Bearer {token}"
+        client.event_hooks["response"].append(lambda response: answers.append(response.read()))
+        server = Server(client, parts, settings)
+        spec = {**SPEC, "webhook": {"url": nobody, "secret_ref": "signing"}, "fault_tolerance": {"max_retries": 0}}
+        spoiled = "; ".join([*ENVIRONMENT.values(), *PLANTED[1:]])
+        for outcome in (SubmissionStatus.SUCCEEDED, SubmissionStatus.FAILED):
+            job_id = server.client.post("/jobs", json=spec).json()["id"]
+            server.tick()
+            worker = server.worker(job_id)
+            worker.say("status", status="running")
+            worker.say("message", f"connecting with {spoiled}", environment=dict(ENVIRONMENT))
+            worker.step(1, time=1000.0)
+            if outcome is SubmissionStatus.SUCCEEDED:
+                worker.artifact()
+            else:
+                worker.say("error", f"refused: {spoiled}", code="storage_error", retryable=False)
+            server.cluster.submissions[f"{job_id}-1"].log = f"environment: {spoiled}\n"
+            server.cluster.finish(f"{job_id}-1", outcome, spoiled)
+            server.tick()
+            for path in ("", "/events", "/logs", "/metrics", "/artifacts", "/checkpoints"):
+                assert server.client.get(f"/jobs/{job_id}{path}").status_code == 200
+        get_logger().error("a library's own words", reason=spoiled)
+        server.client.get("/jobs", headers={"authorization": f"Bearer {token}x"})
+        server.client.post("/jobs", json={**SPEC, "webhook": {"url": "http://x:y@evil", "secret_ref": "signing"}})
+        for path in ("/jobs", "/models", "/deployments", "/quota", "/metrics", "/openapi.json", "/readyz"):
+            server.client.get(path)
+    secrets = [*PLANTED, token]
+    files = [path for path in inside.rglob("*") if path.is_file()]
+    assert any(path.name.startswith("test.db") for path in files)
+    assert any(path.name == "logs.txt" for path in files)
+    assert [(path, found) for path in files if (found := found_in(path.read_bytes(), secrets))] == []
+    assert [found for answer in answers if (found := found_in(answer, secrets))] == []
+    assert found_in(log.getvalue().encode(), secrets) == []
+    assert REDACTED in log.getvalue(), "what was planted did come by"
+
+
+def test_what_counts_as_a_secret() -> None:
+    assert secrets_of(ENVIRONMENT) == {*ENVIRONMENT.values(), "db-password-9"} - {ENVIRONMENT["SWIFTKV_DATABASE_URL"]}
+    assert secrets_of({"SWIFTKV_API_KEYS_FILE": "/etc/swiftkv/keys.json", "KEY": "short", "PATH": "/usr/bin"}) == set()
+    assert redact("a hf_token_5a5a5a5a b", ENVIRONMENT) == f"a {REDACTED} b"

@@ -15,7 +15,7 @@ from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Re
 from swiftkv_platform.api.schemas import EventAnswer, ListAnswer, MetricPointAnswer, list_answer
 from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.orchestration.job import Job
+from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.orchestration.service import Caller
 
@@ -48,22 +48,23 @@ async def _follow_events(
     parts: Components, caller: Caller, job_id: str, after: str | None
 ) -> AsyncIterator[dict[str, str]]:
     """Server-sent events until the job has ended and its last event is out; clients ask again for what is missing."""
-    while True:
-        try:
-            # The job is read first: when it has ended, its last event is there.
-            job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
+    try:
+        # The job is read first: when it has ended, its last event is there. Later that event itself says so, which
+        # spares a query for each follower and poll.
+        ended = (await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)).status.is_terminal
+        while True:
             found = await run_in_threadpool(parts.jobs.events, job_id, Page(after, _EVENTS_PER_READ, "asc"))
-        except DatabaseUnavailableError as error:
-            get_logger().warning("event stream ended early", job_id=job_id, reason=error.message)
-            return
-        for event in found.items:
-            yield {"id": event.id, "event": event.type, "data": EventAnswer.of(event).model_dump_json()}
-            after = event.id
-        if found.has_more:
-            continue
-        if job.status.is_terminal:
-            return
-        await asyncio.sleep(_POLL_S)
+            for event in found.items:
+                yield {"id": event.id, "event": event.type, "data": EventAnswer.of(event).model_dump_json()}
+                after = event.id
+                ended = ended or (event.type == "status" and JobStatus(event.data["status"]).is_terminal)
+            if found.has_more:
+                continue
+            if ended:
+                return
+            await asyncio.sleep(_POLL_S)
+    except DatabaseUnavailableError as error:
+        get_logger().warning("event stream ended early", job_id=job_id, reason=error.message)
 
 
 @router.get("/metrics")

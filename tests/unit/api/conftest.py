@@ -18,20 +18,15 @@ from fastapi.testclient import TestClient
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components, prices, webhook_rules
 from swiftkv_platform.api.webhook_sender import send_webhook
-from swiftkv_platform.database.catalog import SqlCatalog
-from swiftkv_platform.database.leases import SqlLeases
-from swiftkv_platform.database.outbox import SqlOutbox
-from swiftkv_platform.database.registry import SqlRegistry
-from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.ports import SubmissionStatus
-from swiftkv_platform.orchestration.reconciler import Entrypoint, Reconciler
+from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.components import make_components
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.cluster import FakeCluster
 from tests.fakes.serve_cluster import FakeServeCluster
@@ -128,21 +123,7 @@ def teacher(tmp_path: Path) -> dict[str, str]:
 def make_parts(directory: Path, empty_database: Path) -> Components:
     """Real database and object store in `directory`, clusters that a test commands."""
     database = Database(f"sqlite:///{shutil.copy(empty_database, directory / 'test.db')}")
-    objects = LocalObjectStore(directory / "store")
-    return Components(
-        database=database,
-        jobs=SqlJobRepository(database),
-        catalog=SqlCatalog(database),
-        registry=SqlRegistry(database),
-        leases=SqlLeases(database),
-        cluster=FakeCluster(),
-        serving=FakeServeCluster(),
-        objects=objects,
-        attempts=AttemptStore(objects),
-        outbox=SqlOutbox(database),
-        entrypoint=Entrypoint(("python",), objects.uri),
-        clock=Clock(),
-    )
+    return make_components(database, LocalObjectStore(directory / "store"), clock=Clock())
 
 
 @contextmanager

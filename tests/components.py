@@ -1,0 +1,42 @@
+"""The control plane's parts on a real database and object store, with clusters that a test commands."""
+
+from __future__ import annotations
+
+import time
+
+from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.leases import SqlLeases
+from swiftkv_platform.database.outbox import SqlOutbox
+from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.ports import Clock
+from swiftkv_platform.orchestration.reconciler import Entrypoint
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import ObjectStore
+from tests.fakes.cluster import FakeCluster
+from tests.fakes.serve_cluster import FakeServeCluster
+
+
+def make_components(
+    database: Database,
+    objects: ObjectStore,
+    *,
+    cluster: FakeCluster | None = None,
+    clock: Clock = time.time,
+) -> Components:
+    return Components(
+        database=database,
+        jobs=SqlJobRepository(database),
+        catalog=SqlCatalog(database),
+        registry=SqlRegistry(database),
+        leases=SqlLeases(database),
+        outbox=SqlOutbox(database),
+        cluster=cluster or FakeCluster(),
+        serving=FakeServeCluster(),
+        objects=objects,
+        attempts=AttemptStore(objects),
+        entrypoint=Entrypoint(("python",), objects.uri),
+        clock=clock,
+    )

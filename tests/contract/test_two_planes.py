@@ -1,0 +1,134 @@
+"""Two control planes behind sockets on one PostgreSQL, asked by many clients at once. Only Ray is a stand-in here; with
+real Ray, `tests/integration/test_kills.py`.
+
+60 jobs of 20 clients; 500 of 50 with `SWIFTKV_SOAK=1`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.client import Client
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.components import make_components
+from tests.fakes.attempt_store import FakeWorker
+from tests.fakes.cluster import FakeCluster
+from tests.postgres import emptied
+from tests.servers import serving
+
+JOBS, CLIENTS = (500, 50) if "SWIFTKV_SOAK" in os.environ else (60, 20)
+DEADLINE_S = 240.0
+SPEC = {"name": "test", "model": {"name_or_path": "org/teacher"}}
+
+
+class InstantCluster(FakeCluster):
+    """Runs every submission to its end at once, and remembers every call, also a second one under the same id."""
+
+    def __init__(self, objects: LocalObjectStore) -> None:
+        super().__init__()
+        self._objects = objects
+        self._lock = threading.Lock()
+        self.calls: list[str] = []
+
+    def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
+        with self._lock:
+            self.calls.append(submission_id)
+            super().submit(submission_id, entrypoint, env)
+        job_id, _, attempt = submission_id.rpartition("-")
+        worker = FakeWorker(self._objects, job_id, int(attempt))
+        worker.say("status", status="running", time=time.time())
+        worker.artifact()
+        self.finish(submission_id, SubmissionStatus.SUCCEEDED)
+
+
+@pytest.fixture
+def planes(postgres_url: str, tmp_path: Path) -> Iterator[tuple[list[str], InstantCluster]]:
+    url, objects = emptied(postgres_url), LocalObjectStore(tmp_path / "store")
+    cluster = InstantCluster(objects)
+    settings = Settings(home=tmp_path, reconcile_interval_s=0.05, max_running_jobs=8, _env_file=None)
+
+    def plane() -> Components:
+        return make_components(Database(url), objects, cluster=cluster)
+
+    with ExitStack() as stack:
+        yield [stack.enter_context(serving(create_app(settings, components=plane()))) for _ in range(2)], cluster
+
+
+def test_every_key_is_one_job_and_every_job_is_submitted_once(planes: tuple[list[str], InstantCluster]) -> None:
+    urls, cluster = planes
+    stop = threading.Event()
+    with ThreadPoolExecutor(CLIENTS + 2) as pool:
+        readers = [pool.submit(read_pages, url, stop) for url in urls]
+        ids = list(pool.map(lambda number: submit(urls, number), range(JOBS)))
+        stop.set()
+        assert min(reader.result() for reader in readers) > 0
+    assert len(set(ids)) == JOBS
+    with Client(urls[0]) as client:
+        deadline = time.monotonic() + DEADLINE_S
+        while {job.status for job in client.jobs.list()} != {"succeeded"}:
+            assert time.monotonic() < deadline, Counter(job.status for job in client.jobs.list())
+            time.sleep(0.2)
+        assert sorted(job.id for job in client.jobs.list()) == sorted(ids)
+        assert Counter(model.job_id for model in client.models.list()) == Counter(ids)
+    assert Counter(cluster.calls) == Counter(f"{job_id}-1" for job_id in ids)
+
+
+def submit(urls: list[str], number: int) -> str:
+    """The job of one key, sent three times at once to either control plane."""
+    order = random.Random(number).choices(urls, k=3)
+
+    def send(url: str) -> str:
+        with Client(url) as client:
+            return client.jobs.create({**SPEC, "metadata": {"n": str(number)}}, idempotency_key=f"key-{number}").id
+
+    with ThreadPoolExecutor(3) as pool:
+        [job_id] = set(pool.map(send, order))
+    return job_id
+
+
+def read_pages(url: str, stop: threading.Event) -> int:
+    """Walk through the list over and over; returns how often. What a walk has seen, the next one sees as well."""
+    walks, before = 0, set[str]()
+    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        while not stop.is_set():
+            seen: list[str] = []
+            while True:
+                params = {"limit": 7, "order": "asc", **({"after": seen[-1]} if seen else {})}
+                page = client.get("/jobs", params=params).raise_for_status().json()
+                seen += [job["id"] for job in page["data"]]
+                if not page["has_more"]:
+                    break
+            assert seen == sorted(set(seen)), "a job twice, or out of order"
+            assert before <= set(seen), "a job has gone from the list"
+            before, walks = set(seen), walks + 1
+    return walks
+
+
+def test_leadership_passes_on_when_a_control_plane_stops(postgres_url: str, tmp_path: Path) -> None:
+    """The one that is left goes on with the jobs of both."""
+    url, objects = emptied(postgres_url), LocalObjectStore(tmp_path / "store")
+    cluster = InstantCluster(objects)
+    settings = Settings(home=tmp_path, reconcile_interval_s=0.05, max_running_jobs=2, _env_file=None)
+    parts, other = (make_components(Database(url), objects, cluster=cluster) for _ in range(2))
+    with serving(create_app(settings, components=parts)) as second, Client(second) as client:
+        with serving(create_app(settings, components=other)) as first, Client(first) as leaving:
+            ids = [leaving.jobs.create(SPEC).id for _ in range(4)]
+        for job_id in ids:
+            assert client.jobs.wait(job_id, timeout=60, poll_interval=0.1).status == "succeeded"
+    assert Counter(cluster.calls) == Counter(f"{job_id}-1" for job_id in ids)

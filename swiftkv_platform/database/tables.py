@@ -41,7 +41,7 @@ class JobRow(Base):
     """Every other field of `Job`."""
     version: Mapped[int]
 
-    __table_args__ = (Index(None, "tenant", "id"),)
+    __table_args__ = (Index(None, "tenant", "id"), Index(None, "tenant", "status", "id"))
 
 
 class IdempotencyRow(Base):

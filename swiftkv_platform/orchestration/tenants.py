@@ -75,11 +75,12 @@ class Tenants:
     def _refresh(self) -> None:
         if self._path is None:
             return
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
         try:
-            stamp = _stamp(self._path)
-            if stamp != self._stamp:
-                self._stamp = stamp
-                self._content = _read(self._path)
+            self._content = _read(self._path)
         except InvalidInputError as error:
             get_logger().warning("tenants file not usable; its last version holds", reason=error.message)
 
@@ -87,11 +88,12 @@ class Tenants:
 NO_LIMITS = Tenants()
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Another one for every version of the file; None where there is none."""
     try:
         status = path.stat()
-    except OSError as error:
-        raise _unusable(path, error) from error
+    except OSError:
+        return None
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 

@@ -162,5 +162,6 @@ def test_policies_come_from_a_file_that_may_change(tmp_path: Path) -> None:
         Tenants(path)
     assert caught.value.field == "tenants_file"
     path.unlink()
+    assert tenants.policy("acme") == TenantPolicy(max_gpus=8), "and when it is gone"
     with pytest.raises(InvalidInputError, match="cannot be used"):
         Tenants(path)

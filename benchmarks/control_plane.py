@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import tempfile
 import time
@@ -25,6 +26,7 @@ from swiftkv_platform.api.app import create_app
 from swiftkv_platform.database.repository import _columns
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, JobRow
+from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, new_id, status_event, transition
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
@@ -42,6 +44,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--postgres", help="SQLAlchemy URL of a PostgreSQL; its schemas `empty` and `full` are dropped")
     options = parser.parse_args()
+    configure_logging(level=logging.WARNING)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         clients = {}

@@ -1,5 +1,4 @@
-"""Two control planes behind sockets on one PostgreSQL, asked by many clients at once. Only Ray is a stand-in here; with
-real Ray, `tests/integration/test_kills.py`.
+"""Two control planes behind sockets on one PostgreSQL, asked by many clients at once. Only Ray is a stand-in.
 
 60 jobs of 20 clients; 500 of 50 with `SWIFTKV_SOAK=1`.
 """

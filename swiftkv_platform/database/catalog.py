@@ -44,8 +44,10 @@ class SqlCatalog:
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]:
         with self._database.reading() as session:
-            if page.after is not None and session.get(ModelRow, page.after) is None:
-                raise unknown_cursor(page.after)
+            if page.after is not None:
+                seen = session.get(ModelRow, page.after)
+                if seen is None or seen.tenant != tenant:
+                    raise unknown_cursor(page.after)
             query = select(ModelRow).where(ModelRow.tenant == tenant)
             rows = fetch(session, query, ModelRow.id, page, after=page.after)
             return Slice([read_model(row) for row in rows.items], rows.has_more)
@@ -77,8 +79,10 @@ class SqlCatalog:
 
     def list_deployments(self, page: Page, *, tenant: str) -> Slice[Deployment]:
         with self._database.reading() as session:
-            if page.after is not None and session.get(DeploymentRow, page.after) is None:
-                raise unknown_cursor(page.after)
+            if page.after is not None:
+                seen = session.get(DeploymentRow, page.after)
+                if seen is None or seen.tenant != tenant:
+                    raise unknown_cursor(page.after)
             query = select(DeploymentRow).where(DeploymentRow.tenant == tenant)
             rows = fetch(session, query, DeploymentRow.id, page, after=page.after)
             return Slice([read_deployment(row) for row in rows.items], rows.has_more)

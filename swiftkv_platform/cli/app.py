@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, plan, quota, serving
+from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, plan, quota, registry, serving
 from swiftkv_platform.cli.deployments import deployments_app
 from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.keys import keys_app
@@ -22,7 +22,7 @@ app.command()(local.down)
 app.command()(local.status)
 app.command()(local.demo)
 app.add_typer(jobs_app, name="jobs")
-app.add_typer(serving.models_app, name="models")
+app.add_typer(registry.models_app, name="models")
 app.add_typer(deployments_app, name="deployments")
 app.add_typer(keys_app, name="keys")
 app.command()(distill.distill)

@@ -145,10 +145,15 @@ def pause(job_id: JobId, url: Url = None, json: Json = False) -> None:
 
 
 @jobs_app.command()
-def resume(job_id: JobId, url: Url = None, json: Json = False) -> None:
+def resume(
+    job_id: JobId,
+    cost_cap: Annotated[float | None, typer.Option(help="What it may cost now, if its cost had paused it.")] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
     """Queue a paused job again; it goes on from its last checkpoint."""
     with connect(url) as client:
-        _print_status(client.jobs.resume(job_id), json=json)
+        _print_status(client.jobs.resume(job_id, cost_cap=cost_cap), json=json)
 
 
 @jobs_app.command()

@@ -72,9 +72,10 @@ def planes(postgres_url: str, tmp_path: Path) -> Iterator[tuple[list[str], Insta
 def test_every_key_is_one_job_and_every_job_is_submitted_once(planes: tuple[list[str], InstantCluster]) -> None:
     urls, cluster = planes
     stop = threading.Event()
-    with ThreadPoolExecutor(CLIENTS + 2) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(CLIENTS + 2) as pool:
+        clients = [stack.enter_context(Client(url)) for url in urls]
         readers = [pool.submit(read_pages, url, stop) for url in urls]
-        ids = list(pool.map(lambda number: submit(urls, number), range(JOBS)))
+        ids = list(pool.map(lambda number: submit(clients, number), range(JOBS)))
         stop.set()
         assert min(reader.result() for reader in readers) > 0
     assert len(set(ids)) == JOBS
@@ -88,13 +89,12 @@ def test_every_key_is_one_job_and_every_job_is_submitted_once(planes: tuple[list
     assert Counter(cluster.calls) == Counter(f"{job_id}-1" for job_id in ids)
 
 
-def submit(urls: list[str], number: int) -> str:
+def submit(clients: list[Client], number: int) -> str:
     """The job of one key, sent three times at once to either control plane."""
-    order = random.Random(number).choices(urls, k=3)
+    order = random.Random(number).choices(clients, k=3)
 
-    def send(url: str) -> str:
-        with Client(url) as client:
-            return client.jobs.create({**SPEC, "metadata": {"n": str(number)}}, idempotency_key=f"key-{number}").id
+    def send(client: Client) -> str:
+        return client.jobs.create({**SPEC, "metadata": {"n": str(number)}}, idempotency_key=f"key-{number}").id
 
     with ThreadPoolExecutor(3) as pool:
         [job_id] = set(pool.map(send, order))

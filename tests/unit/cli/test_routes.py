@@ -52,6 +52,24 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     ),
     "GET /models": (lambda client, _: client.models.list(), "models list"),
     "GET /models/{model_id}": (lambda client, ids: client.models.get(ids["model"]), "models get {model}"),
+    "GET /models/{model_id}/lineage": (
+        lambda client, ids: client.models.lineage(ids["model"]),
+        "models lineage {model}",
+    ),
+    "GET /models/{model_id}/compare/{other_id}": (
+        lambda client, ids: client.models.compare(ids["model"], ids["model"]),
+        "models compare {model} {model}",
+    ),
+    "POST /models/{model_id}/promote": (
+        lambda client, ids: client.models.promote(ids["other"], reason="better"),
+        "models promote {other} --reason better",
+    ),
+    "GET /aliases": (lambda client, _: client.models.aliases(), "models aliases"),
+    "GET /aliases/{alias}": (lambda client, _: client.models.alias("production"), "models aliases --alias production"),
+    "POST /aliases/{alias}/rollback": (
+        lambda client, _: client.models.rollback(reason="worse"),
+        "models rollback --reason worse",
+    ),
     "POST /deployments": (
         lambda client, ids: client.deployments.create(ids["model"], route_prefix="/second"),
         "deploy {model} --route-prefix /second --no-wait",
@@ -133,10 +151,18 @@ def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
             server.tick()
             server.serving.become(deployment["id"], DeploymentStatus.RUNNING, replicas=1)
             server.tick()
+            other = server.succeed(name="other")
+            client.post(f"/models/{done['distilled_model']}/promote", json={"reason": "first"}).raise_for_status()
             spec = tmp_path / "spec.yaml"
             spec.write_text(yaml.safe_dump(SPEC))
             ids = {"done": done["id"], "job": server.submit()["id"], "model": done["distilled_model"]}
-            ids |= {"deployment": deployment["id"], "spec": str(spec), "fresh": str(tmp_path / "fresh"), "url": url}
+            ids |= {
+                "other": other["distilled_model"],
+                "deployment": deployment["id"],
+                "spec": str(spec),
+                "fresh": str(tmp_path / "fresh"),
+                "url": url,
+            }
             yield Platform(url, recorder, ids)
 
 

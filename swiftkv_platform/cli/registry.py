@@ -1,0 +1,91 @@
+"""`swiftkv models lineage`, `compare`, `promote`, `rollback` and `aliases`: which model is in use, and why."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from swiftkv_platform.cli.context import Json, Url, connect
+from swiftkv_platform.cli.output import local_time, out, print_fields, print_json, print_table
+from swiftkv_platform.cli.serving import models_app
+
+__all__ = ["models_app"]
+
+ModelId = Annotated[str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).")]
+AliasName = Annotated[str, typer.Option("--alias", help="Name that deployments follow.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why; kept with who and when.")]
+
+
+@models_app.command()
+def lineage(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+    """Show what a model came from, and where it is in use."""
+    with connect(url) as client:
+        found = client.models.lineage(model_id)
+    if json:
+        print_json(found)
+    else:
+        print_fields(found.model_dump(mode="json", exclude={"object", "spec"}))
+
+
+@models_app.command()
+def compare(
+    model_id: ModelId,
+    other_id: Annotated[str, typer.Argument(metavar="OTHER", help="Id of another model.")],
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Show quality, prefill compute and cache of two models side by side, and how their jobs differ."""
+    with connect(url) as client:
+        found = client.models.compare(model_id, other_id)
+    if json:
+        print_json(found)
+        return
+    rows = [(figure["name"], figure["a"], figure["b"], figure["better"] or "") for figure in found.figures]
+    print_table(("figure", "a", "b", "better"), rows, empty="Neither has been measured.")
+    different = [(each["name"], each["a"], each["b"]) for each in (*found.differences, *found.spec_differences)]
+    print_table(("made with", "a", "b"), different, empty="Both were made alike.")
+
+
+@models_app.command()
+def promote(
+    model_id: ModelId, reason: Reason, alias: AliasName = "production", url: Url = None, json: Json = False
+) -> None:
+    """Let an alias stand for a model; deployments made of the alias swap it in."""
+    with connect(url) as client:
+        promotion = client.models.promote(model_id, alias=alias, reason=reason)
+    if json:
+        print_json(promotion)
+    else:
+        out().print(f"{promotion.alias} is {promotion.model}.", highlight=False)
+
+
+@models_app.command()
+def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, json: Json = False) -> None:
+    """Let an alias stand for the model before its present one again."""
+    with connect(url) as client:
+        promotion = client.models.rollback(alias, reason=reason)
+    if json:
+        print_json(promotion)
+    else:
+        out().print(f"{promotion.alias} is {promotion.model} again.", highlight=False)
+
+
+@models_app.command()
+def aliases(
+    alias: Annotated[str | None, typer.Option("--alias", help="Only this one.")] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List what aliases stand for, and how they came to."""
+    with connect(url) as client:
+        found = client.models.aliases() if alias is None else [client.models.alias(alias)]
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (item.alias, item.action, item.model, local_time(item.created_at), item.by, item.reason)
+        for each in found
+        for item in each.history
+    ]
+    print_table(("alias", "action", "model", "when", "who", "why"), rows, empty="Nothing has been promoted.")

@@ -25,9 +25,15 @@ from jobs.events import Reporter
 from jobs.failures import Failure, explain, root_cause
 from jobs.following import following
 from jobs.phases import StoppedError, evaluate
-from jobs.rows import delete_rows
 from jobs.sweep import run_sweep
-from jobs.training import as_task, have_data_written, needed_resources, train, warn_if_too_large
+from jobs.training import (
+    as_task,
+    have_data_written,
+    needed_resources,
+    refuse_unshared_store,
+    train,
+    warn_if_too_large,
+)
 from swiftkv_platform.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
@@ -91,6 +97,7 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
     """The phases of an attempt; returns the manifest of the published model."""
     reporter = Reporter(store, request, "driver")
     reporter.status("running")
+    refuse_unshared_store(store)
     warn_if_too_large(reporter, request.spec)
     have_data_written(store, request, reporter)
     if request.spec.sweep is not None:
@@ -108,9 +115,10 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
 def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
     """Delete what nobody needs once the artifact is there; a store that is away does not undo that success."""
     try:
-        delete_rows(store, request)
+        AttemptStore(store).discard_inputs(request.job_id)
+        AttemptStore(store).discard_trial_checkpoints(request.job_id)
     except StorageError as error:
-        get_logger().warning("rows_left_behind", error=error.message)
+        get_logger().warning("files_left_behind", error=error.message)
 
 
 def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent], None] | None = None) -> Path:

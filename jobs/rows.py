@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftkv_platform.attempts import AttemptRequest, data_prefix
-from swiftkv_platform.storage.artifacts import delete_directory, fetch_directory, is_complete, publish_directory
+from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
 if TYPE_CHECKING:
@@ -51,9 +51,3 @@ def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -
     key = data_prefix(request.job_id, request.attempt)
     publish_directory(store, directory, key, kind="data", lineage={}, metrics={})
     return key
-
-
-def delete_rows(store: ObjectStore, request: AttemptRequest) -> None:
-    """Give back the room that the rows of every attempt take, once nothing will be trained on them."""
-    for attempt in range(request.attempt, 0, -1):
-        delete_directory(store, data_prefix(request.job_id, attempt))

@@ -17,7 +17,7 @@ from jobs.failures import explain, root_cause
 from jobs.following import following
 from jobs.phases import StoppedError, evaluate_trial, publish_trial
 from jobs.training import as_task, train
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix
+from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.sweep import sweep_page
@@ -147,7 +147,7 @@ def _run_trials(
 
 
 def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> ObjectStore:
-    return open_store(join_key(store.uri, f"jobs/{request.job_id}/trials/{trial.name}"))
+    return open_store(join_key(store.uri, f"{trials_prefix(request.job_id)}/{trial.name}"))
 
 
 def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -> Outcome | None:

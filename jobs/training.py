@@ -4,6 +4,7 @@ with. Knows Ray tasks and resources, nothing of what they compute.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,14 @@ import ray
 from jobs.events import Reporter
 from jobs.phases import Plan, WorkerConfig, prepare, task_options, write
 from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.artifacts import read_manifest
+from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
+
+_SHARED = "SWIFTKV_SHARED_DIRECTORY"
+"""Environment variable: the operator's word that every node mounts the store's directory."""
 
 
 def train(
@@ -73,6 +79,23 @@ def needed_resources(spec: JobSpec) -> dict[str, float]:
     resources = spec.resources
     num_workers = resources.min_workers * (spec.sweep.max_concurrent if spec.sweep else 1)
     return {"CPU": resources.cpus_per_worker * num_workers, "GPU": resources.gpus_per_worker * num_workers}
+
+
+def refuse_unshared_store(store: ObjectStore) -> None:
+    """Workers of one machine cannot see another's directories.
+
+    Raises:
+        InvalidInputError: a directory as the store of a cluster of several nodes.
+    """
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED) == "1":
+        return
+    raise InvalidInputError(
+        f"the object store is the directory {store.uri}, and the cluster has {num_nodes} nodes; an s3:// address would "
+        f"do, or {_SHARED}=1 in the environment of Ray's head where every node mounts that directory",
+        field="storage_uri",
+        value=store.uri,
+    )
 
 
 def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:

@@ -4,8 +4,8 @@
     events/{writer}/{sequence}.json       what happened (`AttemptEvent`), numbered from 1 by each writer without gaps
     control/pause.json                    the control plane's wish that the attempt checkpoints and ends
     control/preempt.json                  the driver's, which has been told to stop: the same, and it ends as failed
-    data/...                              prepared rows, until the artifact is there; `manifest.json` is written last
-    answers/{key}.jsonl                   what the teacher wrote to the prompts of its data
+    data/...                              prepared rows, until the job has ended; `manifest.json` is written last
+    answers/{key}.jsonl                   what the teacher wrote to the prompts of its data, likewise
     checkpoints/{name}/...                sharded training state; its `manifest.json` is written last
     evaluation.json, evaluation.html      the report, also of a model that a gate refused; of a sweep `sweep.*`
     artifact/...                          the distilled model; its `manifest.json` is written last
@@ -133,8 +133,17 @@ def data_prefix(job_id: str, attempt: int) -> str:
     return f"{attempt_prefix(job_id, attempt)}/data"
 
 
+def answers_prefix(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/answers"
+
+
 def answers_key(job_id: str, attempt: int, key: str) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/answers/{key}.jsonl"
+    return f"{answers_prefix(job_id, attempt)}/{key}.jsonl"
+
+
+def trials_prefix(job_id: str) -> str:
+    """Below it every trial of a sweep has, by its name, a store of its own, laid out like the job's."""
+    return f"jobs/{job_id}/trials"
 
 
 def artifact_prefix(job_id: str, attempt: int) -> str:

@@ -15,6 +15,9 @@ import pytest
 from hypothesis import settings
 
 from tests.postgres import postgres_server
+from tests.rays import become_a_driver
+
+become_a_driver()
 
 # A search for new counterexamples belongs to `make soak`; elsewhere the same examples are tried each time.
 settings.register_profile("repeatable", deadline=None, derandomize="SWIFTKV_SOAK" not in os.environ)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
-from swiftkv_platform.local.ray_head import RayHead, ensure_token, free_ports, make_temp_dir
+from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
 
 _START_S = 180.0
 """A machine that does other work takes its time to start Ray."""
+
+
+def become_a_driver() -> None:
+    """Let this process and those it starts find the tests' heads: on the loopback interface, with one token for all.
+
+    Ray reads this once, when it is imported.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="ray-token-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    ensure_token(directory / "token")
+    os.environ.update(auth_environment(directory / "token"))
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def free_port() -> int:
@@ -30,8 +45,7 @@ def ray_head(environment: Mapping[str, str] | None = None, *, num_cpus: int) -> 
         num_cpus: CPUs it believes to have.
     """
     directory = make_temp_dir()
-    token = directory / "token"
-    ensure_token(token)
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     head = RayHead(*free_ports([0, 0, 0]), directory, token, num_cpus, object_store_memory=200 << 20)
     own = {"HOME": str(directory), "OMP_NUM_THREADS": "1", **(environment or {})}
     with (directory / "ray.log").open("wb") as log:

@@ -261,6 +261,10 @@ class AttemptStore(Protocol):
 
     def save_logs(self, job_id: str, attempt: int, text: str) -> None: ...
 
+    def discard_inputs(self, job_id: str) -> None:
+        """Delete what attempts had prepared and only another attempt would need."""
+        ...
+
 
 # Serving cluster
 

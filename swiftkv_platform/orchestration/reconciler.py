@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swiftkv_platform.attempts import AttemptRequest, Manifest
-from swiftkv_platform.errors import ClusterUnavailableError, StaleVersionError, SwiftKVError
+from swiftkv_platform.errors import ClusterUnavailableError, StaleVersionError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
@@ -175,6 +175,15 @@ class Reconciler:
         model = self._settlement.settle(reading, submission)
         settled = self._jobs.update(reading.job, events=reading.events, points=reading.points, model=model)
         self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
+        if settled.status.is_terminal:
+            self._tidy_up(ended.id)
+
+    def _tidy_up(self, job_id: str) -> None:
+        """A store that is away then keeps what nobody needs; that changes nothing for the job."""
+        try:
+            self._store.discard_inputs(job_id)
+        except StorageError as error:
+            self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
 
     def _keep(self, before: Job, reading: Reading) -> None:
         """Store what a running attempt has said, and stop it if it must not go on."""

@@ -14,18 +14,21 @@ from swiftkv_platform.attempts import (
     AttemptEvent,
     AttemptRequest,
     Manifest,
+    answers_prefix,
     artifact_prefix,
     checkpoints_prefix,
+    data_prefix,
     event_key,
     events_prefix,
     logs_key,
     pause_key,
     preempt_key,
     request_key,
+    trials_prefix,
 )
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.redaction import redact
-from swiftkv_platform.storage.artifacts import is_complete, manifest_digest, read_manifest
+from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
@@ -126,6 +129,19 @@ class AttemptStore:
                 event = AttemptEvent(time=time.time(), level="warn", type="message", message=message)
             yield StoredEvent(writer, sequence, event)
 
+    def discard_inputs(self, job_id: str) -> None:
+        """Delete the prepared rows and written answers of every attempt of a job that has ended."""
+        for attempt in self._attempts(job_id):
+            delete_directory(self._store, data_prefix(job_id, attempt))
+            self._store.delete_prefix(answers_prefix(job_id, attempt))
+
+    def discard_trial_checkpoints(self, job_id: str) -> None:
+        """Delete every checkpoint of a sweep's trials, once its model is published; their reports stay."""
+        for name in self._store.list_directories(trials_prefix(job_id)):
+            trial = f"{trials_prefix(job_id)}/{name}"
+            for attempt in self._store.list_directories(f"{trial}/jobs/{job_id}/attempts"):
+                self._store.delete_prefix(f"{trial}/{checkpoints_prefix(job_id, int(attempt))}")
+
     def list_checkpoints(self, job_id: str) -> list[StoredCheckpoint]:
         """Complete checkpoints of all attempts, by step, then attempt."""
         found: list[StoredCheckpoint] = []
@@ -149,15 +165,18 @@ class AttemptStore:
     def _checkpoint_names(self, job_id: str) -> list[_CheckpointName]:
         """Checkpoint directories of all attempts in ascending order, complete or not."""
         names: list[_CheckpointName] = []
-        for attempt in self._store.list_directories(f"jobs/{job_id}/attempts"):
-            if not attempt.isdecimal():
-                continue
-            prefix = checkpoints_prefix(job_id, int(attempt))
+        for attempt in self._attempts(job_id):
+            prefix = checkpoints_prefix(job_id, attempt)
             for name in self._store.list_directories(prefix):
                 match = _CHECKPOINT_NAME.match(name)
                 if match:
-                    names.append(_CheckpointName(int(match.group(1)), int(attempt), join_key(prefix, name)))
+                    names.append(_CheckpointName(int(match.group(1)), attempt, join_key(prefix, name)))
         return sorted(names)
+
+    def _attempts(self, job_id: str) -> list[int]:
+        """Numbers of the attempts that have left anything behind."""
+        names = self._store.list_directories(f"jobs/{job_id}/attempts")
+        return [int(name) for name in names if name.isdecimal()]
 
     def artifact_manifest(self, job_id: str, attempt: int) -> Manifest | None:
         """The manifest of the attempt's model, None while that is not complete."""

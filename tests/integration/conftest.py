@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +50,15 @@ def dashboard_url() -> Iterator[str]:
 def s3_server() -> Iterator[S3Server]:
     with run_moto() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 short texts, no two alike."""
+    path = tmp_path_factory.mktemp("corpus") / "functions.jsonl"
+    rows = ({"text": f"def add_{i}(x):\n    return x + {i}\n"} for i in range(300))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 @pytest.fixture(scope="session")

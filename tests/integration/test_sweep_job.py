@@ -37,15 +37,19 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, tmp_path: Path) -> None:
-    """Of two learning rates one makes the loss infinite: a result of the sweep, not a failure of the job."""
+    """Of two learning rates one makes the loss infinite: a result of the sweep, not a failure of the job. The first
+    attempt ends where it has published and not yet said so."""
     from jobs.distill import run_attempt
+    from jobs.events import Reporter
+    from jobs.sweep import run_sweep
 
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(80)))
     store, spec = open_store(str(tmp_path / "store")), sweep_spec(tiny_teacher, corpus)
     attempts = AttemptStore(store)
 
-    assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")) is None
+    first = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
+    run_sweep(store, first, Reporter(store, first, "driver"))
 
     manifest = fetch_directory(store, artifact_prefix(JOB, 1), tmp_path / "artifact")
     sweep = json.loads((tmp_path / "artifact" / "sweep.json").read_text())
@@ -72,6 +76,8 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     assert second.metrics == manifest.metrics
     weights = "model.safetensors"
     assert second.files[weights] == manifest.files[weights]
+    left = [info.key for info in store.list(f"jobs/{JOB}") if "/checkpoints/" in info.key or "/data/" in info.key]
+    assert left == []
 
 
 def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -> None:

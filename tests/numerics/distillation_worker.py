@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -233,6 +234,7 @@ def run_spawned(scenarios: Sequence[Run], world_size: int, directory: Path) -> l
 
 def _main(rank: int, world_size: int, scenarios: list[Run], directory: str) -> None:
     torch.set_num_threads(1)
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # importing DeepSpeed would load the compiler, which takes seconds
     dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size)
     outcomes = [run(scenario) for scenario in scenarios]
     if rank == 0:

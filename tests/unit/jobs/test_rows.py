@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jobs.phases import prepare
-from jobs.rows import delete_rows, find_rows
+from jobs.rows import find_rows
 from swiftkv_platform.attempts import AttemptRequest, data_prefix
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
 
@@ -55,7 +56,7 @@ def test_a_later_attempt_trains_on_the_rows_of_the_first(
     assert len(data.train) == plan.statistics["train"]["rows"]
     assert data.train[0]["input_ids"].max() <= 257
 
-    delete_rows(store, request(tiny_teacher, corpus, 2))
+    AttemptStore(store).discard_inputs("job")
     assert find_rows(store, request(tiny_teacher, corpus, 2)) is None
     assert not list(store.list("jobs/job"))
 

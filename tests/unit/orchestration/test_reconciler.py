@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftkv_platform.attempts import MANIFEST, artifact_prefix
+from swiftkv_platform.attempts import MANIFEST, artifact_prefix, data_prefix
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
@@ -112,6 +112,20 @@ def test_bad_data_is_not_tried_again(plane: Plane) -> None:
     assert failed.status is JobStatus.FAILED
     assert failed.error is not None
     assert (failed.error.code, failed.error.message, failed.error.field) == ("data_error", "it is empty", field)
+
+
+def test_prepared_rows_are_kept_for_another_attempt_and_for_no_longer(plane: Plane) -> None:
+    job = plane.submit(fault_tolerance={"max_retries": 1})
+    reconciler = plane.reconciler()
+    rows = f"{data_prefix(job.id, 1)}/{MANIFEST}"
+    for attempt, kept in ((1, True), (2, False)):
+        plane.clock.now += 1
+        reconciler.tick()
+        plane.objects.put_bytes(rows, b"{}")
+        plane.cluster.finish(f"{job.id}-{attempt}", SubmissionStatus.FAILED)
+        reconciler.tick()
+        assert (plane.objects.head(rows) is not None) is kept
+    assert plane.get(job).status is JobStatus.FAILED
 
 
 def test_a_failure_without_a_word_is_a_lost_worker(plane: Plane) -> None:

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, artifact_prefix, checkpoints_prefix, event_key
+from swiftkv_platform.attempts import (
+    AttemptEvent,
+    AttemptRequest,
+    answers_key,
+    artifact_prefix,
+    checkpoints_prefix,
+    data_prefix,
+    event_key,
+    trials_prefix,
+)
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest, write_manifest
@@ -50,6 +59,22 @@ def test_a_request_comes_back(attempts: AttemptStore) -> None:
     assert attempts.read_request(JOB, 2) == request
     with pytest.raises(ObjectNotFoundError):
         attempts.read_request(JOB, 3)
+
+
+def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    inputs = [data_prefix(JOB, 1) + "/manifest.json", data_prefix(JOB, 2) + "/tokens.bin", answers_key(JOB, 1, "a")]
+    trial = f"{trials_prefix(JOB)}/lr1"
+    of_a_trial = f"{trial}/{checkpoints_prefix(JOB, 2)}/step-00000001/shard"
+    kept = [f"{trial}/{artifact_prefix(JOB, 2)}/evaluation.json", f"{checkpoints_prefix(JOB, 2)}/step-00000001/shard"]
+    others = [data_prefix("job_2", 1) + "/tokens.bin"]
+    for key in (*inputs, of_a_trial, *kept, *others):
+        store.put_bytes(key, b"x")
+
+    attempts.discard_inputs(JOB)
+    assert {info.key for info in store.list("")} == {of_a_trial, *kept, *others}
+    attempts.discard_trial_checkpoints(JOB)
+    attempts.discard_inputs(JOB)
+    assert {info.key for info in store.list("")} == {*kept, *others}
 
 
 def test_events_come_after_the_cursor_in_order_of_time(store: InMemoryObjectStore, attempts: AttemptStore) -> None:

@@ -1,0 +1,94 @@
+"""Attempts of a small distillation job as a Ray Job runs them: started, watched and looked into."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from swiftkv_platform.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.distillation.checkpoint import read_trained
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.artifacts import fetch_directory
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import ObjectStore
+
+JOB = "job_1"
+TOTAL_STEPS = 36
+ONE_WORKER = {"num_workers": 1}
+
+
+def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int, **sections: Any) -> JobSpec:
+    return JobSpec.model_validate(
+        {
+            "name": "tiny",
+            "model": {"name_or_path": str(teacher), "dtype": "float32"},
+            "swiftkv": {"key_value_group_size": 2, "calibration_tokens": 1024, "early_exit": True},
+            "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.1},
+            "training": {"max_steps": max_steps, "batch_size": 4, "micro_batch_size": 2},
+            "optimizer": {"learning_rate": 3e-3},
+            "checkpoint": {"every_steps": 3},
+            "tracking": {"wandb": {"mode": "disabled"}},
+            **sections,
+        }
+    )
+
+
+def start(store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1) -> subprocess.Popen[bytes]:
+    """The entrypoint, as a Ray Job runs it."""
+    newest = AttemptStore(store).newest_checkpoint(JOB, before_attempt=attempt)
+    request = AttemptRequest(job_id=JOB, attempt=attempt, spec=spec, resume_from=newest, run_id="run")
+    AttemptStore(store).write_request(request)
+    command = [sys.executable, "-m", "jobs.distill", "--job-id", JOB, "--attempt", str(attempt), "--store", store.uri]
+    return subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster})
+
+
+def events(store: ObjectStore, *, attempt: int = 1) -> list[AttemptEvent]:
+    return [stored.event for stored in AttemptStore(store).read_events(JOB, attempt, {})]
+
+
+def starts(store: ObjectStore, *, attempt: int = 1) -> list[AttemptEvent]:
+    """An event for each time the attempt's workers began; its `data` says at which step."""
+    return [event for event in events(store, attempt=attempt) if event.message.startswith("training begins")]
+
+
+def wait_for_checkpoint(store: ObjectStore, process: subprocess.Popen[bytes]) -> None:
+    while not any(event.type == "checkpoint" for event in events(store)):
+        assert process.poll() is None, "the job ended before its first checkpoint"
+        time.sleep(0.05)
+
+
+def wait_for_step(store: ObjectStore, process: subprocess.Popen[bytes], step: int, *, attempt: int = 1) -> None:
+    while not any(p["step"] >= step for e in events(store, attempt=attempt) for p in e.data.get("points", [])):
+        assert process.poll() is None, f"the job ended before step {step}"
+        time.sleep(0.05)
+
+
+def final_weights(store: ObjectStore, directory: Path) -> dict[str, torch.Tensor]:
+    newest = AttemptStore(store).newest_checkpoint(JOB)
+    assert newest is not None
+    assert f"/step-{TOTAL_STEPS:08d}-" in newest
+    fetch_directory(store, newest, directory)
+    return read_trained(directory)
+
+
+def assert_equal_bit_for_bit(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].equal(tensor), name
+
+
+def train_workers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended since, or waits for its parent to notice
+            if "RayTrainWorker" in " ".join(process.cmdline()):
+                found.append(process)
+    return found

@@ -111,14 +111,16 @@ def _application(deployment: DeploymentSpec) -> dict[str, Any]:
     A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
     below.
     """
+    asked = deployment.engine.get("tensor_parallel_size")
+    num_ranks = asked if isinstance(asked, int) else 1  # what is no number is refused by the replica, which names it
     return {
         "name": deployment.id,
         "route_prefix": deployment.route_prefix,
         "import_path": APPLICATION,
         "args": {
             "id": deployment.id,
-            "num_cpus": deployment.engine.get("num_threads") or 1,
-            "num_gpus": int(deployment.engine.get("device") == "cuda"),
+            "num_cpus": num_ranks * (deployment.engine.get("num_threads") or 1),
+            "num_gpus": num_ranks * (deployment.engine.get("device") == "cuda"),
         },
         "deployments": [
             {

@@ -10,8 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from serve.app import build_app
-from swiftkv_platform.cluster.ray_serve import RayServe, http_address
+from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
+from swiftkv_platform.orchestration.ports import DeploymentSpec
 from swiftkv_platform.scaling import POLICY
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}
@@ -32,6 +33,16 @@ def test_scaling_and_resources_come_from_the_arguments() -> None:
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 4, 3.0)
     assert built.ray_actor_options["num_cpus"] == 2
     assert built.max_ongoing_requests > 3 + 5, "the replica itself refuses what is too much"
+
+
+def test_each_rank_of_a_replica_has_its_own_device() -> None:
+    options = deployment(engine={"num_threads": 2, "tensor_parallel_size": 4, "device": "cuda"}).ray_actor_options
+    assert (options["num_cpus"], options["num_gpus"]) == (8, 4)
+    spec = DeploymentSpec(
+        id="dep_1", model="mdl_1", artifact_uri="/a", engine={"tensor_parallel_size": 2, "device": "cuda"}
+    )
+    args = _application(spec)["args"]
+    assert (args["num_cpus"], args["num_gpus"]) == (2, 2)
 
 
 def test_without_a_target_the_load_decides() -> None:

@@ -2,24 +2,82 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Send
+from starlette.types import Scope as ASGIScope
 
+from serve.quotas import Quota, Quotas
 from swiftkv_platform.keys import KeyRing, Scope
 
+REPLICA_HEADER = "x-replica"
+"""Of every answer: Serve's name of the replica that gave it."""
 
-def get_caller(
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, and in what circumstances."""
+
+    tenant: str = ""
+    """Of the key; empty where nobody needs one."""
+    quota: Quota | None = None
+    """Of the key; None: no limit."""
+    path: str = ""
+    """The route that was asked."""
+    traceparent: str | None = None
+    """The caller's own trace (https://www.w3.org/TR/trace-context/)."""
+
+
+class Gate:
+    """Lets in who has a key for it; with no key ring, everybody."""
+
+    def __init__(self, key_ring: KeyRing | None) -> None:
+        self._key_ring = key_ring
+        self._quotas = Quotas()
+
+    def admit(self, request: Request) -> Caller:
+        """Raises `UnauthenticatedError`, `ForbiddenError` and `RateLimitedError`."""
+        path, traceparent = request.url.path, request.headers.get("traceparent")
+        if self._key_ring is None:
+            return Caller(path=path, traceparent=traceparent)
+        key = self._key_ring.authenticate(request.headers.get("authorization"))
+        key.require(Scope.GENERATE)
+        request.state.quota = quota = self._quotas.of(key)
+        if quota is not None and request.method == "POST":
+            quota.count_request()
+        return Caller(key.tenant, quota, path, traceparent)
+
+
+async def get_caller(
     request: Request, _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-) -> str:
-    """The caller's tenant; empty where nobody needs a key. Raises `UnauthenticatedError` and `ForbiddenError`."""
-    key_ring: KeyRing | None = request.app.state.key_ring
-    if key_ring is None:
-        return ""
-    key = key_ring.authenticate(request.headers.get("authorization"))
-    key.require(Scope.GENERATE)
-    return key.tenant
+) -> Caller:
+    """The caller. Raises as `Gate.admit`."""
+    gate: Gate = request.app.state.gate
+    return gate.admit(request)
 
 
-TheCaller = Annotated[str, Depends(get_caller)]
+TheCaller = Annotated[Caller, Depends(get_caller)]
+
+
+class AnswerHeaders:
+    """Middleware that tells who answers, and a caller with limits what is left of them."""
+
+    def __init__(self, app: ASGIApp, replica: str) -> None:
+        self._app = app
+        self._replica = replica
+
+    async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[REPLICA_HEADER] = self._replica
+                quota: Quota | None = scope.get("state", {}).get("quota")
+                if quota is not None:
+                    headers.update(quota.headers())
+            await send(message)
+
+        await self._app(scope, receive, tell)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from starlette.requests import ClientDisconnect, Request
 from ulid import ULID
 
+from serve.access import Caller
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.errors import DeadlineExceededError
+from swiftkv_platform.errors import DeadlineExceededError, SwiftKVError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import AsyncLLMEngine, RequestOutput, RequestStream
@@ -19,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asking:
-    """Who asks, and how it may be told apart."""
+    """Who asks, and how the request is to be treated."""
 
-    tenant: str = ""
+    caller: Caller = field(default_factory=Caller)
     request_id: str | None = None
     """Chosen by the caller; unique within its tenant while the request runs."""
     priority: int = 0
@@ -35,14 +38,34 @@ class Answers:
     """All the choices of one request. `choice` counts samples within prompts: prompt x n + sample."""
 
     id: str
+    prompts: Sequence[str | list[int]] = field(repr=False)
     num_choices: int
+    asking: Asking
     on_finished: Callable[[RequestOutput], None]
     """Hears of every sample that is done."""
+    on_closed: Callable[[Answers], None]
+    """Hears once that nothing more comes."""
+    began_ns: int
+    """Unix nanoseconds."""
+    outcome: str = field(default="left", init=False)
+    """`finished`, the code of the error that ended it, or `left`: the caller has not waited for the end."""
     _streams: Sequence[RequestStream] = field(repr=False)
     _n: int
-    _asking: Asking
     _deadline: float | None
     """On the event loop's clock."""
+    _newest: dict[int, RequestOutput] = field(default_factory=dict, init=False)
+    _closed: bool = field(default=False, init=False)
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The newest of each choice that has any, by choice."""
+        return [self._newest[choice] for choice in sorted(self._newest)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts and answers, as far as anything has come."""
+        prompts = sum(len(output.prompt_token_ids) for output in self._newest.values() if output.index == 0)
+        return prompts + sum(len(output.token_ids) for output in self._newest.values())
 
     @classmethod
     async def begin(
@@ -52,24 +75,27 @@ class Answers:
         params: SamplingParams,
         asking: Asking,
         on_finished: Callable[[RequestOutput], None],
+        on_closed: Callable[[Answers], None],
     ) -> Answers:
         """Admit every prompt, or none. Raises as `AsyncLLMEngine.submit`."""
         request_id = asking.request_id or f"gen_{ULID()}"
+        tenant, began_ns = asking.caller.tenant, time.time_ns()
         now = asyncio.get_running_loop().time()
         deadline = None if asking.timeout_s is None else now + asking.timeout_s
         streams: list[RequestStream] = []
         try:
             for number, prompt in enumerate(prompts):
                 # Tenants choose ids freely, and none may collide with, or abort, another's.
-                name = f"{asking.tenant}/{request_id}/{number}"
-                streams.append(
-                    await engine.submit(prompt, params, name, priority=asking.priority, tenant=asking.tenant)
-                )
+                name = f"{tenant}/{request_id}/{number}"
+                streams.append(await engine.submit(prompt, params, name, priority=asking.priority, tenant=tenant))
         except BaseException:
             for stream in streams:
                 stream.close()
             raise
-        return cls(request_id, len(prompts) * params.n, on_finished, streams, params.n, asking, deadline)
+        num_choices = len(prompts) * params.n
+        return cls(
+            request_id, prompts, num_choices, asking, on_finished, on_closed, began_ns, streams, params.n, deadline
+        )
 
     async def as_they_come(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """(choice, its output so far) after each token.
@@ -82,17 +108,25 @@ class Answers:
         """
         try:
             async for prompt, output in _merged(self._streams, self._deadline):
+                choice = prompt * self._n + output.index
+                self._newest[choice] = output
                 if output.finish_reason == "error":
                     raise output.failure()
                 if output.finished:
                     self.on_finished(output)
-                yield prompt * self._n + output.index, output
+                    if len(self._newest) == self.num_choices and all(one.finished for one in self._newest.values()):
+                        self.outcome = "finished"
+                yield choice, output
         except TimeoutError as error:
+            self.outcome = DeadlineExceededError.code
             raise DeadlineExceededError(
-                f"the answer was not finished within timeout_s, {self._asking.timeout_s:g} s",
+                f"the answer was not finished within timeout_s, {self.asking.timeout_s:g} s",
                 field="timeout_s",
-                value=self._asking.timeout_s,
+                value=self.asking.timeout_s,
             ) from error
+        except SwiftKVError as error:
+            self.outcome = error.code
+            raise
         finally:
             self.close()
 
@@ -102,9 +136,13 @@ class Answers:
         return [outputs[choice] for choice in range(self.num_choices)]
 
     def close(self) -> None:
-        """Take back what is unfinished; its blocks are free within a step."""
+        """Take back what is unfinished; its blocks are free within a step. Again is the same."""
+        if self._closed:
+            return
+        self._closed = True
         for stream in self._streams:
             stream.close()
+        self.on_closed(self)
 
 
 async def whole(answers: Answers, request: Request) -> list[RequestOutput]:
@@ -135,6 +173,13 @@ async def _left(request: Request) -> None:
 async def _merged(streams: Sequence[RequestStream], deadline: float | None) -> AsyncIterator[tuple[int, RequestOutput]]:
     """(index of the stream, output) in the order in which they come. Raises `TimeoutError` at the deadline."""
     clock = asyncio.get_running_loop().time
+    if len(streams) == 1:  # as most requests, and without a task for each token
+        [stream] = streams
+        with suppress(StopAsyncIteration):
+            while True:
+                within = None if deadline is None else max(deadline - clock(), 0.0)
+                yield 0, await (anext(stream) if within is None else asyncio.wait_for(anext(stream), within))
+        return
     waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
     try:
         while waiting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,6 +12,32 @@ HUB_PREFIX = "hf:"
 """Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Candidate(BaseModel):
+    """A second model in every replica, with an engine of the same options, that answers some of the requests."""
+
+    model_config = _STRICT
+
+    model: Annotated[str, Field(min_length=1)]
+    """Answers that it gives carry its name."""
+    artifact_uri: Annotated[str, Field(min_length=1)]
+    share: Share = 0.0
+    """Of the requests, drawn for each; they may name either model."""
+
+
+class ShadowArgs(BaseModel):
+    """What is run beside the model in service, to see how far it would have answered otherwise."""
+
+    model_config = _STRICT
+
+    against: Literal["teacher", "candidate"]
+    """`teacher`: that of the served student, loaded from the same artifact, once more in memory."""
+    share: Share = 0.0
+    """Of the answers, drawn for each."""
 
 
 class Served(BaseModel):
@@ -27,6 +53,8 @@ class Served(BaseModel):
     engine: EngineConfig = EngineConfig()
     verify: bool = True
     """Serve only what its manifest describes, byte for byte."""
+    candidate: Candidate | None = None
+    shadow: ShadowArgs | None = None
     revision: str = ""
     """Names this state of the deployment; `/health` repeats it. Without meaning here."""
 
@@ -34,11 +62,18 @@ class Served(BaseModel):
     def _verifiable(self) -> Self:
         if self.verify and self.artifact_uri.startswith(HUB_PREFIX):
             raise ValueError(f"a hub model has no manifest; artifact_uri {self.artifact_uri!r} needs verify: false")
+        if self.shadow is not None and self.shadow.against == "candidate" and self.candidate is None:
+            raise ValueError("shadow.against is 'candidate', and there is none; give a candidate, or 'teacher'")
         return self
 
-    def is_same_as(self, other: Served) -> bool:
-        """Whether the two load the same, whatever they are called in the control plane."""
-        return self.model_copy(update={"revision": other.revision}) == other
+    def loads_the_same_as(self, other: Served) -> bool:
+        """Whether the two differ in nothing but shares, and what they are called in the control plane."""
+        return self._without_shares() == other._without_shares()
+
+    def _without_shares(self) -> Served:
+        candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
+        shadow = self.shadow and self.shadow.model_copy(update={"share": 0.0})
+        return self.model_copy(update={"revision": "", "candidate": candidate, "shadow": shadow})
 
 
 class ReplicaArgs(BaseModel):
@@ -50,6 +85,8 @@ class ReplicaArgs(BaseModel):
     """`dep_` id."""
     api_keys_file: str | None = None
     """File of hashed API keys on the replicas' machines; None answers everybody who can reach them."""
+    log_text: bool = False
+    """Write prompts and answers into the request log. They are the callers' own."""
 
 
 class ServeArgs(ReplicaArgs):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from serve.access import Caller
 from serve.answers import Answers, Asking
+from serve.args import Served
 from serve.metrics import Metrics
+from serve.quotas import Reservation
+from serve.shadow import Shadow
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.errors import EngineDeadError
+from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError, RateLimitedError, SwiftKVError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import AsyncLLMEngine
@@ -58,8 +63,36 @@ class Version:
     card: ModelCard
     created: int
     """Unix seconds."""
+    candidate: Version | None = None
+    """Answers `candidate_share` of the requests."""
+    candidate_share: float = 0.0
+    shadow: Shadow | None = None
+    names: frozenset[str] = frozenset()
+    """By which callers may ask for it, beside its own."""
     num_entering: int = field(default=0, init=False)
     """Requests that have chosen this version and are not in the engine yet."""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a caller may ask for it by this name."""
+        return name == self.card.model or name in self.names
+
+    def chosen(self) -> Version:
+        """Itself, or the candidate for its share of the requests."""
+        draws = self.candidate is not None and random.random() < self.candidate_share  # noqa: S311  # not a secret
+        return self.candidate if self.candidate is not None and draws else self
+
+    def set_shares(self, served: Served) -> None:
+        """Take over nothing but the shares."""
+        if served.candidate is not None:
+            self.candidate_share = served.candidate.share
+        if self.shadow is not None and served.shadow is not None:
+            self.shadow.share = served.shadow.share
+
+    def check_health(self) -> None:
+        """Raises `EngineDeadError` if an engine has failed."""
+        self.engine.check_health()
+        if self.candidate is not None:
+            self.candidate.check_health()
 
     @property
     def tokenizer(self) -> Any:
@@ -69,17 +102,41 @@ class Version:
         """Returns when nobody uses it any more; then the engine is closed."""
         while self.num_entering or self.engine.num_requests:
             await asyncio.sleep(_DRAIN_POLL_S)
+        if self.shadow is not None:
+            await self.shadow.close()
+        if self.candidate is not None:
+            await self.candidate.drain()
         await self.engine.aclose()
+
+
+class Observer(Protocol):
+    """Is told of requests when they are over."""
+
+    def closed(self, answers: Answers, card: ModelCard) -> None:
+        """An answer that was begun has ended, one way or another."""
+        ...
+
+    def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
+        """A request was not admitted."""
+        ...
 
 
 class Current:
     """The version that new requests go to."""
 
-    def __init__(self, version: Version | None = None, metrics: Metrics | None = None, *, replica: str = "") -> None:
+    def __init__(
+        self,
+        version: Version | None = None,
+        metrics: Metrics | None = None,
+        *,
+        replica: str = "",
+        observers: Sequence[Observer] = (),
+    ) -> None:
         self._version = version
         self.swap = SwapState()
         self.replica = replica
         """Serve's name of this replica."""
+        self._observers = observers
         self.metrics = metrics or Metrics()
         self.metrics.follow(lambda: None if self._version is None else self._version.engine.engine, replica)
 
@@ -103,7 +160,7 @@ class Current:
     @contextmanager
     def entering(self) -> Iterator[Version]:
         """The version for a new request, kept open until the request is in its engine."""
-        version = self.version
+        version = self.version.chosen()
         version.num_entering += 1
         try:
             yield version
@@ -113,6 +170,31 @@ class Current:
     async def ask(
         self, version: Version, prompts: Sequence[str | list[int]], params: SamplingParams, asking: Asking
     ) -> Answers:
-        """Admit a request to a version. Raises as `AsyncLLMEngine.submit`."""
-        with self.metrics.counting_refusals():
-            return await Answers.begin(version.engine, prompts, params, asking, self.metrics.finished)
+        """Admit a request to a version. Raises as `AsyncLLMEngine.submit`, and `RateLimitedError`."""
+        self.metrics.asked(version.card.model)
+        reservation = Reservation()
+
+        def closed(answers: Answers) -> None:
+            if answers.outputs:  # before that nobody knows what reading the prompt has taken
+                reservation.settle(answers.num_tokens)
+            for observer in self._observers:
+                observer.closed(answers, version.card)
+            if version.shadow is not None:
+                version.shadow.consider(answers)
+
+        try:
+            if asking.caller.quota is not None:
+                reservation = asking.caller.quota.reserve_tokens(_most_tokens(prompts, params))
+            return await Answers.begin(version.engine, prompts, params, asking, self.metrics.finished, closed)
+        except (QueueFullError, InvalidInputError, RateLimitedError) as error:
+            reservation.settle(0)
+            self.metrics.refused(error)
+            for observer in self._observers:
+                observer.refused(error, asking.caller, version.card)
+            raise
+
+
+def _most_tokens(prompts: Sequence[str | list[int]], params: SamplingParams) -> int:
+    """What a request may take, as far as is known before its text is tokenized."""
+    answers = len(prompts) * params.n * params.max_tokens
+    return answers + sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,10 @@ from ray import serve as ray_serve
 from serve.args import HUB_PREFIX, ReplicaArgs, Served
 from serve.current import Current, ModelCard, Version
 from serve.http import create_http_app
+from serve.request_logs import RequestLog
+from serve.shadow import Comparison, EngineJudge, Judge, ModelJudge, Shadow
 from serve.swaps import Swaps
+from serve.tracing import configured_tracing
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import configure_logging, get_logger
@@ -37,7 +41,11 @@ class Replica:
     def __init__(self, args: dict[str, Any]) -> None:
         self._args = ReplicaArgs.model_validate(args)
         configure_logging(deployment=self._args.id)
-        self._current = Current(replica=ray_serve.get_replica_context().replica_id.unique_id)
+        tracing = configured_tracing()
+        self._current = Current(
+            replica=ray_serve.get_replica_context().replica_id.unique_id,
+            observers=[RequestLog(with_text=self._args.log_text), *([tracing] if tracing else [])],
+        )
         self._swaps = Swaps(self._current, self._load)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
@@ -53,7 +61,7 @@ class Replica:
     def check_health(self) -> None:
         """Raises `EngineDeadError` if nothing is loaded or the engine's loop has failed; Serve then replaces the
         replica."""
-        self._current.version.engine.check_health()
+        self._current.version.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scaling.replicas_by_load` goes by."""
@@ -66,11 +74,39 @@ class Replica:
         }
 
     async def _load(self, served: Served) -> Version:
-        loaded = await asyncio.to_thread(load, served)
-        from swiftkv_platform.engine import AsyncLLMEngine
+        return await load_version(self._args, served, self._current.metrics.compared)
 
-        get_logger().info("model_loaded", model=served.model, manifest_digest=loaded.manifest_digest)
-        return Version(AsyncLLMEngine(loaded.engine), model_card(self._args, served, loaded), created=int(time.time()))
+
+async def load_version(
+    args: ReplicaArgs, served: Served, compared: Callable[[Comparison | None], None] = lambda _: None
+) -> Version:
+    """What `served` says, ready to answer, with its candidate and its shadow. Raises as `load`.
+
+    Args:
+        compared: hears what the shadow finds.
+    """
+    version, teacher = await _load_one(args, served)
+    if served.candidate is not None:
+        update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None, "shadow": None}
+        version.candidate, _ = await _load_one(args, served.model_copy(update=update))
+        version.candidate.names, version.names = frozenset({served.model}), frozenset({served.candidate.model})
+        version.candidate_share = served.candidate.share
+    if served.shadow is not None:
+        judge: Judge = ModelJudge(teacher)
+        if version.candidate is not None and served.shadow.against == "candidate":
+            judge = EngineJudge(version.candidate.engine)
+        version.shadow = Shadow(version.engine, judge, served.shadow.share, compared)
+    return version
+
+
+async def _load_one(args: ReplicaArgs, served: Served) -> tuple[Version, Any]:
+    """A version by itself, and its teacher where that is to judge it."""
+    loaded = await asyncio.to_thread(load, served)
+    from swiftkv_platform.engine import AsyncLLMEngine
+
+    get_logger().info("model_loaded", model=served.model, manifest_digest=loaded.manifest_digest)
+    version = Version(AsyncLLMEngine(loaded.engine), model_card(args, served, loaded), created=int(time.time()))
+    return version, loaded.teacher
 
 
 @dataclass(frozen=True)
@@ -80,6 +116,8 @@ class Loaded:
     engine: LLMEngine
     manifest_digest: str | None
     """None: not verified."""
+    teacher: Any = None
+    """The student's own, in teacher mode, where it is to judge; without an engine."""
 
 
 def load(served: Served) -> Loaded:
@@ -92,7 +130,8 @@ def load(served: Served) -> Loaded:
         StorageError: the object store does not answer.
     """
     if not served.verify:
-        return Loaded(_load_engine(served.artifact_uri.removeprefix(HUB_PREFIX), served), None)
+        path = served.artifact_uri.removeprefix(HUB_PREFIX)
+        return Loaded(_load_engine(path, served), None, _load_teacher(path, served))
     with tempfile.TemporaryDirectory(prefix="swiftkv-model-") as workspace:
         directory = Path(workspace) / "model"
         try:
@@ -104,7 +143,7 @@ def load(served: Served) -> Loaded:
                 field="artifact_uri",
                 value=served.artifact_uri,
             ) from error
-        return Loaded(_load_engine(directory, served), manifest_digest(manifest))
+        return Loaded(_load_engine(directory, served), manifest_digest(manifest), _load_teacher(directory, served))
 
 
 def _load_engine(path: str | Path, served: Served) -> LLMEngine:
@@ -119,6 +158,23 @@ def _load_engine(path: str | Path, served: Served) -> LLMEngine:
             f"model {served.model!r} cannot generate: {answer.error}", field="artifact_uri", value=served.artifact_uri
         )
     return engine
+
+
+def _load_teacher(path: str | Path, served: Served) -> Any:
+    """None where no teacher is to judge. Raises `ModelError` for a model that has none."""
+    if served.shadow is None or served.shadow.against != "teacher":
+        return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
+
+    if not AutoConfig.from_pretrained(path).model_type.endswith("_swiftkv"):
+        raise ModelError(
+            f"model {served.model!r} is no SwiftKV student, so it has no teacher; shadow a candidate instead",
+            field="shadow.against",
+            value="teacher",
+        )
+    return AutoModelForCausalLM.from_pretrained(path, dtype=served.engine.dtype, swiftkv=False).eval()
 
 
 def model_card(args: ReplicaArgs, served: Served, loaded: Loaded) -> ModelCard:

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 from sse_starlette import EventSourceResponse
 
-from serve.access import TheCaller
+from serve.access import AnswerHeaders, Gate, TheCaller
 from serve.answers import Answers, Asking, whole
 from serve.chat import render_chat
 from serve.current import Current, Version
@@ -48,7 +48,8 @@ class DetokenizeRequest(BaseModel):
 def create_http_app(current: Current, *, key_ring: KeyRing | None = None) -> FastAPI:
     """The application of one replica; with a key ring nothing is answered without a key but `/health`, `/metrics`."""
     app = FastAPI(title="SwiftKV serve", docs_url="/docs", redoc_url=None)
-    app.state.key_ring = key_ring
+    app.state.gate = Gate(key_ring)
+    app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, refuse=too_large)
     add_problem_handlers(app)
     app.include_router(openai_router(current))
@@ -91,11 +92,12 @@ def create_http_app(current: Current, *, key_ring: KeyRing | None = None) -> Fas
     @app.get("/health")
     async def health() -> dict[str, object]:
         """What is served, while it is, and what is to come."""
-        version = current.version
-        version.engine.check_health()
+        version, candidate = current.version, current.version.candidate
+        version.check_health()
         return {
             "status": "ok",
             **version.card.model_dump(),
+            "candidate": candidate and {**candidate.card.model_dump(), "share": version.candidate_share},
             "replica": current.replica,
             "swap": current.swap.model_dump(),
         }

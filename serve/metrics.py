@@ -5,16 +5,16 @@ What an engine knows at any time is read when the metrics are; what happens is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from swiftkv_platform.errors import InvalidInputError, QueueFullError
+from swiftkv_platform.errors import SwiftKVError
 
 if TYPE_CHECKING:
+    from serve.shadow import Comparison
     from swiftkv_platform.engine import LLMEngine, RequestOutput
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
@@ -45,6 +45,11 @@ class Metrics:
         )
         self._success = counter("request_success", "Finished answers.", "finished_reason")
         self._rejected = counter("rejected_requests", "Requests that were not admitted.", "reason")
+        self._asked = counter("requests", "Requests that the model was chosen for, whatever became of them.", "model")
+        self._shadow_positions = counter("shadow_positions", "Tokens of answers that another model judged.")
+        self._shadow_agreeing = counter("shadow_top1_agreeing_positions", "Those where its most probable is the same.")
+        self._shadow_kl = counter("shadow_kl_nats", "Sum over those of KL(other model || model in service), nats.")
+        self._shadow_skipped = counter("shadow_skipped", "Answers that were to be judged and were not.")
         self._swaps = counter("swaps", "Versions that were to be swapped in.", "outcome")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = histogram("inter_token_latency_seconds", "From one token to the next, by answer on average.")
@@ -67,14 +72,22 @@ class Metrics:
         """Count a version that was to be swapped in: `succeeded`, `refused` or `superseded`."""
         self._swaps.labels(outcome).inc()
 
-    @contextmanager
-    def counting_refusals(self) -> Iterator[None]:
-        """Count what the engine does not admit."""
-        try:
-            yield
-        except (QueueFullError, InvalidInputError) as error:
-            self._rejected.labels(error.code).inc()
-            raise
+    def asked(self, model: str) -> None:
+        """Count a request by the model that was chosen for it."""
+        self._asked.labels(model).inc()
+
+    def compared(self, comparison: Comparison | None) -> None:
+        """Count an answer that another model judged; None: it could not."""
+        if comparison is None:
+            self._shadow_skipped.inc()
+            return
+        self._shadow_positions.inc(comparison.num_positions)
+        self._shadow_agreeing.inc(comparison.num_agreeing)
+        self._shadow_kl.inc(comparison.kl)
+
+    def refused(self, error: SwiftKVError) -> None:
+        """Count a request that was not admitted."""
+        self._rejected.labels(error.code).inc()
 
     def finished(self, output: RequestOutput) -> None:
         """Count a finished sample."""

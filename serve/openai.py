@@ -105,7 +105,7 @@ def _model(version: Version) -> dict[str, Any]:
 
 
 def _check_model(model: str, version: Version) -> None:
-    if model != version.card.model:
+    if not version.answers_to(model):
         raise NotFoundError(f"model is {model!r}; {version.card.model!r} is served here", field="model", value=model)
 
 

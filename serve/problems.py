@@ -20,6 +20,7 @@ from swiftkv_platform.errors import (
     InvalidInputError,
     NotFoundError,
     QueueFullError,
+    RateLimitedError,
     SwiftKVError,
     UnauthenticatedError,
 )
@@ -36,6 +37,7 @@ STATUS: dict[type[SwiftKVError], HTTPStatus] = {
     ForbiddenError: HTTPStatus.FORBIDDEN,
     NotFoundError: HTTPStatus.NOT_FOUND,
     QueueFullError: HTTPStatus.TOO_MANY_REQUESTS,
+    RateLimitedError: HTTPStatus.TOO_MANY_REQUESTS,
     DeadlineExceededError: HTTPStatus.GATEWAY_TIMEOUT,
     EngineDeadError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
@@ -67,7 +69,10 @@ def add_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(SwiftKVError)
     async def known_error(request: Request, error: SwiftKVError) -> JSONResponse:
-        return _response(problem(error, request.url.path))
+        headers = {}
+        if isinstance(error, RateLimitedError):
+            headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+        return _response(problem(error, request.url.path), headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -82,7 +87,10 @@ def add_problem_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         status = HTTPStatus(error.status_code)
-        document = _document(status, status.name.lower(), str(error.detail), request.url.path, [])
+        # FastAPI's own answer to a body that is no text names nothing.
+        errors = [{"field": "body", "value": None, "message": str(error.detail)}]
+        named = errors if status is HTTPStatus.BAD_REQUEST else []
+        document = _document(status, status.name.lower(), str(error.detail), request.url.path, named)
         return _response(document, dict(error.headers or {}))
 
 
@@ -125,7 +133,7 @@ def _document(
 
 def _response(document: dict[str, Any], headers: dict[str, str] | None = None) -> JSONResponse:
     status = HTTPStatus(document["status"])
-    headers = {**(headers or {}), **_HEADERS.get(status, {})}
+    headers = {**_HEADERS.get(status, {}), **(headers or {})}
     if _OPENAI in document["instance"]:
         # OpenAI's clients know bad input as 400.
         status = HTTPStatus.BAD_REQUEST if status is HTTPStatus.UNPROCESSABLE_ENTITY else status

@@ -56,7 +56,9 @@ class Swaps:
         log = get_logger(model=document.get("model"), revision=document.get("revision"))
         try:
             wanted = Served.model_validate(document)
-            if self._served is not None and wanted.is_same_as(self._served):
+            if self._served is not None and wanted.loads_the_same_as(self._served):
+                self._current.version.set_shares(wanted)
+                self._served = wanted
                 self._current.swap = SwapState(revision=wanted.revision)
                 return
             log.info("swap_loading")
@@ -72,7 +74,7 @@ class Swaps:
         if self._wanted is not None:
             log.info("swap_superseded")
             self._current.metrics.swapped("superseded")
-            await version.engine.aclose()
+            await version.drain()
             return
         self._switch(wanted, version)
         self._current.metrics.swapped("succeeded")

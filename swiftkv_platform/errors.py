@@ -8,7 +8,6 @@ SwiftKVError
 ├── ForbiddenError             a key that does not open this
 │   └── OverQuotaError             more than the tenant is ever granted
 ├── QuotaExceededError         more than the tenant is granted at a time; the same request may succeed later
-├── RateLimitedError           more requests of a key than a minute allows
 ├── NotFoundError              no such job, model, deployment or object
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
@@ -19,6 +18,7 @@ SwiftKVError
 │   └── ArtifactCorruptError       a file differs from its manifest
 ├── ClusterUnavailableError    Ray does not answer
 ├── DatabaseUnavailableError   the database does not answer
+├── RateLimitedError           a key has spent what it may use in a minute
 ├── QueueFullError             the engine's waiting line is full; the same request may succeed later
 ├── DeadlineExceededError      the answer did not come within the time the caller gave it
 ├── EngineDeadError            the engine's loop has failed and answers nobody any more
@@ -77,10 +77,6 @@ class QuotaExceededError(SwiftKVError):
     code = "quota_exceeded"
 
 
-class RateLimitedError(SwiftKVError):
-    code = "rate_limited"
-
-
 class NotFoundError(SwiftKVError):
     code = "not_found"
 
@@ -123,6 +119,17 @@ class DatabaseUnavailableError(SwiftKVError):
 
 class QueueFullError(SwiftKVError):
     code = "queue_full"
+
+
+class RateLimitedError(SwiftKVError):
+    code = "rate_limited"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, value: Any = None, retry_after_s: float = 1.0
+    ) -> None:
+        super().__init__(message, field=field, value=value)
+        self.retry_after_s = retry_after_s
+        """Seconds after which the same request is let through, if the key asks for nothing else meanwhile."""
 
 
 class DeadlineExceededError(SwiftKVError):

@@ -55,6 +55,10 @@ class ApiKey(BaseModel):
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """Of the key."""
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Requests that a replica answers the key in a minute; None: no limit."""
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
+    """Tokens, of prompts and answers together; None: no limit."""
 
     def require(self, scope: Scope) -> None:
         """Raises `ForbiddenError` if the key does not open `scope`."""
@@ -107,7 +111,15 @@ class KeyRing:
         return list(self._by_digest.values())
 
 
-def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope]) -> str:
+def create_key(
+    path: Path,
+    *,
+    name: str,
+    tenant: str,
+    scopes: frozenset[Scope],
+    requests_per_minute: int | None = None,
+    tokens_per_minute: int | None = None,
+) -> str:
     """Add a key to the file, which is made if it is missing, and return the key: it is told only now.
 
     Raises `ConflictError` for a name that is taken and `InvalidInputError` for one that cannot be used.
@@ -117,7 +129,14 @@ def create_key(path: Path, *, name: str, tenant: str, scopes: frozenset[Scope]) 
         raise ConflictError(f"there is a key named {name!r} already; revoke it first", field="name", value=name)
     token = _PREFIX + secrets.token_urlsafe(32)
     try:
-        key = ApiKey(name=name, tenant=tenant, scopes=scopes, sha256=_digest(token))
+        key = ApiKey(
+            name=name,
+            tenant=tenant,
+            scopes=scopes,
+            sha256=_digest(token),
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+        )
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidInputError(

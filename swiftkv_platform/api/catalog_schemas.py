@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.api.schemas import Answer
+from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.orchestration.job import Model
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec, DeploymentStatus
 
@@ -44,6 +45,53 @@ class ModelAnswer(Answer):
         )
 
 
+def _known_to_the_engine(options: Any) -> Any:
+    """Options that a replica would refuse are refused before it is started."""
+    try:
+        EngineConfig.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        known = f"unknown option; accepted here: {', '.join(sorted(EngineConfig.model_fields))}"
+        raise PydanticCustomError(
+            "engine",
+            "{why}",
+            {
+                "field": ".".join(["engine", *map(str, first["loc"])]),
+                "value": first["input"],
+                "why": known if first["type"] == "extra_forbidden" else first["msg"],
+            },
+        ) from error
+    return options
+
+
+EngineOptions = Annotated[dict[str, Any], AfterValidator(_known_to_the_engine)]
+
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class CandidateRequest(BaseModel):
+    """A second model in every replica. It takes the memory of a model and a KV cache more."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    model: Annotated[str, Field(min_length=1)]
+    """`mdl_` id; answers that it gives carry it."""
+    share: Share = 0.0
+    """Of the requests that it answers."""
+
+
+class ShadowRequest(BaseModel):
+    """Another model's judgement of answers, as metrics of the replicas: KL and top-1 agreement."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    against: Literal["teacher", "candidate"]
+    """`teacher`: the served student's own, which takes the memory of the weights once more."""
+    share: Share = 0.0
+    """Of the answers that are judged."""
+
+
 class DeploymentRequest(BaseModel):
     """What to serve, and how much of it."""
 
@@ -63,8 +111,10 @@ class DeploymentRequest(BaseModel):
     """How long the load must ask for more replicas before they are started."""
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = DeploymentSpec.downscale_delay_s
     """How long it must ask for fewer before they are drained."""
-    engine: dict[str, Any] = {}
+    engine: EngineOptions = {}
     """Engine options."""
+    candidate: CandidateRequest | None = None
+    shadow: ShadowRequest | None = None
 
     @model_validator(mode="after")
     def _replicas_in_order(self) -> Self:
@@ -90,11 +140,14 @@ class DeploymentChange(BaseModel):
     target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
     upscale_delay_s: Annotated[float, Field(ge=0.0)] = 0.0
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = 0.0
-    engine: dict[str, Any] = {}
+    engine: EngineOptions = {}
     """Engine options, all of them; swapped in as a model is. Other cores or another device replace the replicas."""
+    candidate: CandidateRequest | None = None
+    """Loaded as a model is; of one that is there already another `share` counts at once. Null: none any more."""
+    shadow: ShadowRequest | None = None
 
     def changes(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.model_fields_set}
+        return self.model_dump(include=self.model_fields_set)
 
 
 class ReplicaMetricsAnswer(Answer):
@@ -131,6 +184,8 @@ class DeploymentAnswer(Answer):
     upscale_delay_s: float
     downscale_delay_s: float
     engine: dict[str, Any]
+    candidate: dict[str, Any] | None
+    shadow: dict[str, Any] | None
     status: DeploymentStatus
     message: str
     alias: str | None
@@ -155,6 +210,8 @@ class DeploymentAnswer(Answer):
             upscale_delay_s=spec.upscale_delay_s,
             downscale_delay_s=spec.downscale_delay_s,
             engine=dict(spec.engine),
+            candidate=spec.candidate and dict(spec.candidate),
+            shadow=spec.shadow and dict(spec.shadow),
             status=state.status,
             message=state.message,
             alias=spec.alias,

@@ -24,12 +24,21 @@ def create(
     name: Name,
     scope: Annotated[list[Scope], typer.Option(help="What it opens; may be repeated.")],
     tenant: Annotated[str, typer.Option(help="Keys of one tenant see the same jobs.")] = "default",
+    requests_per_minute: Annotated[int | None, typer.Option(help="Most requests to each replica.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Most tokens of prompts and answers.")] = None,
     file: KeyFile = None,
     json: Json = False,
 ) -> None:
     """Add a key. It is printed once: the file keeps only its hash."""
     path = _path(file)
-    token = create_key(path, name=name, tenant=tenant, scopes=frozenset(scope))
+    token = create_key(
+        path,
+        name=name,
+        tenant=tenant,
+        scopes=frozenset(scope),
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+    )
     if json:
         print_json({"name": name, "tenant": tenant, "scopes": sorted(scope), "key": token, "file": str(path)})
     else:

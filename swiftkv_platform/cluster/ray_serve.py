@@ -139,10 +139,12 @@ def _application(deployment: DeploymentSpec) -> dict[str, Any]:
 
 
 def _served(deployment: DeploymentSpec) -> dict[str, Any]:
+    beside = {"candidate": deployment.candidate, "shadow": deployment.shadow}
     return {
         "model": deployment.model,
         "artifact_uri": deployment.artifact_uri,
         "engine": dict(deployment.engine),
+        **{name: dict(options) for name, options in beside.items() if options is not None},
     }
 
 

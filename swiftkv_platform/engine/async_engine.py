@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 
 from ulid import ULID
 
+from swiftkv_platform.engine.admission import Departures
 from swiftkv_platform.engine.config import SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.llm_engine import LLMEngine
@@ -77,6 +78,7 @@ class AsyncLLMEngine:
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._failure: str | None = None
+        self._departures = Departures()
 
     async def generate(
         self,
@@ -108,8 +110,8 @@ class AsyncLLMEngine:
 
         Raises:
             InvalidInputError: as `LLMEngine.add_request`.
-            QueueFullError: `max_num_waiting` requests or `max_waiting_prompt_tokens` tokens wait already, or too many
-                grammars are being compiled.
+            QueueFullError: `max_num_waiting` requests or `max_waiting_prompt_tokens` tokens wait already, the wait
+                would be longer than `max_queue_s`, or too many grammars are being compiled.
             EngineDeadError: a step has failed; no request will be answered any more.
         """
         request_id = request_id or f"gen_{ULID()}"
@@ -126,6 +128,11 @@ class AsyncLLMEngine:
             stream.close()
             raise
         return stream
+
+    async def between_steps(self, call: Callable[[], R]) -> R:
+        """Run `call` where nothing else touches the engine; steps wait for it. Raises `EngineDeadError`."""
+        self.check_health()
+        return await self._in_worker(call)
 
     @property
     def num_requests(self) -> int:
@@ -151,7 +158,9 @@ class AsyncLLMEngine:
         try:
             while True:
                 await self._work.wait()
-                for output in await self._in_worker(self.engine.step):
+                outputs = await self._in_worker(self.engine.step)
+                self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
+                for output in outputs:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
                         stream.put(output)
@@ -188,6 +197,13 @@ class AsyncLLMEngine:
         max_num_waiting = config.max_num_waiting
         if len(self._streams) >= config.max_num_seqs + max_num_waiting:
             raise QueueFullError(f"queue full: {max_num_waiting} requests wait already; try again later")
+        if config.max_queue_s is not None:
+            wait = self._departures.expected_wait(self._num_in_line)
+            if wait > config.max_queue_s:
+                raise QueueFullError(
+                    f"queue full: a request would wait {wait:.1f} s, max_queue_s is {config.max_queue_s:g}; try again "
+                    "later"
+                )
         self._check_waiting_tokens()
 
     async def _constraint(self, params: SamplingParams | None) -> Constraint | None:
@@ -206,6 +222,13 @@ class AsyncLLMEngine:
             return await asyncio.get_running_loop().run_in_executor(self._compiling, grammars.compile, wanted)
         finally:
             self._num_compiling -= 1
+
+    @property
+    def _num_in_line(self) -> int:
+        """Requests that would wait if one more came, that one included."""
+        waiting = self.engine.num_requests_waiting
+        beyond = len(self._streams) + 1 - self.engine.config.max_num_seqs
+        return max(beyond, waiting + 1 if waiting else 0)
 
     def _add(
         self,

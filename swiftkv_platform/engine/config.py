@@ -19,6 +19,8 @@ MAX_N = 64
 """Most answers to one prompt."""
 MAX_LOOKUP_TOKENS = 64
 """Most tokens drafted from the text at a time."""
+MAX_TOP_K = (1 << 31) - 1
+"""Largest `top_k`, more than any vocabulary has."""
 MAX_LOGPROBS = 100
 """Most log-probabilities a token is given."""
 MAX_GRAMMAR_BYTES = 1 << 16
@@ -59,6 +61,9 @@ class EngineConfig(BaseModel):
     max_waiting_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Prompt tokens that may wait to be read in `AsyncLLMEngine`; while there are as many, requests are refused at
     once. None: no limit but `max_num_waiting`."""
+    max_queue_s: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Seconds that a request may have to wait for its turn in `AsyncLLMEngine`, judged by how often a place becomes
+    free; one that would wait longer is refused at once. None: no limit but `max_num_waiting`."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Where requests without a seed of their own draw one from; None draws differently in every process."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
@@ -130,7 +135,7 @@ class SamplingParams:
         object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("n", self.n, 1, MAX_N)
-        _check_int("top_k", self.top_k, 0, None)
+        _check_int("top_k", self.top_k, 0, MAX_TOP_K)
         _check_int("num_lookup_tokens", self.num_lookup_tokens, 0, MAX_LOOKUP_TOKENS)
         if self.num_lookup_tokens and self.early_exit.mode == "threshold":
             raise _refusal("num_lookup_tokens", self.num_lookup_tokens, "0 where early_exit is 'threshold'")

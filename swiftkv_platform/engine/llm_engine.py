@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+import torch
 from ulid import ULID
 
 from swiftkv_platform.engine.block_manager import BlockManager
@@ -131,6 +132,10 @@ class LLMEngine:
         scheduled = self._scheduler.schedule()
         results = self._runner.run(scheduled) if scheduled else []
         return self._postprocess(scheduled, results)
+
+    def score(self, token_ids: abc.Sequence[int], num_positions: int) -> torch.Tensor:
+        """Log-probabilities [num_positions, vocab_size] of the last tokens of a text, given those before each."""
+        return self._runner.score(token_ids, num_positions)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Take a request back and free what it holds; None if it is not unfinished."""

@@ -21,6 +21,7 @@ from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.sampler import SamplingRow, logprobs, sample
 from swiftkv_platform.engine.scheduler import ScheduledSequence
+from swiftkv_platform.engine.scoring import log_probs
 from swiftkv_platform.engine.speculative import (
     Drafting,
     ExitDrafts,
@@ -50,6 +51,7 @@ class ModelRunner:
 
     def __init__(self, model: Any, cache: KVCache, drafting: Drafting, decoder: Any = None) -> None:
         """`decoder` runs the layers; None: the model's own."""
+        self._own_attention = model.config._attn_implementation
         model.set_attn_implementation(PAGED)
         self._model = model
         self._decoder = decoder or model.model
@@ -60,6 +62,14 @@ class ModelRunner:
     @property
     def device(self) -> torch.device:
         return torch.device(self._model.device)
+
+    def score(self, token_ids: Sequence[int], num_positions: int) -> torch.Tensor:
+        """As `log_probs`, beside whatever is in the cache."""
+        self._model.set_attn_implementation(self._own_attention)
+        try:
+            return log_probs(self._model, token_ids, num_positions)
+        finally:
+            self._model.set_attn_implementation(PAGED)
 
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:

@@ -38,6 +38,8 @@ class DeploymentService:
         max_replicas: int,
         target_ongoing_requests: float | None = None,
         engine: Mapping[str, Any],
+        candidate: Mapping[str, Any] | None = None,
+        shadow: Mapping[str, Any] | None = None,
         upscale_delay_s: float = DeploymentSpec.upscale_delay_s,
         downscale_delay_s: float = DeploymentSpec.downscale_delay_s,
     ) -> Deployment:
@@ -61,7 +63,10 @@ class DeploymentService:
             upscale_delay_s=upscale_delay_s,
             downscale_delay_s=downscale_delay_s,
             engine=engine,
+            candidate=self._with_artifact(candidate, caller),
+            shadow=shadow,
         )
+        _check_shadow(spec)
         return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())))
 
     def update(self, deployment_id: str, caller: Caller, changes: Mapping[str, Any]) -> Deployment:
@@ -78,6 +83,9 @@ class DeploymentService:
         if "model" in changes:
             found, alias = self._registry.resolve(spec.model, caller.tenant)
             spec = replace(spec, model=found.id, artifact_uri=found.artifact_uri, alias=alias)
+        if "candidate" in changes:
+            spec = replace(spec, candidate=self._with_artifact(spec.candidate, caller))
+        _check_shadow(spec)
         if spec.max_replicas < spec.min_replicas:
             raise InvalidInputError(
                 f"max_replicas would be {spec.max_replicas}, below min_replicas {spec.min_replicas}",
@@ -89,9 +97,29 @@ class DeploymentService:
         spec, state = changed(deployment, spec)
         return self._catalog.update_deployment(spec, state, tenant=caller.tenant)
 
+    def _with_artifact(self, candidate: Mapping[str, Any] | None, caller: Caller) -> Mapping[str, Any] | None:
+        if candidate is None:
+            return None
+        try:
+            found, _ = self._registry.resolve(candidate["model"], caller.tenant)
+        except InvalidInputError as error:
+            raise InvalidInputError(
+                f"candidate: {error.message}", field="candidate.model", value=candidate["model"]
+            ) from error
+        return {**candidate, "model": found.id, "artifact_uri": found.artifact_uri}
+
     def delete(self, deployment_id: str, caller: Caller) -> Deployment:
         """Mark a deployment for its end; asking again is the same. Raises `NotFoundError` once it is gone."""
         deployment = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
         deleting = DeploymentState(DeploymentStatus.DELETING)
         self._catalog.set_deployment_state(deployment_id, deleting)
         return replace(deployment, state=deleting)
+
+
+def _check_shadow(spec: DeploymentSpec) -> None:
+    if spec.candidate is None and spec.shadow is not None and spec.shadow["against"] == "candidate":
+        raise InvalidInputError(
+            "shadow.against is 'candidate', and the deployment has none; give a candidate, or 'teacher'",
+            field="shadow.against",
+            value="candidate",
+        )

@@ -316,6 +316,10 @@ class DeploymentSpec:
     """Engine options, handed through."""
     alias: str | None = None
     """What the model is promoted as; whatever is promoted so next is swapped in."""
+    candidate: Mapping[str, Any] | None = None
+    """`model`, `artifact_uri` and `share`: a second model in every replica that answers so many of the requests."""
+    shadow: Mapping[str, Any] | None = None
+    """`against` and `share`: the teacher or the candidate judges so many of the answers."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def create_deployment(
     body: DeploymentRequest, parts: Parts, caller: Deployer, settings: TheSettings, response: Response
 ) -> DeploymentAnswer:
     """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
-    deployment = _service(parts).create(caller, **dict(body))
+    deployment = _service(parts).create(caller, **body.model_dump())
     response.headers["Location"] = f"/deployments/{deployment.spec.id}"
     return DeploymentAnswer.of(deployment, settings.serve_url)
 

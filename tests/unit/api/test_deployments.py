@@ -47,6 +47,46 @@ def test_a_deployment_comes_up_and_goes_away(server: Server, model: str) -> None
     assert server.client.delete(path).status_code == 404
 
 
+def test_options_that_no_engine_knows_are_refused_before_anything_starts(server: Server, model: str) -> None:
+    path = f"/deployments/{deploy(server, model).json()['id']}"
+    for options, field, message in (
+        ({"colour": "red"}, "engine.colour", "unknown option; accepted here: block_size"),
+        ({"max_num_seqs": 0}, "engine.max_num_seqs", "greater than or equal to 1"),
+        ({"dtype": 8}, "engine.dtype", "'auto'"),
+    ):
+        for refused in (
+            deploy(server, model, route_prefix="/other", engine=options),
+            server.client.patch(path, json={"engine": options}),
+        ):
+            [error] = refused.json()["errors"]
+            assert (refused.status_code, error["field"]) == (422, field)
+            assert message in error["message"]
+    assert len(server.get("/deployments")["data"]) == 1
+
+
+def test_a_candidate_and_a_shadow_are_part_of_what_is_served(server: Server, model: str) -> None:
+    other = str(server.succeed()["distilled_model"])
+    candidate, shadow = {"model": other, "share": 0.1}, {"against": "candidate", "share": 0.05}
+    created = deploy(server, model, candidate=candidate, shadow=shadow).json()
+    path = f"/deployments/{created['id']}"
+    artifact_uri = server.get(f"/models/{other}")["artifact_uri"]
+    assert (created["candidate"], created["shadow"]) == ({**candidate, "artifact_uri": artifact_uri}, shadow)
+    server.tick()
+    [spec] = server.serving.applied[-1]
+    assert (spec.candidate, spec.shadow) == (created["candidate"], shadow)
+    for body, field in (
+        ({"candidate": None}, "shadow.against"),
+        ({"candidate": {"model": "mdl_unknown"}}, "candidate.model"),
+        ({"candidate": {**candidate, "share": 2}}, "candidate.share"),
+        ({"shadow": {"against": "nobody"}}, "shadow.against"),
+    ):
+        refused = server.client.patch(path, json=body)
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, field)
+    teacher = {"against": "teacher", "share": 1.0}
+    changed = server.client.patch(path, json={"candidate": None, "shadow": teacher}).json()
+    assert (changed["candidate"], changed["shadow"]) == (None, teacher)
+
+
 def test_another_model_is_swapped_in(server: Server, model: str) -> None:
     path = f"/deployments/{deploy(server, model, max_replicas=2).json()['id']}"
     server.tick()

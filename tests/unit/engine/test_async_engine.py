@@ -106,6 +106,18 @@ async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
     await engine.aclose()
 
 
+async def test_who_would_wait_too_long_is_refused_at_once(swiftkv_dir: Path) -> None:
+    config = EngineConfig(max_num_seqs=1, max_num_waiting=64, max_queue_s=1e-6)
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, config))
+    await asyncio.gather(*(answer(engine, [number]) for number in range(1, 8)))  # nothing is known of the wait yet
+    longer = await engine.submit([1], SamplingParams(max_tokens=50, ignore_eos=True))
+    with pytest.raises(QueueFullError, match=r"would wait \d+\.\d s, max_queue_s is 1e-06"):
+        await engine.submit([2])
+    assert [output async for output in longer][-1].finished
+    assert (await answer(engine, [3])).finished, "nobody is before it any more"
+    await engine.aclose()
+
+
 async def test_a_caller_that_stops_listening_aborts_its_request(engine: AsyncLLMEngine) -> None:
     outputs = engine.generate([1], LONG)
     await anext(outputs)

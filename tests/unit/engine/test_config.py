@@ -24,6 +24,7 @@ from swiftkv_platform.errors import InvalidInputError
         ("top_p", 0.0),
         ("top_p", 1.01),
         ("top_k", -1),
+        ("top_k", 1 << 31),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
         ("presence_penalty", float("nan")),

@@ -223,6 +223,7 @@ async def test_health_says_what_is_served(client: httpx.AsyncClient) -> None:
         "manifest_digest": "abc",
         "swiftkv": {"num_key_value_layers": 2},
         "max_model_len": 64,
+        "candidate": None,
         "replica": "",
         "swap": {"status": "done", "revision": "", "message": ""},
     }

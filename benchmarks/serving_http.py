@@ -1,0 +1,208 @@
+"""What HTTP costs, and what overload does: one engine in this process and the same one behind Ray Serve.
+
+    python -m benchmarks.serving_http [--output serving.json] [--rounds 5 --streams 8 ...]
+
+`cost`: the same prompts at the same time, answered by `LLMEngine.generate` and streamed from `/generate`; the two take
+turns, figures are medians over rounds. `overload`: requests come at even intervals whether or not earlier ones are
+done, at a share of the rate that the deployment sustains and at a multiple of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from benchmarks.models import add_shape, random_llama
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.model import convert
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one request. Seconds since it was sent."""
+
+    status: int
+    first: float
+    """Until the first event, or until the refusal."""
+    total: float
+    retry_after: str | None = None
+
+
+def main() -> None:
+    args = parse_arguments()
+    with tempfile.TemporaryDirectory() as directory:
+        student = convert(
+            random_llama(args, args.context_length + args.output_length).to(torch.bfloat16),
+            num_key_value_layers=args.layers // 2,
+            key_value_group_size=2,
+        )
+        student.save_pretrained(directory)
+        config = {
+            "max_num_seqs": args.streams,
+            "max_num_waiting": args.max_num_waiting,
+            "max_queue_s": args.max_queue_s,
+            "enable_prefix_caching": False,
+            "num_threads": args.threads,
+            "kv_cache_bytes": 64 << 20,
+        }
+        engine = LLMEngine.from_pretrained(directory, EngineConfig(**config))
+        with closing(_Deployment(Path(directory), config)) as deployment:
+            report = asyncio.run(measure(args, engine, deployment.url))
+    print(json.dumps(report, indent=1))
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rounds", type=int, default=5, help="of `cost`")
+    parser.add_argument("--streams", type=int, default=8, help="requests at a time; the engine's max_num_seqs")
+    parser.add_argument("--max-num-waiting", type=int, default=64, help="the engine's, in both parts")
+    parser.add_argument("--max-queue-s", type=float, help="the engine's, in both parts; default: no limit")
+    parser.add_argument("--threads", type=int, default=1, help="of the engine's operators")
+    parser.add_argument("--context-length", type=int, default=128, help="prompt tokens")
+    parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates")
+    parser.add_argument("--load-seconds", type=float, default=30.0, help="of each load of `overload`; 0: leave it out")
+    parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 2.0], help="multiples of the sustained rate")
+    add_shape(parser)
+    return parser.parse_args()
+
+
+class _Deployment:
+    """A Ray of this process's own that serves the model."""
+
+    def __init__(self, model: Path, config: dict[str, Any]) -> None:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        import ray
+        from ray import serve as ray_serve
+
+        from serve.app import build_app
+
+        with closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._ray, self._serve = ray, ray_serve
+        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+        ray_serve.start(http_options={"host": "127.0.0.1", "port": port})
+        arguments = {"id": "dep_bench", "model": "mdl_bench", "artifact_uri": str(model), "verify": False}
+        ray_serve.run(build_app({**arguments, "engine": config}), name="bench", route_prefix="/")
+
+    def close(self) -> None:
+        self._serve.shutdown()
+        self._ray.shutdown()
+
+
+async def measure(args: argparse.Namespace, engine: LLMEngine, url: str) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "arguments": {key: value for key, value in vars(args).items() if key != "output"},
+    }
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits, trust_env=False) as client:
+        report["cost"] = cost = await compare(args, engine, client)
+        print(json.dumps(cost), flush=True)
+        if args.load_seconds:
+            rate = args.streams / cost["serve_duration"]
+            report["overload"] = {
+                f"{load:g}x": await under_load(args, client, load * rate, args.load_seconds) for load in args.loads
+            }
+    return report
+
+
+async def compare(args: argparse.Namespace, engine: LLMEngine, client: httpx.AsyncClient) -> dict[str, float]:
+    """Medians over rounds; the first one warms up."""
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(max_tokens=args.output_length, temperature=0.0, ignore_eos=True)
+    durations: dict[str, list[float]] = {"engine": [], "serve": []}
+    for round_ in range(args.rounds + 1):
+        prompts = _prompts(args, args.streams, generator)
+        timed = {}
+        for system in ("engine", "serve") if round_ % 2 else ("serve", "engine"):
+            start = time.perf_counter()
+            if system == "engine":
+                await asyncio.to_thread(engine.generate, prompts, params, progress=False)
+            else:
+                answers = await asyncio.gather(*(ask(client, prompt, args.output_length) for prompt in prompts))
+                assert {answer.status for answer in answers} == {200}
+            timed[system] = time.perf_counter() - start
+        if round_:
+            for system, duration in timed.items():
+                durations[system].append(duration)
+    tokens = args.streams * (args.context_length + args.output_length)
+    medians = {system: statistics.median(some) for system, some in durations.items()}
+    ratios = [one / other for one, other in zip(durations["serve"], durations["engine"], strict=True)]
+    return {
+        **{f"{system}_duration": median for system, median in medians.items()},
+        **{f"{system}_total_token_throughput": tokens / median for system, median in medians.items()},
+        "http_cost": statistics.median(ratios) - 1,
+    }
+
+
+async def under_load(args: argparse.Namespace, client: httpx.AsyncClient, rate: float, seconds: float) -> Any:
+    """`rate` requests a second for so long; every one of them is accounted for."""
+    generator = torch.Generator().manual_seed(1)
+    num_requests = max(int(rate * seconds), 1)
+    prompts = _prompts(args, num_requests, generator)
+    begin = asyncio.get_running_loop().time()
+
+    async def one(number: int) -> Answer:
+        await asyncio.sleep(max(begin + number / rate - asyncio.get_running_loop().time(), 0.0))
+        return await ask(client, prompts[number], args.output_length)
+
+    answers = await asyncio.gather(*map(one, range(num_requests)))
+    accepted = [answer for answer in answers if answer.status == httpx.codes.OK]
+    refused = [answer for answer in answers if answer.status == httpx.codes.TOO_MANY_REQUESTS]
+    return {
+        "rate": rate,
+        "statuses": dict(Counter(answer.status for answer in answers)),
+        "refused_without_retry_after": sum(answer.retry_after is None for answer in refused),
+        "ttft_ms": quantiles([answer.first for answer in accepted]),
+        "total_ms": quantiles([answer.total for answer in accepted]),
+        "refusal_ms": quantiles([answer.first for answer in refused]),
+    }
+
+
+async def ask(client: httpx.AsyncClient, prompt: Sequence[int], num_output: int) -> Answer:
+    """One streamed answer, read to its end."""
+    body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0.0, "ignore_eos": True, "stream": True}
+    start = time.perf_counter()
+    first = None
+    async with client.stream("POST", "/generate", json=body) as response:
+        async for _ in response.aiter_raw():
+            first = first or time.perf_counter() - start
+    total = time.perf_counter() - start
+    return Answer(response.status_code, first or total, total, response.headers.get("retry-after"))
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Milliseconds; None of nothing."""
+    if not seconds:
+        return None
+    values = torch.tensor(seconds, dtype=torch.float64) * 1e3
+    return {f"p{share}": round(values.quantile(share / 100).item(), 1) for share in (50, 90, 99)}
+
+
+def _prompts(args: argparse.Namespace, count: int, generator: torch.Generator) -> list[list[int]]:
+    shape = (count, args.context_length)
+    prompts: list[list[int]] = torch.randint(3, args.vocab_size, shape, generator=generator).tolist()
+    return prompts
+
+
+if __name__ == "__main__":
+    main()

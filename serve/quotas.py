@@ -1,0 +1,117 @@
+"""What a key may ask for in a minute: buckets of requests and of tokens. Knows no HTTP and no engine.
+
+A bucket holds a minute's worth and fills evenly, so that a limit is no cliff at the full minute. Each replica counts
+for itself: who is routed to several of them may ask each of them for as much.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from swiftkv_platform.errors import RateLimitedError
+from swiftkv_platform.keys import ApiKey
+
+Clock = Callable[[], float]
+_MINUTE_S = 60.0
+
+
+class Bucket:
+    """What is left of `per_minute`; below zero once more was taken than there was."""
+
+    def __init__(self, per_minute: int, clock: Clock) -> None:
+        self.per_minute = per_minute
+        self._clock = clock
+        self._level = float(per_minute)
+        self._at = clock()
+
+    @property
+    def level(self) -> float:
+        now = self._clock()
+        self._level = min(self._level + (now - self._at) * self.per_minute / _MINUTE_S, float(self.per_minute))
+        self._at = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Negative puts back."""
+        self._level = min(self.level - amount, float(self.per_minute))
+
+    def seconds_until(self, level: float) -> float:
+        """How long until it holds so much, if nobody takes any."""
+        return max((level - self.level) * _MINUTE_S / self.per_minute, 0.0)
+
+
+class Quota:
+    """The buckets of one key. A limit that is None is none."""
+
+    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
+        self.limits = (key.requests_per_minute, key.tokens_per_minute)
+        self._name = key.name
+        self._requests, self._tokens = (None if limit is None else Bucket(limit, clock) for limit in self.limits)
+
+    def count_request(self) -> None:
+        """Raises `RateLimitedError` for one too many, which then does not count."""
+        if self._requests is not None:
+            self._check(self._requests, 1, "requests")
+            self._requests.take(1)
+
+    def reserve_tokens(self, amount: int) -> Reservation:
+        """Hold `amount` tokens, at most a minute's, for an answer that begins. Raises `RateLimitedError`."""
+        if self._tokens is None:
+            return Reservation()
+        amount = min(amount, self._tokens.per_minute)
+        self._check(self._tokens, amount, "tokens")
+        self._tokens.take(amount)
+        return Reservation(self._tokens, amount)
+
+    def headers(self) -> dict[str, str]:
+        """OpenAI's `x-ratelimit` headers."""
+        headers = {}
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{name}"] = str(max(math.floor(bucket.level), 0))
+                headers[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
+        return headers
+
+    def _check(self, bucket: Bucket, amount: int, what: str) -> None:
+        wait = bucket.seconds_until(amount)
+        if wait > 0.0:
+            raise RateLimitedError(
+                f"key {self._name!r} may use {bucket.per_minute} {what} a minute; try again in {wait:.1f} s",
+                field="Authorization",
+                retry_after_s=wait,
+            )
+
+
+class Reservation:
+    """Tokens held for an answer until it is known what it took."""
+
+    def __init__(self, bucket: Bucket | None = None, amount: int = 0) -> None:
+        self._bucket = bucket
+        self._amount = amount
+
+    def settle(self, used: int) -> None:
+        """It took `used` tokens; the first word counts."""
+        if self._bucket is not None:
+            self._bucket.take(used - self._amount)
+            self._bucket = None
+
+
+class Quotas:
+    """The quota of every key that has asked, kept while its limits stay."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._by_digest: dict[str, Quota] = {}
+
+    def of(self, key: ApiKey) -> Quota | None:
+        """None for a key without limits."""
+        limits = (key.requests_per_minute, key.tokens_per_minute)
+        if limits == (None, None):
+            return None
+        quota = self._by_digest.get(key.sha256)
+        if quota is None or quota.limits != limits:
+            quota = self._by_digest[key.sha256] = Quota(key, self._clock)
+        return quota

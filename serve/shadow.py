@@ -1,0 +1,128 @@
+"""Another model beside the one that serves: what it would have said in a share of the answers. Knows no HTTP.
+
+Both models read a finished answer again, its prompt before it, in one forward pass each, and their distributions over
+every token of it are compared. The model in service does so in its engine's own thread, between two steps: a request
+that runs then waits for that long. So one answer is compared at a time, and long ones are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swiftkv_platform.logs import get_logger
+
+if TYPE_CHECKING:
+    import torch
+
+    from serve.answers import Answers
+    from swiftkv_platform.engine import AsyncLLMEngine
+
+MAX_TOKENS = 2048
+"""Longest prompt and answer that are compared."""
+MAX_POSITIONS = 64
+"""Tokens of an answer that are compared, from its beginning: their distributions are held in memory."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models over the tokens of one answer."""
+
+    num_positions: int
+    kl: float
+    """Sum over the positions of KL(judge || served), nats, at temperature 1."""
+    num_agreeing: int
+    """Positions where the most probable token is the same."""
+
+
+class Judge(Protocol):
+    """A model that is only asked for distributions."""
+
+    async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
+        """Log-probabilities [num_positions, vocab_size] of the last tokens, given those before each."""
+        ...
+
+
+class EngineJudge:
+    """The model of an engine, asked between two of its steps."""
+
+    def __init__(self, engine: AsyncLLMEngine) -> None:
+        self._engine = engine
+
+    async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
+        """Raises `EngineDeadError` when the engine is closed."""
+        engine = self._engine.engine
+        return await self._engine.between_steps(lambda: engine.score(token_ids, num_positions))
+
+
+class ModelJudge:
+    """A model without an engine, such as a student's own teacher; it runs in a thread of its own."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
+        from swiftkv_platform.engine.scoring import log_probs
+
+        return await asyncio.to_thread(log_probs, self._model, token_ids, num_positions)
+
+
+def compare(judge: torch.Tensor, served: torch.Tensor) -> Comparison:
+    """Of log-probabilities [num_positions, vocab_size]."""
+    kl = (judge.exp() * (judge - served)).sum(-1).clamp_min(0.0)
+    agreeing = judge.argmax(-1) == served.argmax(-1)
+    return Comparison(len(judge), float(kl.double().sum()), int(agreeing.sum()))
+
+
+class Shadow:
+    """Compares a share of the answers that an engine gives.
+
+    Args:
+        share: of the answers, 0 to 1; it may be changed.
+        compared: hears of every comparison, and of None for an answer that was chosen and left out.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncLLMEngine,
+        judge: Judge,
+        share: float,
+        compared: Callable[[Comparison | None], None],
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.share = share
+        self._served = EngineJudge(engine)
+        self._judge = judge
+        self._compared = compared
+        self._draw = draw
+        self._running: asyncio.Task[None] | None = None
+
+    def consider(self, answers: Answers) -> None:
+        """An answer is finished. Returns at once."""
+        if answers.outcome != "finished" or self._draw() >= self.share:
+            return
+        [output, *_] = answers.outputs
+        answer = output.token_ids[:MAX_POSITIONS]
+        token_ids = [*output.prompt_token_ids, *answer]
+        if len(token_ids) > MAX_TOKENS or (self._running is not None and not self._running.done()):
+            self._compared(None)
+            return
+        self._running = asyncio.create_task(self._compare(token_ids, len(answer)), name="shadow")
+
+    async def close(self) -> None:
+        """Returns when the comparison that runs is done."""
+        if self._running is not None:
+            await self._running
+
+    async def _compare(self, token_ids: list[int], num_positions: int) -> None:
+        try:
+            judge, served = await asyncio.gather(
+                self._judge.score(token_ids, num_positions), self._served.score(token_ids, num_positions)
+            )
+            self._compared(compare(judge, served))
+        except Exception:  # whatever it is, callers are answered
+            get_logger().exception("shadow_failed")
+            self._compared(None)

@@ -1,0 +1,107 @@
+"""Requests as OpenTelemetry spans, where an OTLP endpoint is set. Knows what answers took, no HTTP.
+
+A request is one span, below the caller's own if it sent a W3C `traceparent`; its choices have spans for the time in
+the queue, for reading the prompt and for generating. Exporter, sampler and resource are set by OpenTelemetry's own
+variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_NAME`, ...).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+    from serve.access import Caller
+    from serve.answers import Answers
+    from serve.current import ModelCard
+    from swiftkv_platform.engine import RequestOutput
+    from swiftkv_platform.errors import SwiftKVError
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_SERVICE = "swiftkv-serve"
+
+
+def configured_tracing() -> Tracing | None:
+    """None where no endpoint is set; OpenTelemetry is not even imported then."""
+    if not any(os.environ.get(name) for name in _ENDPOINTS):
+        return None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    name = os.environ.get("OTEL_SERVICE_NAME", _SERVICE)
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return Tracing(provider)
+
+
+class Tracing:
+    """Makes the spans of answers that have ended."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("swiftkv.serve")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def closed(self, answers: Answers, card: ModelCard) -> None:
+        """An answer that was begun has ended, one way or another."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        caller, outputs = answers.asking.caller, answers.outputs
+        parent = self._propagator.extract({"traceparent": caller.traceparent} if caller.traceparent else {})
+        request = self._tracer.start_span(
+            f"POST {caller.path}",
+            parent,
+            SpanKind.SERVER,
+            {
+                "gen_ai.request.model": card.model,
+                "gen_ai.response.id": answers.id,
+                "gen_ai.response.finish_reasons": [output.finish_reason or answers.outcome for output in outputs],
+                "gen_ai.usage.input_tokens": sum(len(one.prompt_token_ids) for one in outputs if one.index == 0),
+                "gen_ai.usage.output_tokens": sum(len(output.token_ids) for output in outputs),
+                "swiftkv.tenant": caller.tenant,
+                "swiftkv.outcome": answers.outcome,
+                "swiftkv.early_exit_tokens": sum(output.num_exited_tokens for output in outputs),
+            },
+            start_time=answers.began_ns,
+        )
+        if answers.outcome not in ("finished", "left"):
+            request.set_status(Status(StatusCode.ERROR, answers.outcome))
+        within = set_span_in_context(request)
+        for choice, output in enumerate(outputs):
+            for name, since, until in _phases(output):
+                span = self._tracer.start_span(
+                    name, within, attributes={"swiftkv.choice": choice}, start_time=answers.began_ns + _ns(since)
+                )
+                span.end(answers.began_ns + _ns(until))
+        request.end(time.time_ns())
+
+    def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
+        """Nothing ran: the caller's own trace has the status."""
+
+    def shutdown(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+def _phases(output: RequestOutput) -> Iterator[tuple[str, float, float]]:
+    """(name, begin, end) in seconds since the request's arrival; what it never came to is left out."""
+    metrics = output.metrics
+    if metrics.queue_time is None:
+        yield "queue", 0.0, metrics.total
+        return
+    yield "queue", 0.0, metrics.queue_time
+    yield "prefill", metrics.queue_time, metrics.total if metrics.ttft is None else metrics.ttft
+    if metrics.ttft is not None:
+        yield "decode", metrics.ttft, metrics.total
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,71 @@
+"""Every route with what its OpenAPI document allows, and with what it does not: no answer of 500, and none left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+
+from serve.current import Current, ModelCard, Version
+from serve.http import create_http_app
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+from tests.servers import serving
+from tests.unit.engine.tiny_models import save_swiftkv
+
+NUM_EXAMPLES = 500 if "SWIFTKV_SOAK" in os.environ else 25
+"""Of each operation."""
+
+MODEL = "mdl_1"
+
+HANGS_AFTER_S = 60.0
+"""Far more than the longest answer of the tiny model takes on a busy machine."""
+
+ENGINE = EngineConfig(max_num_seqs=16, max_num_waiting=256, kv_cache_bytes=1 << 20)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncLLMEngine:
+    engine = LLMEngine.from_pretrained(save_swiftkv(tmp_path_factory.mktemp("swiftkv")), ENGINE)
+    engine.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return AsyncLLMEngine(engine)
+
+
+@pytest.fixture(scope="module")
+def url(engine: AsyncLLMEngine) -> Iterator[str]:
+    card = ModelCard(deployment="dep_1", model=MODEL, manifest_digest=None, swiftkv=None, max_model_len=64)
+    with serving(create_http_app(Current(Version(engine, card, created=1)))) as url:
+        yield url
+
+
+schema = schemathesis.openapi.from_dict(create_http_app(Current()).openapi())
+
+
+@schema.parametrize()
+@settings(
+    max_examples=NUM_EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+def test_no_request_breaks_the_server(case: schemathesis.Case, url: str, engine: AsyncLLMEngine) -> None:
+    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+        case.body["model"] = MODEL  # else OpenAI's routes answer 404, and nothing gets any further
+    response = case.call(base_url=url, timeout=HANGS_AFTER_S)
+    late = isinstance(case.body, dict) and case.body.get("timeout_s") is not None and response.status_code == 504
+    assert response.status_code < 500 or late, response.text
+    if response.status_code in (400, 422):
+        check_names_a_field(case, response.json())
+    engine.check_health()
+
+
+def check_names_a_field(case: schemathesis.Case, document: Any) -> None:
+    if case.path.startswith("/v1/"):
+        assert document["error"]["message"]
+        assert document["error"]["param"]
+    else:
+        assert document["errors"], document
+        assert all(error["field"] and error["message"] for error in document["errors"])

@@ -52,6 +52,7 @@ TEACHERS = {
 
 LAYERS = {
     "builtin-python-5m": (6, 9),
+    "builtin-python-5m-recovery": (6, 12),
     "builtin-python-5m-sweep": (9, 12),
     "builtin-python-5m-teacher-written": (6, 9),
     "llama-3.1-8b": (16, 32),

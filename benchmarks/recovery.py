@@ -1,0 +1,193 @@
+"""Knowledge recovery at small budgets: where the student starts, what it is trained on, and which weights are trained.
+
+    python -m benchmarks.recovery starts objectives trained [--spec FILE] [--tokens 50000 100000 200000]
+                                  [--other-text FILE] [--output recovery.json]
+
+- `starts`: calibrated and copied initialisation, every budget a run of its own with a schedule of its own.
+- `objectives` (the paper's table 6a): distillation and the loss on the next token, at the largest budget.
+- `trained` (table 6b): q, k, v and every parameter of layers >= l, at the largest budget, also on text of another
+  domain: by default the English prose of `pydoc_data.topics`, which ships with the interpreter and is no training text.
+
+Runs are the trainer's own, in this process. What is frozen in a step (layers below l, and the teacher's above) is the
+same in every run over the same rows, so it is computed once and kept in memory: 4 x hidden size bytes a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jobs.checkpoints import AttemptCheckpoints
+from jobs.measure import compare, teacher_kept_apart
+from jobs.prepare import Prepared, compute_dtype, load_student, load_tokenizer, prepare
+from jobs.sources import teacher_path
+from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
+from swiftkv_platform.distillation.data import prepare_data
+from swiftkv_platform.distillation.fork import Fork, load_trained, trained_parameters
+from swiftkv_platform.distillation.packing import PackedRows
+from swiftkv_platform.distillation.parallel import parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, Wish
+from swiftkv_platform.specs import DataSourceSpec, DataSpec, JobSpec, load_spec
+from swiftkv_platform.storage.object_store import open_store
+
+SPEC = Path(__file__).parent / "configs" / "recovery.yaml"
+TABLES = ("starts", "objectives", "trained")
+Row = dict[str, Any]
+
+
+class _Quiet:
+    """Hears the trainer and says nothing."""
+
+    def on_start(self, progress: Progress) -> None:
+        """The table tells as much."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """The table tells as much."""
+
+    def wish(self) -> Wish:
+        return Wish.NONE
+
+
+class Bench:
+    """Runs of one spec that differ in their budget, start, objective and trained weights."""
+
+    def __init__(self, spec: JobSpec, directory: Path, other_text: Path | None) -> None:
+        self.spec = spec
+        self.directory = directory
+        self.path = teacher_path(spec.model.name_or_path, directory)
+        self.prepared: Prepared = prepare(spec, directory / "rows")[1]
+        self.other = self._other_rows(other_text or _prose(directory))
+        self._frozen: dict[bytes, Tensor] = {}
+
+    def run(self, tokens: int, *, start: str = "calibrated", objective: str = "logits", trainable: str = "qkv") -> Row:
+        """Train on about `tokens` tokens and measure on both domains."""
+        train, batch_size = self.prepared.data.train, self.spec.training.batch_size
+        steps = round(tokens * len(train) / train.num_counted_tokens / batch_size)
+        loss = self.spec.distillation.model_copy(update={"objective": objective, "trainable": trainable})
+        spec = self.spec.model_copy(update={"distillation": loss})
+        trained = self._train(spec, start, steps)
+        row = {"tokens": tokens, "steps": steps, "start": start, "objective": objective, "trainable": trainable}
+        row["num_trained"] = sum(tensor.numel() for tensor in trained.values())
+        row |= self.measure(trained)
+        print(json.dumps(row), flush=True)
+        return row
+
+    def measure(self, tensors: dict[str, Tensor] | None = None) -> Row:
+        """A student with `tensors` against its teacher on held-out text, and on the other."""
+        figures: Row = {}
+        for name, rows in (("held_out", self.prepared.data.held_out), ("other", self.other)):
+            student = load_student(self.spec, self.path)
+            with teacher_kept_apart(student):
+                load_trained(student, tensors or {})
+                totals = compare(student, rows, self.spec.evaluation)
+            figures[name] = totals.student.model_dump() | {
+                "perplexity_ratio": totals.student.perplexity / totals.teacher.perplexity
+            }
+        return figures
+
+    def _train(self, spec: JobSpec, start: str, steps: int) -> dict[str, Tensor]:
+        student, dtype = load_student(spec, self.path), compute_dtype(spec)
+        if start == "calibrated":
+            load_trained(student, self.prepared.calibrated or {})
+        fork = Fork(student, spec.distillation, dtype=dtype)
+        parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"))
+        request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
+        with tempfile.TemporaryDirectory(dir=self.directory) as store, self._remembering(fork):
+            checkpointer = Checkpointer(parallel, AttemptCheckpoints(open_store(store), request, keep=1), local_rank=0)
+            rows: PackedRows = self.prepared.data.train
+            Trainer(parallel, rows, checkpointer, spec, total_steps=steps, listener=_Quiet()).run()
+        return {name: p.detach().clone() for name, p in trained_parameters(student, spec.distillation).items()}
+
+    @contextmanager
+    def _remembering(self, fork: Fork) -> Iterator[None]:
+        """Let the fork look up what its frozen layers make of rows that an earlier run has had."""
+        decoder = fork.student.model
+        teacher = fork.tail_teacher or decoder
+        lower, upper = decoder.lower, teacher.teacher_upper
+
+        def remembered(name: bytes, context: Any, compute: Callable[[], Tensor]) -> Tensor:
+            key = name + context.position_ids.numpy().tobytes() + context.hidden.view(torch.int16).numpy().tobytes()
+            key = name + hash(key).to_bytes(8, "big", signed=True)
+            if key not in self._frozen:
+                self._frozen[key] = compute()
+            return self._frozen[key]
+
+        decoder.lower = lambda context: remembered(b"lower", context, lambda: lower(context))
+        teacher.teacher_upper = lambda x, context, *, record=None: (
+            upper(x, context, record=record)
+            if record is not None
+            else remembered(b"upper", context, lambda: upper(x, context))
+        )
+        yield
+        del decoder.lower, teacher.teacher_upper
+
+    def _other_rows(self, text: Path) -> PackedRows:
+        """All of a text, as rows to measure on."""
+        tokenizer = load_tokenizer(self.spec, self.path)
+        source = DataSourceSpec(name_or_path=str(text))
+        data = DataSpec(sources=(source,), max_length=self.spec.data.max_length, validation_fraction=0.0)
+        directory = self.directory / "other"
+        directory.mkdir()
+        return prepare_data(data, tokenizer, directory, seed=0).train
+
+
+def _prose(directory: Path) -> Path:
+    path = directory / "prose.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in topics.values()), encoding="utf-8")
+    return path
+
+
+def run_tables(bench: Bench, tables: list[str], budgets: list[int]) -> list[Row]:
+    """Every run once, however many tables show it."""
+    wanted: list[dict[str, Any]] = []
+    if "starts" in tables:
+        wanted += [{"tokens": tokens, "start": start} for tokens in budgets for start in ("copied", "calibrated")]
+    if "objectives" in tables:
+        wanted += [{"tokens": budgets[-1], "objective": objective} for objective in ("logits", "lm")]
+    if "trained" in tables:
+        wanted += [{"tokens": budgets[-1], "trainable": trainable} for trainable in ("qkv", "tail")]
+    runs: dict[str, Row] = {}
+    for arguments in wanted:
+        full = {"start": "calibrated", "objective": "logits", "trainable": "qkv", **arguments}
+        key = json.dumps(full, sort_keys=True)
+        if key not in runs:
+            runs[key] = bench.run(**full)
+    return list(runs.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="+", choices=TABLES)
+    parser.add_argument("--spec", type=Path, default=SPEC)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[50_000, 100_000, 200_000], help="budgets")
+    parser.add_argument(
+        "--other-text", type=Path, help="a file of text or chats that is not the training text's domain"
+    )
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    spec = load_spec(args.spec)
+    with tempfile.TemporaryDirectory(prefix="bench-recovery-") as name:
+        directory = Path(name)
+        dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
+        bench = Bench(spec, directory, args.other_text)
+        untrained = {"copied": bench.measure(), "calibrated": bench.measure(bench.prepared.calibrated)}
+        print(json.dumps(untrained), flush=True)
+        rows = run_tables(bench, args.tables, sorted(args.tokens))
+        dist.destroy_process_group()
+    if args.output:
+        args.output.write_text(json.dumps({"untrained": untrained, "runs": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

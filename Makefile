@@ -43,8 +43,8 @@ SOAK_ROUNDS ?= 5
 soak: install  # every sharding strategy; random schedules of the engine; the kill and restart tests, over and over
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/numerics/test_sharding.py tests/numerics/test_tensor_parallel.py --timeout 1200
 	SWIFTKV_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/numerics/test_engine_schedules.py tests/numerics/test_structured_schedules.py
-	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 1200 tests/contract/test_two_planes.py tests/unit/api/test_followers.py \
-	  tests/unit/api/test_fuzz.py
+	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 3600 tests/contract/test_two_planes.py tests/integration/test_kills.py \
+	  tests/unit/api/test_followers.py tests/unit/api/test_fuzz.py
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 
 clean:

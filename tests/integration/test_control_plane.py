@@ -1,183 +1,31 @@
 """The control plane as a process, on a real Ray: killed, restarted, cancelled. Only the training is a stand-in.
 
-The stand-in talks through the real attempt channel and waits for a file where a test wants to act in between.
+The stand-in is described in `planes.py`.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from swiftkv_platform.client import Client
-from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.local.ray_head import RayHead, auth_environment
 from swiftkv_platform.orchestration.ports import JobCluster, SubmissionStatus
 from tests.fakes.cluster import FakeCluster
-from tests.rays import free_port, ray_head
+from tests.integration.planes import Plane, RayCluster, eventually, running_ray, spec
+from tests.rays import free_port
 
 pytestmark = pytest.mark.integration
-
-ROOT = Path(__file__).parents[2]
-
-SERVER = """
-import sys
-from dataclasses import replace
-import uvicorn
-from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.dependencies import build_components
-from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.orchestration.reconciler import Entrypoint
-from swiftkv_platform.settings import Settings
-configure_logging()
-settings = Settings()
-parts = build_components(settings)
-entrypoint = Entrypoint((sys.executable, sys.argv[1]), parts.objects.uri, {"OMP_NUM_THREADS": "1"})
-app = create_app(settings, components=replace(parts, entrypoint=entrypoint))
-uvicorn.run(app, host=settings.host, port=settings.port, access_log=False)
-"""
-
-ATTEMPT = """
-import argparse, os, sys, time
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import open_store
-from tests.fakes.attempt_store import FakeWorker
-arguments = argparse.ArgumentParser()
-for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str)):
-    arguments.add_argument(name, type=kind)
-given = arguments.parse_args()
-store = open_store(given.store)
-request = AttemptStore(store).read_request(given.job_id, given.attempt)
-gates = Path({gates!r})
-with (gates / "ledger").open("a") as ledger:
-    ledger.write(f"{{given.job_id}} {{given.attempt}} {{os.getpid()}} {{request.resume_from}}\\n")
-print("attempt", given.attempt, flush=True)
-worker = FakeWorker(store, given.job_id, given.attempt)
-worker.say("status", "running", time=time.time(), status="running")
-worker.step(1, time=time.time(), total=3)
-worker.checkpoint(1)
-if request.spec.metadata.get("fail") == str(given.attempt):
-    worker.say("error", "the node died", time=time.time(), code="worker_lost", retryable=True)
-    sys.exit(1)
-while request.spec.metadata.get("wait") and not (gates / request.spec.metadata["wait"]).exists():
-    time.sleep(0.05)
-worker.step(2, 3, time=time.time(), total=3)
-worker.say("status", "evaluating", time=time.time(), status="evaluating")
-worker.artifact()
-print("done", flush=True)
-"""
-
-
-def eventually(condition: Callable[[], Any], what: str, *, seconds: float = 60.0) -> Any:
-    """The condition's first true value."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
-    return value
-
-
-@dataclass(frozen=True)
-class RayCluster:
-    url: str
-    env: dict[str, str]
-    """What a process needs to talk to it."""
 
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[RayCluster]:
-    with ray_head({"PYTHONPATH": str(ROOT)}, num_cpus=4) as head:
-        auth = auth_environment(head.token_file)
-        home = {"HOME": str(head.temp_dir), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ""}
-        eventually(lambda: takes_jobs(head), "Ray takes jobs", seconds=180.0)
-        yield RayCluster(head.dashboard_url, {**os.environ, **home, **auth})
-
-
-def takes_jobs(head: RayHead) -> bool:
-    """Whether the node's agent, which comes up after the dashboard, has registered."""
-    headers = {"Authorization": f"Bearer {head.token_file.read_text()}"}
-    response = httpx.post(
-        f"{head.dashboard_url}/api/jobs/", json={"entrypoint": "true"}, headers=headers, timeout=60.0, trust_env=False
-    )
-    return response.is_success
-
-
-class Plane:
-    """A control plane process that can be killed and started again."""
-
-    def __init__(self, directory: Path, ray_cluster: RayCluster) -> None:
-        self.gates = directory / "gates"
-        self.gates.mkdir()
-        self._script = directory / "attempt.py"
-        self._script.write_text(ATTEMPT.format(root=str(ROOT), gates=str(self.gates)))
-        self._log = (directory / "server.log").open("ab")
-        self._port = free_port()
-        self._env = {
-            **ray_cluster.env,
-            "SWIFTKV_HOME": str(directory / "home"),
-            "SWIFTKV_PORT": str(self._port),
-            "SWIFTKV_RAY_DASHBOARD_URL": ray_cluster.url,
-            "SWIFTKV_RECONCILE_INTERVAL_S": "0.2",
-            "SWIFTKV_MAX_RUNNING_JOBS": "4",
-        }
-        self.client = Client(f"http://127.0.0.1:{self._port}", outage_s=60.0)
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [sys.executable, "-c", SERVER, str(self._script)]
-        self._process = subprocess.Popen(command, env=self._env, stdout=self._log, stderr=self._log)
-        eventually(self._is_up, "the control plane answers")
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait(60)
-        self.client.close()
-        self._log.close()
-
-    def ledger(self, job_id: str) -> list[list[str]]:
-        """What each start of an attempt has written: attempt, process, checkpoint gone on from."""
-        path = self.gates / "ledger"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [line.split()[1:] for line in lines if line.startswith(f"{job_id} ")]
-
-    def submit(self, **metadata: str) -> str:
-        spec = {"name": "test", "model": {"name_or_path": "org/teacher"}, "metadata": metadata}
-        return self.client.jobs.create(spec).id
-
-    def wait_for_step(self, job_id: str, step: int) -> None:
-        def reached() -> bool:
-            progress = self.client.jobs.get(job_id).progress
-            return progress is not None and progress.step >= step
-
-        eventually(reached, f"job {job_id} is at step {step}")
-
-    def _is_up(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, "the control plane has ended; see server.log"
-        try:
-            return self.client.health()["status"] == "ok"
-        except UnreachableError:
-            return False
+    with running_ray() as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -240,9 +88,8 @@ def test_cancelling_ends_the_process(plane: Plane) -> None:
 
 
 def test_one_key_gives_one_job(plane: Plane) -> None:
-    spec = {"name": "test", "model": {"name_or_path": "org/teacher"}}
-    first = plane.client.jobs.create(spec, idempotency_key="once")
-    again = plane.client.jobs.create(spec, idempotency_key="once")
+    first = plane.client.jobs.create(spec(), idempotency_key="once")
+    again = plane.client.jobs.create(spec(), idempotency_key="once")
     assert first.id == again.id
     plane.client.jobs.wait(first.id, timeout=60)
     assert len(plane.ledger(first.id)) == 1

@@ -166,6 +166,13 @@ def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
             yield Platform(url, recorder, ids)
 
 
+def test_every_route_is_listed_here(platform: Platform) -> None:
+    paths: dict[str, dict[str, Any]] = httpx.get(f"{platform.url}/openapi.json").json()["paths"]
+    routes = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert routes - CALLS.keys() == set(), "without client and command"
+    assert CALLS.keys() - routes == set(), "no longer there"
+
+
 def test_the_client_reaches_every_route(platform: Platform) -> None:
     with platform.client() as client:
         for route, (call, _) in CALLS.items():

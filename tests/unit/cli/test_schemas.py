@@ -12,9 +12,18 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli.app import app
 
 RECIPES = sorted(Path("jobs/recipes").glob("*.yaml"))
 JOB, DEPLOYMENT = Path("jobs/schemas/job.json"), Path("jobs/schemas/deployment.json")
+
+
+@pytest.mark.parametrize(("file", "command"), [(JOB, "jobs"), (DEPLOYMENT, "deployments")])
+def test_the_schema_files_are_what_the_command_prints(file: Path, command: str) -> None:
+    printed = CliRunner().invoke(app, [command, "schema"]).output
+    assert file.read_text() == printed, f"write it again: swiftkv {command} schema > {file}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ray import serve as ray_serve
+from ray.serve.config import RequestRouterConfig
 
 from serve.args import ReplicaArgs, ServeArgs
 from serve.deployment import Replica
+from serve.prefix_router import ROUTER
 from swiftkv_platform.scaling import autoscaling_config
 
 MAX_ONGOING_REQUESTS = 4096
@@ -35,6 +37,7 @@ def build_app(args: dict[str, Any]) -> Any:
         ),
         user_config=None if served is None else served.model_dump(mode="json"),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
         health_check_period_s=5.0,
         max_constructor_retry_count=2,

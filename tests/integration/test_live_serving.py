@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -272,6 +273,68 @@ def leave(client: httpx.Client, prompt: Sequence[int], chosen: random.Random) ->
                     return
     except httpx.ReadTimeout:
         return
+
+
+def test_more_than_it_can_do_is_refused_at_once_and_nothing_hangs(
+    cluster: RayServe, spec: DeploymentSpec, url: str
+) -> None:
+    """Counts alone: every request is answered or refused, and never do more wait than may."""
+    places, line = 4, 4
+    serve(cluster, replace(spec, engine={**ENGINE, "max_num_seqs": places, "max_num_waiting": line}))
+    together, over = threading.Barrier(40), threading.Event()
+    statuses: list[int] = []
+    waiting: list[float] = []
+
+    def ask_for_much() -> None:
+        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+            for _ in range(2):
+                together.wait()
+                response = client.post("/generate", json={"prompt": [1], **GREEDY, "max_tokens": 150})
+                statuses.append(response.status_code)
+                assert response.is_success or int(response.headers["retry-after"]) >= 1
+
+    def watch() -> None:
+        while not over.is_set():
+            waiting.append(metrics(url)["swiftkv:num_requests_waiting"])
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    with ThreadPoolExecutor(together.parties) as pool:
+        for asking in [pool.submit(ask_for_much) for _ in range(together.parties)]:
+            asking.result()
+    over.set()
+    watching.join()
+    assert len(statuses) == 2 * together.parties
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) >= 2 * places
+    assert max(waiting) <= line
+    wait_for(lambda: metrics(url)["swiftkv:kv_cache_usage_perc"] == 0)
+
+
+def test_a_prompt_goes_to_the_replica_that_has_its_prefix_unless_it_is_too_busy(
+    cluster: RayServe, spec: DeploymentSpec, dashboard_url: str, url: str
+) -> None:
+    serve(cluster, replace(spec, min_replicas=2, max_replicas=2), replicas=2)
+    wait_for(lambda: len(replica_pids(dashboard_url)) == 2)
+    with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+
+        def answerer(prompt: list[int], max_tokens: int = 1) -> tuple[str, int]:
+            """(the replica, prompt tokens whose KV it had)."""
+            answer = client.post("/generate", json={"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True})
+            answer.raise_for_status()
+            return answer.headers["x-replica"], answer.json()["usage"]["cached_tokens"]
+
+        wait_for(lambda: len({answerer([1])[0] for _ in range(8)}) == 2)
+        prefixes = [[family] * 600 for family in range(2, 10)]
+        first = [answerer([*prefix, 1]) for prefix in prefixes]
+        again = [answerer([*prefix, other]) for other in (20, 21, 22) for prefix in prefixes]
+        assert {cached for _, cached in first} == {0}
+        assert [replica for replica, _ in again] == [replica for replica, _ in first] * 3
+        assert min(cached for _, cached in again) >= 592, "all whole blocks of 600 tokens but the last"
+        with ThreadPoolExecutor(16) as pool:
+            skewed = list(pool.map(lambda other: answerer([*prefixes[0], other], 200)[0], range(30, 62)))
+    assert len(set(skewed)) == 2
+    assert min(map(skewed.count, set(skewed))) >= len(skewed) // 8, "the other one helps"
 
 
 def test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing(

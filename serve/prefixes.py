@@ -1,0 +1,118 @@
+"""How the beginning of a prompt is told to Serve's router: as hashes in a header that the proxy adds. Imports no Ray.
+
+Serve's proxy chooses a replica before it has read the body. `proxy_middlewares` (Serve calls it where
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it) reads its beginning first. Where nobody names it, requests go to
+the replica with the fewest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+PROXY_CALLBACK = "serve.prefixes:proxy_middlewares"
+SESSION_HEADER = "x-session-id"
+"""What Serve's proxy hands to the router of what it is sent. A caller's own is left as it is, and holds its requests to
+one replica."""
+
+BLOCK_BYTES = 256
+"""Of the body, hashed together; a prefix is found again in whole blocks."""
+MAX_BLOCKS = 64
+"""Hashed of one prompt: what comes after 16 KiB changes nothing about where it goes."""
+MAX_PREFIXES = 1 << 16
+"""Remembered; the one that was not seen for longest is forgotten."""
+
+_ASKS = ("/generate", "/completions")
+_PROMPT = re.compile(rb'"(?:prompt|messages)"\s*:\s*')
+_SEPARATOR = "."
+
+
+def proxy_middlewares() -> list[Middleware]:
+    """For `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
+    return [Middleware(PrefixHeader)]
+
+
+def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
+    """Of each whole block of the prompt in (the beginning of) a JSON body, together with all blocks before it.
+
+    They are of the text as it is sent, so that nothing is parsed or tokenized: turns of a conversation begin alike.
+    """
+    found = _PROMPT.search(body)
+    if found is None:
+        return []
+    digest = hashlib.sha256(tenant)
+    prints = []
+    for start in range(found.end(), len(body) - BLOCK_BYTES + 1, BLOCK_BYTES)[:MAX_BLOCKS]:
+        digest.update(body[start : start + BLOCK_BYTES])
+        prints.append(digest.hexdigest()[:12])
+    return prints
+
+
+def in_header(prints: Sequence[str]) -> str:
+    """The header's value."""
+    return _SEPARATOR.join(prints)
+
+
+def from_header(value: str) -> list[str]:
+    """What `in_header` was given."""
+    return value.split(_SEPARATOR) if value else []
+
+
+class PrefixHeader:
+    """Middleware that adds the fingerprints of a prompt to the request's headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_ASKS):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        if SESSION_HEADER in headers:
+            await self._app(scope, receive, send)
+            return
+        read: list[Message] = []
+        size = 0
+        while size < (MAX_BLOCKS + 1) * BLOCK_BYTES and (not read or read[-1].get("more_body", False)):
+            read.append(await receive())
+            size += len(read[-1].get("body", b""))
+        body = b"".join(message.get("body", b"") for message in read)
+        tenant = headers.get("authorization", "").encode()
+        header = (SESSION_HEADER.encode(), in_header(fingerprints(body, tenant)).encode())
+        again: Iterator[Message] = iter(read)
+
+        async def replay() -> Message:
+            return next(again, None) or await receive()
+
+        await self._app({**scope, "headers": [*scope["headers"], header]}, replay, send)
+
+
+class PrefixIndex:
+    """Which replicas have been sent which prefixes."""
+
+    def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
+        self._max_prefixes = max_prefixes
+        self._replicas: OrderedDict[str, set[str]] = OrderedDict()
+
+    def add(self, prints: Sequence[str], replica: str) -> None:
+        """A prompt with these fingerprints went to `replica`."""
+        for fingerprint in prints:
+            self._replicas.setdefault(fingerprint, set()).add(replica)
+            self._replicas.move_to_end(fingerprint)
+        while len(self._replicas) > self._max_prefixes:
+            self._replicas.popitem(last=False)
+
+    def with_longest_prefix(self, prints: Sequence[str], replicas: Collection[str]) -> set[str]:
+        """Those among `replicas` that were sent the most of it; none if nobody was sent any."""
+        for fingerprint in reversed(prints):
+            found = self._replicas.get(fingerprint, set()).intersection(replicas)
+            if found:
+                return found
+        return set()

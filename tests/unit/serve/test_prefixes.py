@@ -1,0 +1,152 @@
+"""Fingerprints of prompts, the header that carries them, and who is chosen by them; without Ray's processes."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve.prefix_router import PrefixRouter
+from serve.prefixes import (
+    BLOCK_BYTES,
+    MAX_BLOCKS,
+    SESSION_HEADER,
+    PrefixHeader,
+    PrefixIndex,
+    fingerprints,
+    from_header,
+    in_header,
+)
+
+LONG = "a system prompt " * 64
+
+
+def body(prompt: Any, **others: Any) -> bytes:
+    return json.dumps({**others, "prompt": prompt}).encode()
+
+
+def shared(one: bytes, other: bytes) -> int:
+    """Blocks with equal fingerprints, which come first."""
+    pairs = list(zip(fingerprints(one), fingerprints(other), strict=False))
+    equal = [left == right for left, right in pairs]
+    assert equal == sorted(equal, reverse=True), "once different, always different"
+    return sum(equal)
+
+
+def test_prompts_that_begin_alike_share_the_fingerprints_of_their_beginning() -> None:
+    assert shared(body(LONG + "one"), body(LONG + "two", model="m", max_tokens=3)) == len(LONG) // BLOCK_BYTES
+    assert shared(body("x" + LONG), body("y" + LONG)) == 0
+    assert shared(body([1] * 500 + [2] * 500), body([1] * 500 + [3] * 500)) > 0
+    assert fingerprints(body("short")) == []
+    assert fingerprints(b'{"tokens": [1]}') == []
+    assert len(fingerprints(body("a" * 1_000_000))) == MAX_BLOCKS
+
+
+def test_a_conversation_goes_on_where_it_began() -> None:
+    turns = [{"role": "user", "content": LONG}]
+    before = json.dumps({"messages": turns}).encode()
+    after = json.dumps({"messages": [*turns, {"role": "assistant", "content": LONG}]}).encode()
+    assert shared(before, after) >= len(fingerprints(before)) - 1
+
+
+def test_tenants_do_not_share_a_prefix() -> None:
+    assert not set(fingerprints(body(LONG), b"Bearer a")) & set(fingerprints(body(LONG), b"Bearer b"))
+
+
+async def through_middleware(messages: list[dict[str, Any]], **scope: Any) -> tuple[str | None, list[dict[str, Any]]]:
+    """(the header that the application is sent, the messages that it reads)."""
+    seen: dict[str, Any] = {}
+
+    async def app(scope: Any, receive: Any, _send: Any) -> None:
+        headers = dict(scope["headers"])
+        value = headers.get(SESSION_HEADER.encode())
+        seen["header"] = None if value is None else value.decode()
+        seen["messages"] = [await receive() for _ in messages]
+
+    waiting = iter(messages)
+
+    async def receive() -> Any:
+        return next(waiting)
+
+    scope = {"type": "http", "method": "POST", "path": "/app/generate", "headers": [], **scope}
+    await PrefixHeader(app)(scope, receive, None)  # type: ignore[arg-type]  # nothing is sent
+    return seen["header"], seen["messages"]
+
+
+async def test_the_body_passes_unchanged_and_only_its_beginning_is_waited_for() -> None:
+    whole = body(LONG * 40)
+    parts = [whole[at : at + 5000] for at in range(0, len(whole), 5000)]
+    messages = [
+        {"type": "http.request", "body": part, "more_body": number < len(parts) - 1}
+        for number, part in enumerate(parts)
+    ]
+    header, read = await through_middleware(messages)
+    assert header == in_header(fingerprints(whole))
+    assert read == messages
+
+
+async def test_what_asks_for_nothing_or_brings_a_session_is_left_alone() -> None:
+    message = {"type": "http.request", "body": body(LONG), "more_body": False}
+    assert await through_middleware([message], method="GET") == (None, [message])
+    assert await through_middleware([message], path="/app/tokenize") == (None, [message])
+    own = [(SESSION_HEADER.encode(), b"mine")]
+    assert await through_middleware([message], headers=own) == ("mine", [message])
+    gone = {"type": "http.disconnect"}
+    assert await through_middleware([gone]) == ("", [gone])
+
+
+def test_the_longest_prefix_wins_and_the_oldest_is_forgotten() -> None:
+    index = PrefixIndex(max_prefixes=4)
+    index.add(["a", "ab"], "one")
+    index.add(["a", "ac"], "two")
+    assert index.with_longest_prefix(["a", "ab", "abc"], ["one", "two"]) == {"one"}
+    assert index.with_longest_prefix(["a", "ax"], ["one", "two"]) == {"one", "two"}
+    assert index.with_longest_prefix(["a", "ab"], ["two"]) == {"two"}, "the one that has it is not there"
+    assert index.with_longest_prefix(["b"], ["one", "two"]) == set()
+    index.add(["d", "de"], "two")
+    assert index.with_longest_prefix(["ab"], ["one", "two"]) == set()
+
+
+class Router(PrefixRouter):
+    """With queues that the test sets, instead of Serve's cache of them."""
+
+    def __init__(self, queues: dict[str, int]) -> None:
+        self.queues = queues
+        self.initialize_state()
+
+    def _load(self, replica: Any) -> int:
+        return self.queues[replica.replica_id.unique_id]
+
+    async def route(self, header: str) -> str:
+        request: Any = SimpleNamespace(metadata=SimpleNamespace(session_id=header))
+        replicas: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in self.queues]
+        [[chosen], *_] = await self.choose_replicas(replicas, request)
+        self.on_request_routed(request, chosen.replica_id, None)
+        self.queues[chosen.replica_id.unique_id] += 1
+        return str(chosen.replica_id.unique_id)
+
+
+async def test_a_prefix_stays_with_its_replica_while_that_is_not_too_busy() -> None:
+    router = Router({"one": 0, "two": 1})
+    assert await router.route("a.b") == "one"
+    router.queues = {"one": 4, "two": 0}
+    assert await router.route("a.b.c") == "one"
+    assert await router.route("a.b.d") == "two", "one has five more"
+    router.queues = {"one": 3, "two": 2}
+    assert await router.route("a.b.c") == "one", "it has more of this prompt"
+    assert await router.route("a.b.e") == "two", "both have as much of this one, and two has less to do"
+
+
+@pytest.mark.parametrize("header", ["", "a.b"])
+async def test_skew_starves_nobody(header: str) -> None:
+    router = Router({"one": 0, "two": 0, "three": 0})
+    for _ in range(60):
+        await router.route(header)
+    assert max(router.queues.values()) - min(router.queues.values()) <= 5
+
+
+def test_the_header_carries_what_it_was_given() -> None:
+    assert from_header(in_header(["a", "b"])) == ["a", "b"]
+    assert from_header("") == []

@@ -36,6 +36,48 @@ def free_port() -> int:
     return free_ports([0])[0]
 
 
+class HeadProcess:
+    """A head that can be killed with its process group, and started again at the same addresses.
+
+    Args:
+        environment: What its processes have beyond this one's environment.
+        num_cpus: CPUs it believes to have.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, num_cpus: int) -> None:
+        directory = make_temp_dir()
+        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        self.head = RayHead(*free_ports([0, 0, 0]), directory, token, num_cpus, object_store_memory=200 << 20)
+        own = {"HOME": str(directory), "OMP_NUM_THREADS": "1", **environment}
+        self._environment = self.head.environment({**os.environ, **own})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        path = self.head.temp_dir / "ray.log"
+        with path.open("ab") as log:
+            process = subprocess.Popen(
+                self.head.command(), env=self._environment, stdout=log, stderr=log, start_new_session=True
+            )
+        self._process = process
+        deadline = time.monotonic() + _START_S
+        while not self.head.answers():
+            assert process.poll() is None, path.read_text(errors="replace")
+            assert time.monotonic() < deadline, path.read_text(errors="replace")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """Harmless for one that is not running."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def remove(self) -> None:
+        self.kill()
+        shutil.rmtree(self.head.temp_dir, ignore_errors=True)
+
+
 @contextmanager
 def ray_head(environment: Mapping[str, str] | None = None, *, num_cpus: int) -> Iterator[RayHead]:
     """A head that answers, as `swiftkv up` starts one; killed with its process group in the end.
@@ -44,26 +86,9 @@ def ray_head(environment: Mapping[str, str] | None = None, *, num_cpus: int) -> 
         environment: What its processes have beyond this one's environment.
         num_cpus: CPUs it believes to have.
     """
-    directory = make_temp_dir()
-    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-    head = RayHead(*free_ports([0, 0, 0]), directory, token, num_cpus, object_store_memory=200 << 20)
-    own = {"HOME": str(directory), "OMP_NUM_THREADS": "1", **(environment or {})}
-    with (directory / "ray.log").open("wb") as log:
-        process = subprocess.Popen(
-            head.command(),
-            env=head.environment({**os.environ, **own}),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    process = HeadProcess(environment or {}, num_cpus=num_cpus)
     try:
-        deadline = time.monotonic() + _START_S
-        while not head.answers():
-            assert process.poll() is None, (directory / "ray.log").read_text(errors="replace")
-            assert time.monotonic() < deadline, (directory / "ray.log").read_text(errors="replace")
-            time.sleep(0.1)
-        yield head
+        process.start()
+        yield process.head
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        shutil.rmtree(directory, ignore_errors=True)
+        process.remove()

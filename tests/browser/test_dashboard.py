@@ -245,6 +245,37 @@ def test_every_page_can_be_read_and_every_control_has_a_name(server: Server, pag
     page.goto("about:blank")
 
 
+ANSWER = """data: {"choices": [{"text": " pass", "num_exited_tokens": 1}],
+data:  "usage": {"prompt_tokens": 5, "completion_tokens": 1, "prefill_layers_skipped_tokens": 4,
+data:  "early_exit_tokens": 1}, "timings": {"ttft_ms": 22, "tpot_ms": null}}
+
+data: [DONE]
+
+"""
+
+
+def test_the_playground_asks_for_what_was_chosen_and_marks_exits(server: Server, page: Page) -> None:
+    deploy(server)
+    asked: list[dict[str, object]] = []
+
+    def answer(route: playwright.Route) -> None:
+        asked.append(json.loads(route.request.post_data or ""))
+        route.fulfill(headers={"content-type": "text/event-stream"}, body=ANSWER)
+
+    page.route("**/generate", answer)
+    page.goto(f"{address(server)}/#/playground")
+    page.get_by_label("Prompt").fill("def f():")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_text("22 ms")).to_be_visible()
+    expect(page.locator(".exited")).to_have_text(" pass")
+    page.get_by_label("Early exit").select_option("threshold")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_text("22 ms")).to_be_visible()
+    plain = {"prompt": "def f():", "max_tokens": 64, "temperature": 0, "stream": True}
+    assert asked == [plain, {**plain, "early_exit": {"mode": "threshold", "threshold": 0.95}}]
+    page.goto("about:blank")
+
+
 def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page) -> None:
     page.goto(address(server))
     page.get_by_role("heading", name="Jobs").wait_for()

@@ -30,7 +30,7 @@ export function Jobs() {
       <label>Status
         <select value=${status} onChange=${(event) => setStatus(event.target.value)}>
           <option value="">all</option>
-          ${STATUSES.map((name) => html`<option>${name}</option>`)}
+          ${STATUSES.map((name) => html`<option value=${name}>${name}</option>`)}
         </select>
       </label>
     </div>

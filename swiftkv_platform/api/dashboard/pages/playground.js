@@ -74,7 +74,7 @@ export function Playground({ query }) {
         <label>Most tokens <input name="max_tokens" type="number" min="1" value="64" /></label>
         <label>Temperature <input name="temperature" type="number" min="0" step="0.1" value="0" /></label>
         <label>Early exit
-          <select name="exit">${["off", "threshold", "lossless"].map((mode) => html`<option>${mode}</option>`)}</select>
+          <select name="exit">${["off", "threshold", "lossless"].map((mode) => html`<option value=${mode}>${mode}</option>`)}</select>
         </label>
         <label>Exit threshold <input name="threshold" type="number" min="0.01" max="1" step="any" value="0.95" /></label>
         <button disabled=${busy || !ready.length}>Generate</button>

@@ -22,6 +22,13 @@ PAGED = "swiftkv_paged"
 """Name under which transformers finds the function."""
 MIN_RUN_TOKENS = 64
 """Contexts whose runs are shorter than this on average are copied together before they are read."""
+MIN_PRODUCT_QUERIES, MIN_PRODUCT_TOKENS = 128, 256
+"""Chunks of so many queries to so many tokens in bfloat16 are attended to by matrix products, smaller ones by torch's
+fused operator."""
+PRODUCT_ROWS = 256
+"""Rows of one such product for each key head: queries times the query heads that share the key head."""
+MAX_SCORES = 1 << 21
+"""Scores computed at a time, roughly; more leave the processor's caches."""
 
 
 @dataclass(frozen=True)
@@ -235,11 +242,59 @@ def _decode(query: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]],
 
 def _attend_chunk(query: torch.Tensor, first: int, context: _Context, scaling: float) -> torch.Tensor:
     """Consecutive queries from position `first` on: causal among themselves, everything before them in full."""
-    own = _whole(context, first, first + query.shape[2])
+    end = first + query.shape[2]
+    large = query.shape[2] >= MIN_PRODUCT_QUERIES and end >= MIN_PRODUCT_TOKENS
+    if large and query.dtype == torch.bfloat16 and query.device.type == "cpu":
+        return _attend_by_products(query, first, *_whole(context, 0, end), scaling)
+    own = _whole(context, first, end)
     parts = [_softmax_part(query, *own, scaling, causal=True)]
     if first:
         parts += [_softmax_part(query, keys, values, scaling) for keys, values in context.parts(0, first)]
     return _merge(parts)
+
+
+def _attend_by_products(
+    query: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """`_attend_chunk` for a CPU that multiplies bfloat16 matrices much faster than torch's fused operator does.
+
+    A product is rounded to bfloat16, whose steps grow with the number. So every row of scores is shifted, within the
+    product and before it is rounded, by its largest score against the nearest and the first tokens, where a model looks
+    most: what weighs most is then near 0 and exact, and softmax does not see a shift.
+    """
+    num_queries, num_kv_heads = query.shape[2], keys.shape[1]
+    queries = query[0].unflatten(0, (num_kv_heads, -1))  # [kv heads, heads per kv head, queries, head_dim]
+    output = torch.empty_like(queries)
+    size = max(PRODUCT_ROWS // queries.shape[1], 1)
+    future = queries.new_full((size, size), float("-inf")).triu(1)
+    for start in range(0, num_queries, size):
+        end = min(start + size, num_queries)
+        heads = max(MAX_SCORES // (PRODUCT_ROWS * (first + end)), 1)
+        for block, result, block_keys, block_values in zip(
+            queries[:, :, start:end].split(heads),
+            output[:, :, start:end].split(heads),
+            keys[0, :, : first + end].split(heads),
+            values[0, :, : first + end].split(heads),
+            strict=True,
+        ):
+            weights = _block_weights(block, block_keys.transpose(1, 2), future, scaling)
+            result.copy_((weights @ block_values).view_as(block))
+    return output.flatten(0, 1)[None]
+
+
+def _block_weights(queries: torch.Tensor, keys: torch.Tensor, future: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Softmax of the scores of the last tokens' queries [kv heads, heads per kv head, queries, head_dim] against all
+    tokens' keys [kv heads, head_dim, tokens]: [kv heads, heads per kv head * queries, tokens]."""
+    shape = queries.shape[:3]
+    rows, own, mask = queries.flatten(1, 2), keys.shape[2] - shape[2], future[: shape[2], : shape[2]]
+    nearest = rows @ keys[:, :, own:]
+    nearest.view(*shape, -1).add_(mask)
+    largest = nearest.amax(-1, keepdim=True)
+    if own:
+        largest = torch.maximum(largest, (rows @ keys[:, :, : min(own, 16)]).amax(-1, keepdim=True))
+    scores = torch.baddbmm(largest, rows, keys, beta=-scaling, alpha=scaling)
+    scores.view(*shape, -1)[..., own:].add_(mask)
+    return scores.softmax(-1)
 
 
 def _attend_masked(

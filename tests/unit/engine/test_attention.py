@@ -32,30 +32,38 @@ def scattered(length: int, size: int, draw: random.Random, taken: set[int]) -> t
 class Case:
     """Sequences over one cache layer, and what attention to them must come to."""
 
-    def __init__(self, contexts: list[tuple[int, list[int]]], run_size: int, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        draw, taken = random.Random(seed), set[int]()
-        storage = StorageFormat(torch.float32, torch.float32)
+    def __init__(
+        self,
+        contexts: list[tuple[int, list[int]]],
+        run_size: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        query_size: float = 1.0,
+    ) -> None:
+        torch.manual_seed(0)
+        draw, taken = random.Random(0), set[int]()
+        storage = StorageFormat(dtype, dtype)
         self.key, self.value = (PagedTensor(TensorShape(KV_HEADS, DIM), SLOTS, storage, CPU) for _ in "kv")
         sequences, self.keys, self.values, start = [], [], [], 0
         for length, positions in contexts:
             runs = scattered(length, run_size, draw, taken)
             slots = torch.tensor([slot for first, end in runs for slot in range(first, end)])
             for tensor, kept in ((self.key, self.keys), (self.value, self.values)):
-                rows = torch.randn(KV_HEADS, length, DIM)
+                rows = torch.randn(KV_HEADS, length, DIM).to(dtype)
                 tensor.write(slots, rows)
-                kept.append(rows)
+                kept.append(rows.float())
             sequences.append(SequenceQueries(positions, runs, start))
             start += length
         self.paged = PagedAttention(tuple(sequences))
-        self.query = torch.randn(1, HEADS, sum(len(positions) for _, positions in contexts), DIM)
+        num_queries = sum(len(positions) for _, positions in contexts)
+        self.query = (torch.randn(1, HEADS, num_queries, DIM) * query_size).to(dtype)
 
     def expected(self, window: int | None) -> torch.Tensor:
         outputs, row = [], 0
         for sequence, keys, values in zip(self.paged.sequences, self.keys, self.values, strict=True):
             for position in sequence.positions:
                 seen = slice(0 if window is None else max(position + 1 - window, 0), position + 1)
-                query = self.query[0, :, row].unflatten(0, (KV_HEADS, -1))  # [KV_HEADS, group, DIM]
+                query = self.query[0, :, row].float().unflatten(0, (KV_HEADS, -1))  # [KV_HEADS, group, DIM]
                 weights = (query @ keys[:, seen].transpose(1, 2) * SCALE).softmax(-1)
                 outputs.append((weights @ values[:, seen]).flatten(0, 1))
                 row += 1
@@ -98,6 +106,26 @@ def test_contexts_laid_end_to_end_are_read_as_well(name: str, window: int | None
     keys, values = torch.cat(case.keys, dim=1)[None], torch.cat(case.values, dim=1)[None, ..., :5]
     actual = case.actual(window, key=keys, value=values)
     torch.testing.assert_close(actual, case.expected(window)[..., :5], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "contexts",
+    [[(600, list(range(600)))], [(700, list(range(500, 700))), (1, [0]), (300, list(range(300)))]],
+    ids=["one sequence", "a later chunk, a decode, a first chunk"],
+)
+@pytest.mark.parametrize("run_size", [100, 700])
+def test_large_chunks_in_bfloat16_go_through_products_that_are_about_as_exact_as_the_fused_operator(
+    contexts: list[tuple[int, list[int]]], run_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(contexts, run_size, dtype=torch.bfloat16, query_size=8.0)  # scores of up to 30 or so
+    expected = case.expected(None)
+    by_products = case.actual(None)
+    monkeypatch.setattr(attention, "MIN_PRODUCT_QUERIES", 10_000)
+    fused = case.actual(None)
+    errors = [(output.float() - expected).square().mean().sqrt() for output in (by_products, fused)]
+    assert not torch.equal(by_products, fused)
+    assert errors[0] < 2.5 * errors[1]
+    assert errors[0] < 0.01 * expected.square().mean().sqrt()
 
 
 def test_a_selection_makes_new_metadata() -> None:

@@ -16,7 +16,7 @@ from swiftkv_platform.api.dependencies import Components, build_components, pric
 from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.webhook_sender import send_webhook
-from swiftkv_platform.asgi import BodyLimit
+from swiftkv_platform.asgi import BodyLimit, PageFiles
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import get_logger
@@ -27,6 +27,7 @@ from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
+from swiftkv_platform.swagger import add_docs
 
 _STOP_TIMEOUT_S = 20.0
 LOOPS = ("jobs", "deployments", "webhooks")
@@ -71,6 +72,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         title="SwiftKV platform",
         description="Distil and serve SwiftKV models.",
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         responses={"default": {"model": error_handlers.Problem, "description": "Problem details (RFC 9457)"}},
     )
     error_handlers.install(app)
@@ -80,7 +83,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(SecurityHeaders)
     for module in (jobs, history, outputs, models, deployments, quota, health, dashboard):
         app.include_router(module.router)
-    app.mount("/dashboard", dashboard.Assets())
+    app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
+    add_docs(app)
     return app
 
 

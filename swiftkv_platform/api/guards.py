@@ -56,8 +56,6 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _NOTHING_RUNS = "default-src 'none'; frame-ancestors 'none'"
-_PAGES = ("/docs", "/redoc")
-"""FastAPI's own pages, which load their scripts from elsewhere."""
 
 
 class SecurityHeaders:
@@ -76,8 +74,7 @@ class SecurityHeaders:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
-                if not scope["path"].startswith(_PAGES):
-                    headers.setdefault("Content-Security-Policy", _NOTHING_RUNS)
+                headers.setdefault("Content-Security-Policy", _NOTHING_RUNS)
                 if scope["scheme"] == "https":
                     headers.setdefault("Strict-Transport-Security", "max-age=31536000")
             await send(message)

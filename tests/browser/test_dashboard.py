@@ -313,6 +313,16 @@ def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: 
         page.goto("about:blank")
 
 
+def test_the_api_reference_needs_no_other_host(server: Server, page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: asked.append(message.text) if message.type == "error" else None)
+    page.goto(f"{address(server)}/docs")
+    page.get_by_text("/jobs/validate", exact=True).click()
+    expect(page.get_by_role("button", name="Try it out")).to_be_visible()
+    assert [entry for entry in asked if not entry.startswith((address(server), "data:"))] == []
+
+
 def test_a_stranger_page_can_neither_frame_nor_script(server: Server) -> None:
     for path in ("/", "/dashboard/app.js"):
         headers = server.client.get(path).headers

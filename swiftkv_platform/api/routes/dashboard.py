@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response, status
 from fastapi.responses import FileResponse
 from pydantic import BaseModel, ConfigDict
-from starlette.staticfiles import StaticFiles
-from starlette.types import Scope as AsgiScope
 
 from swiftkv_platform.api.dependencies import SESSION_COOKIE
+from swiftkv_platform.asgi import PAGE_HEADERS
 from swiftkv_platform.keys import KeyRing
 
 FILES = Path(__file__).parent.parent / "dashboard"
-_HEADERS: Mapping[str, str] = {
-    # Nothing from elsewhere runs or is embedded; the chart library sets sizes and colours as styles.
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 router = APIRouter(include_in_schema=False)
-
-
-class Assets(StaticFiles):
-    """The dashboard's files, with headers that keep everything else out."""
-
-    def __init__(self) -> None:
-        super().__init__(directory=FILES)
-
-    async def get_response(self, path: str, scope: AsgiScope) -> Response:
-        response = await super().get_response(path, scope)
-        response.headers.update(_HEADERS)
-        return response
 
 
 @router.get("/")
 def index() -> FileResponse:
     """The dashboard."""
-    return FileResponse(FILES / "index.html", headers=dict(_HEADERS))
+    return FileResponse(FILES / "index.html", headers=dict(PAGE_HEADERS))
 
 
 class SignIn(BaseModel):

@@ -1,0 +1,57 @@
+"""The job spec: what a user asks for, and nothing about how it is done. Frozen, torch-free, no I/O.
+
+Every key of the YAML or JSON spec is a field here; unknown keys are refused. Checks that need the model's configuration
+(does l lie below its number of layers?) are made where that configuration is read.
+"""
+
+from __future__ import annotations
+
+from swiftkv_platform.specs.base import looks_like_a_path
+from swiftkv_platform.specs.data import BUILTIN_DATA, CompletionSpec, DataSourceSpec, DataSpec
+from swiftkv_platform.specs.evaluation import PAPER_TASKS, EvaluationSpec, SweepSpec, TaskSpec
+from swiftkv_platform.specs.job import (
+    BUILTIN_TEACHER,
+    CheckpointSpec,
+    DistillationSpec,
+    ElasticSpec,
+    FaultToleranceSpec,
+    JobSpec,
+    LimitsSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ResourcesSpec,
+    ShardingSpec,
+    SwiftKVSpec,
+    TrackingSpec,
+    TrainingSpec,
+    WandbSpec,
+    load_spec,
+)
+
+__all__ = [
+    "BUILTIN_DATA",
+    "BUILTIN_TEACHER",
+    "PAPER_TASKS",
+    "CheckpointSpec",
+    "CompletionSpec",
+    "DataSourceSpec",
+    "DataSpec",
+    "DistillationSpec",
+    "ElasticSpec",
+    "EvaluationSpec",
+    "FaultToleranceSpec",
+    "JobSpec",
+    "LimitsSpec",
+    "ModelSpec",
+    "OptimizerSpec",
+    "ResourcesSpec",
+    "ShardingSpec",
+    "SweepSpec",
+    "SwiftKVSpec",
+    "TaskSpec",
+    "TrackingSpec",
+    "TrainingSpec",
+    "WandbSpec",
+    "load_spec",
+    "looks_like_a_path",
+]

@@ -1,0 +1,66 @@
+"""What a job trains on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from swiftkv_platform.specs.base import Spec
+
+BUILTIN_DATA = "builtin:python-stdlib"
+"""The sources of the interpreter's standard library."""
+
+
+class CompletionSpec(Spec):
+    """How the teacher answers the prompts of a source."""
+
+    max_tokens: Annotated[int, Field(ge=1)] = 512
+    """Most tokens of an answer."""
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    """0 takes the most probable token."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Samples among the fewest tokens whose probabilities sum to at least this."""
+    num_completions: Annotated[int, Field(ge=1)] = 1
+    """Answers to each prompt."""
+    prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Of a text, only so many tokens from its beginning are the prompt."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """With the prompt's own tokens it decides every draw."""
+
+
+class DataSourceSpec(Spec):
+    """One data set."""
+
+    name_or_path: Annotated[str, Field(min_length=1)]
+    """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix,
+    or `builtin:python-stdlib` (the sources of the interpreter's standard library)."""
+    split: str = "train"
+    """Split of a hub or built-in data set, or of a directory laid out as one."""
+    sample_count: Annotated[int, Field(ge=1)] | None = None
+    """Take only so many samples, chosen by the seed."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Share of this source relative to the others: 2.0 repeats each sample twice, 0.5 keeps half."""
+    format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
+    """Row format; `auto` detects it from the columns."""
+    complete: CompletionSpec | None = None
+    """Rows are prompts, which the teacher answers before training; answers that they bring are left out. Conversations
+    are answered at their last user message, texts are continued."""
+    streaming: bool = False
+    """Keep nothing of a hub or `s3://` source on disk but the tokens made of it. `sample_count` then takes the first so
+    many."""
+
+
+class DataSpec(Spec):
+    """Training text."""
+
+    sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1)] = (DataSourceSpec(name_or_path=BUILTIN_DATA),)
+    max_length: Annotated[int, Field(ge=16)] = 8192
+    """Tokens per sequence; a longer sample is cut."""
+    packing: bool = True
+    """Pack samples into one sequence, attention kept apart and positions restarted."""
+    train_on: Literal["assistant", "all"] = "all"
+    """Positions the loss counts: those that predict an assistant's token, or all. In plain text all count."""
+    validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
+    """Share of the samples held out for evaluation, chosen by a hash of their content. `builtin:python-stdlib` brings
+    its own held-out modules instead."""

@@ -1,0 +1,109 @@
+"""How a student is measured, what it must reach, and the search for one that does."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from swiftkv_platform.specs.base import Spec
+
+_MOST_TRIALS = 256
+
+
+class TaskSpec(Spec):
+    """A task of lm-evaluation-harness, answered by teacher and student."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Task or group that the harness knows, a task's `.yaml` file (local or `s3://`), `builtin:mmlu` or `builtin:gsm8k`
+    (those over their authors' files in `data_dir`), or `paper`: the seven tasks of table B.1."""
+    data_dir: str | None = None
+    """Where the relative `data_files` of a file or built-in task lie; default: beside the file."""
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Examples in the prompt; default: the task's own number."""
+    metric: str | None = None
+    """Score that counts, e.g. `acc_norm`; default: the task's first of which more is better."""
+    chat_template: bool = False
+    """Prompt through the tokenizer's chat template, examples as turns of their own."""
+
+
+PAPER_TASKS = (
+    TaskSpec(name="arc_challenge_llama", num_fewshot=0, metric="exact_match", chat_template=True),
+    TaskSpec(name="winogrande", num_fewshot=5, metric="acc"),
+    TaskSpec(name="hellaswag", num_fewshot=10, metric="acc_norm"),
+    TaskSpec(name="truthfulqa_mc2", num_fewshot=0, metric="acc"),
+    TaskSpec(name="mmlu_llama", num_fewshot=5, metric="exact_match", chat_template=True),
+    TaskSpec(name="mmlu_cot_llama", num_fewshot=0, metric="exact_match", chat_template=True),
+    TaskSpec(name="gsm8k_llama", num_fewshot=8, metric="exact_match,strict_match", chat_template=True),
+)
+"""Table B.1 of the paper; its chat prompts (appendix B.1) are used where the tokenizer has a template."""
+
+
+class EvaluationSpec(Spec):
+    """The report of a job, and its quality gate: with a limit passed the job fails as `quality_gate`."""
+
+    max_tokens: Annotated[int, Field(ge=64)] = 65536
+    """Held-out tokens measured."""
+    tasks: tuple[str | TaskSpec, ...] = ()
+    """Tasks of lm-evaluation-harness; a string is a task's `name`."""
+    task_limit: Annotated[int, Field(ge=1)] | None = None
+    """Samples of each task, the first ones; default: all."""
+    task_batch_size: Annotated[int, Field(ge=1)] = 8
+    """Prompts a forward pass of a task."""
+    continuations: Annotated[int, Field(ge=0)] = 16
+    """Held-out prompts that teacher and student continue greedily."""
+    continuation_tokens: Annotated[int, Field(ge=1)] = 32
+    """Tokens of each continuation."""
+    max_kl: Annotated[float, Field(gt=0.0)] | None = None
+    """Gate: most KL (nats) on held-out text."""
+    max_perplexity_ratio: Annotated[float, Field(gt=0.0)] | None = None
+    """Gate: most perplexity on held-out text, as a multiple of the teacher's."""
+    min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Gate: least share of held-out positions where the student's most likely token is the teacher's."""
+    max_drop: Annotated[float, Field(ge=0.0)] | None = 1.0
+    """Gate: most points of a hundred lost against the teacher on any of `tasks`; null: tasks are only reported."""
+
+    @property
+    def has_gate(self) -> bool:
+        limits = (
+            self.max_kl,
+            self.max_perplexity_ratio,
+            self.min_top1_agreement,
+            self.max_drop if self.tasks else None,
+        )
+        return any(limit is not None for limit in limits)
+
+
+class SweepSpec(Spec):
+    """One trial for every combination of the values given; what is not given stays as the spec says.
+
+    The artifact is the trial with the least prefill compute, then the smallest cache, then the lowest KL, of those that
+    pass the gates of `evaluation`: they are the sweep's accuracy budget.
+    """
+
+    num_key_value_layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Values of `swiftkv.num_key_value_layers` (l)."""
+    key_value_group_size: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Values of `swiftkv.key_value_group_size` (g)."""
+    learning_rate: tuple[Annotated[float, Field(gt=0.0)], ...] = ()
+    """Values of `optimizer.learning_rate`."""
+    max_concurrent: Annotated[int, Field(ge=1)] = 1
+    """Trials that train at a time, each with the workers that `resources` asks for."""
+
+    @model_validator(mode="after")
+    def _sweeps_something(self) -> Self:
+        for name in ("num_key_value_layers", "key_value_group_size", "learning_rate"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} names a value twice")
+        count = self.num_trials
+        if not 2 <= count <= _MOST_TRIALS:
+            raise ValueError(f"its lists make {count} trials; 2..{_MOST_TRIALS} would do")
+        return self
+
+    @property
+    def num_trials(self) -> int:
+        return math.prod(
+            max(len(v), 1) for v in (self.num_key_value_layers, self.key_value_group_size, self.learning_rate)
+        )

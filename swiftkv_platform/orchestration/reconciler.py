@@ -91,30 +91,27 @@ class Reconciler:
 
     def tick(self) -> None:
         """Do the next thing for each job. Raises `DatabaseUnavailableError`."""
-        for job in self._jobs.live():
-            if job.status.holds_cluster:
-                self._attend(job, self._follow)
-        for job in self._next_in_queue():
+        live = [self._attend(job, self._follow) if job.status.holds_cluster else job for job in self._jobs.live()]
+        for job in self._next_in_queue([job for job in live if not job.status.is_terminal]):
             self._attend(job, self._start)
 
-    def _next_in_queue(self) -> Sequence[Job]:
+    def _next_in_queue(self, live: Sequence[Job]) -> Sequence[Job]:
         """As many as there is room for. A job that is left alone after a failure takes nobody's place."""
         now = self._clock()
-        live = self._jobs.live()
         room = self._max_running_jobs - sum(job.status.holds_cluster for job in live)
         ready = [job for job in live if job.status.holds_cluster or self._backoff.ready(job.id, now)]
         return self._queue.next(ready, room=room, now=now)
 
-    def _attend(self, job: Job, step: Callable[[Job], None]) -> None:
-        """Do a job's step, unless the job or the cluster is left alone for a while after a failure.
+    def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
+        """The job as its step leaves it; unchanged while it or the cluster is left alone after a failure.
 
         One job's failure, whatever it is, does not stop the others; a cluster that is away stops all.
         """
         now = self._clock()
         if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
-            return
+            return job
         try:
-            step(job)
+            after = step(job)
         except StaleVersionError as error:
             self._log.info("changed by somebody else; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
@@ -127,19 +124,21 @@ class Reconciler:
         else:
             self._backoff.succeeded(_CLUSTER)
             self._backoff.succeeded(job.id)
+            return after
+        return job
 
     def _put_off(self, name: str, job: Job, error: Exception) -> None:
         delay = self._backoff.failed(name, self._clock())
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job) -> Job:
         self._cluster.check()  # while Ray is away, a job keeps its place in the queue
         number = job.attempt.number
         resume_from = self._store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
         started, event = start(job, now=int(self._clock()), resume_from=resume_from)
-        self._submit(self._jobs.update(started, events=[event]))
+        return self._submit(self._jobs.update(started, events=[event]))
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: Job) -> Job:
         attempt = job.attempt
         self._store.write_request(
             AttemptRequest(
@@ -152,23 +151,22 @@ class Reconciler:
         )
         command = self._entrypoint.shell(job.id, attempt.number)
         self._cluster.submit(_submission_id(job), command, self._entrypoint.env)
-        self._jobs.update(self._seen_by_ray(job))
+        submitted = self._jobs.update(self._seen_by_ray(job))
         self._log.info("submitted", job_id=job.id, submission_id=attempt.submission_id)
+        return submitted
 
-    def _follow(self, job: Job) -> None:
+    def _follow(self, job: Job) -> Job:
         submission = self._cluster.status(_submission_id(job))
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
-            self._submit(job)
-            return
+            return self._submit(job)
         seen = job if submission is None else self._seen_by_ray(job)
         stored = self._store.read_events(job.id, job.attempt.number, job.attempt.cursor)
         reading = read(seen, stored, now=int(self._clock()))
         if submission is None or submission.status.is_terminal:
-            self._finish(reading, submission)
-        else:
-            self._keep(job, reading)
+            return self._finish(reading, submission)
+        return self._keep(job, reading)
 
-    def _finish(self, reading: Reading, submission: Submission | None) -> None:
+    def _finish(self, reading: Reading, submission: Submission | None) -> Job:
         ended = reading.job
         if submission is not None:
             self._store.save_logs(ended.id, ended.attempt.number, self._cluster.logs(_submission_id(ended)))
@@ -177,6 +175,7 @@ class Reconciler:
         self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
         if settled.status.is_terminal:
             self._tidy_up(ended.id)
+        return settled
 
     def _tidy_up(self, job_id: str) -> None:
         """A store that is away then keeps what nobody needs; that changes nothing for the job."""
@@ -185,7 +184,7 @@ class Reconciler:
         except StorageError as error:
             self._log.warning("inputs left behind", job_id=job_id, reason=error.message)
 
-    def _keep(self, before: Job, reading: Reading) -> None:
+    def _keep(self, before: Job, reading: Reading) -> Job:
         """Store what a running attempt has said, and stop it if it must not go on."""
         if self._is_overdue(reading.job):
             limit = reading.job.spec.limits.max_runtime_s
@@ -198,9 +197,10 @@ class Reconciler:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
         job = reading.job
         if job != before:
-            self._jobs.update(job, events=reading.events, points=reading.points)
+            job = self._jobs.update(job, events=reading.events, points=reading.points)
         if job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused:
             self._cluster.stop(_submission_id(job))
+        return job
 
     def _is_overdue(self, job: Job) -> bool:
         limit, since = job.spec.limits.max_runtime_s, job.attempt.submitted_at

@@ -1,68 +1,21 @@
-"""From files to rows: what is read, what counts, what is held out, and what every error names."""
+"""From files to rows: what is read, what counts, and what is held out."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
-import huggingface_hub
 import numpy as np
 import pytest
 
 from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.prepared_data import PreparedData
-from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
-from swiftkv_platform.specs import DataSpec
+from swiftkv_platform.errors import DataError, InvalidInputError
 from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
+from tests.training_text import CHAT, NUMBERED, TALK, Write, new_directory, prepare, spec
 
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-Write = Callable[..., str]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes rows as JSON Lines, or a string as it is, and returns the path."""
-
-    def write_file(content: str | bytes | list[dict[str, Any]], name: str = "rows.jsonl") -> str:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, list):
-            content = "".join(json.dumps(row) + "\n" for row in content)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return str(path)
-
-    return write_file
-
-
-def spec(*sources: str | dict[str, Any], **settings: Any) -> DataSpec:
-    entries = [{"name_or_path": source} if isinstance(source, str) else source for source in sources]
-    return DataSpec(sources=entries, **{"max_length": 64, "validation_fraction": 0.0, **settings})
-
-
-def prepare(
-    *sources: str | dict[str, Any], seed: int = 0, template: str | None = None, **settings: Any
-) -> PreparedData:
-    tokenizer = byte_tokenizer(chat_template=template)
-    return prepare_data(spec(*sources, **settings), tokenizer, new_directory(), seed=seed)
-
-
-def new_directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="rows-"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def texts(rows: PackedRows) -> list[str]:
@@ -112,12 +65,6 @@ def test_a_long_text_is_split_into_consecutive_windows(write: Write) -> None:
     assert (prepared.statistics.train.documents, prepared.statistics.train.samples) == (1, 3)
 
 
-TALK = [
-    {"role": "user", "content": "ask"},
-    {"role": "assistant", "content": "say"},
-    {"role": "user", "content": "more"},
-    {"role": "assistant", "content": "no"},
-]
 RENDERED = "<user>ask|<assistant>say|<user>more|<assistant>no|"
 PLAIN = "^### User:\nask\n### Assistant:\nsay\n### User:\nmore\n### Assistant:\nno\n$"
 
@@ -213,9 +160,6 @@ def test_s3_sources_come_through_the_given_remote(write: Write, streaming: bool)
         prepare("s3://bucket/prefix")
 
 
-NUMBERED = [{"text": f"document {i}"} for i in range(100)]
-
-
 def test_a_sample_is_on_the_same_side_whatever_surrounds_it(write: Write) -> None:
     whole = prepare(write(NUMBERED), validation_fraction=0.3)
     part = prepare(write(NUMBERED[:50][::-1], "part.jsonl"), validation_fraction=0.3, seed=7)
@@ -282,59 +226,6 @@ def test_the_same_input_gives_the_same_rows_and_fingerprint(write: Write) -> Non
 
 def test_token_ids_take_two_bytes_where_the_vocabulary_allows(write: Write) -> None:
     assert prepare(write(NUMBERED)).train.samples.tokens.dtype == np.uint16
-
-
-@pytest.mark.parametrize(
-    ("content", "name", "message", "field"),
-    [
-        ('{"text": "a"}\n{"text": "b"\n', "bad.jsonl", "bad.jsonl, line 2, column 13 is not JSON", "name_or_path"),
-        ('[{"text": "a"},\n {"text" "b"}]', "bad.json", "bad.json, line 2, column 10 is not JSON", "name_or_path"),
-        (
-            '{"text": "a"}\n{"text": "é"}\n'.encode("latin-1"),
-            "latin.jsonl",
-            "latin.jsonl, line 2, byte 10",
-            "name_or_path",
-        ),
-        ("é".encode("latin-1"), "latin.txt", "latin.txt, line 1, byte 0 is not UTF-8", "name_or_path"),
-        ("", "empty.jsonl", "holds no rows", "name_or_path"),
-        ("[]", "empty.json", "holds no rows", "name_or_path"),
-        ("rubbish", "rubbish.parquet", "rubbish.parquet cannot be read as parquet", "name_or_path"),
-        ("a,b", "table.csv", "not a readable file; .jsonl, .json, .parquet", "name_or_path"),
-        ('{"body": "a", "title": "b"}', "columns.jsonl", "has the columns body, title", "format"),
-        ('{"text": "a"}\n{"text": 3}\n', "mixed.jsonl", "line 2, read as text: text is 3", ""),
-    ],
-)
-def test_unreadable_files_are_named_with_the_place(
-    write: Write, content: str | bytes, name: str, message: str, field: str
-) -> None:
-    path = write(content, name)
-    with pytest.raises(DataError) as caught:
-        prepare(path)
-    assert message in caught.value.message
-    assert caught.value.field == ".".join(["data.sources[0]", *filter(None, [field])])
-    assert caught.value.value
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("/nowhere/at/all", "no such file or directory"),
-        ("./rows.jsonl", "no such file or directory"),
-        ("builtin:ruby", "the only built-in data set is 'builtin:python-stdlib'"),
-    ],
-)
-def test_missing_sources_are_named(source: str, message: str) -> None:
-    with pytest.raises(DataError, match=message) as caught:
-        prepare(source)
-    assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", source)
-
-
-def test_a_hub_that_does_not_answer_is_no_fault_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(StorageError, match="no such path here, and the hub does not answer") as caught:
-        prepare("nobody/nothing")
-    assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", "nobody/nothing")
 
 
 CARD = """---
@@ -426,35 +317,3 @@ def test_tokens_are_mapped_from_files_that_can_be_opened_again(write: Write) -> 
         for index in range(len(ours)):
             for name, tensor in ours[index].items():
                 assert tensor.equal(theirs[index][name])
-
-
-def test_an_empty_directory_lists_what_would_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a directory without readable files; \.jsonl"):
-        prepare(str(tmp_path))
-
-
-def test_another_split_of_the_standard_library_is_refused() -> None:
-    with pytest.raises(DataError, match="offers 'train'") as caught:
-        prepare({"name_or_path": "builtin:python-stdlib", "split": "test"})
-    assert caught.value.field == "data.sources[0].split"
-
-
-def test_the_second_source_is_named_by_its_index(write: Write) -> None:
-    with pytest.raises(DataError) as caught:
-        prepare(write(NUMBERED), "/nowhere")
-    assert caught.value.field == "data.sources[1].name_or_path"
-
-
-def test_rows_the_template_refuses_are_named_by_their_number_in_the_file(write: Write) -> None:
-    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}hello"
-    rows = [{"messages": TALK}] * 20 + [{"messages": TALK[1:]}]
-    source = {"name_or_path": write(rows), "sample_count": 20}
-    seed = next(s for s in range(50) if 20 in np.random.default_rng((s, 0)).choice(21, size=20, replace=False))
-    with pytest.raises(DataError, match=r"line 21, read as messages: .*user first"):
-        prepare(source, template=refusing, seed=seed)
-
-
-def test_data_that_leaves_nothing_to_train_on_says_why(write: Write) -> None:
-    with pytest.raises(DataError, match="of 1 rows 0 have a position that counts") as caught:
-        prepare(write([{"messages": TALK[:1]}]), template=CHAT, train_on="assistant")
-    assert caught.value.field == "data.sources"

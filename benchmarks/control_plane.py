@@ -1,15 +1,17 @@
 """How the control plane answers with many jobs in its database, beside an empty one in the same run.
 
-    python -m benchmarks.control_plane [--jobs 10000] [--requests 300] [--postgres URL]
+    python -m benchmarks.control_plane [--jobs 10000] [--requests 300] [--followers 200] [--postgres [URL]]
 
-Two applications behind sockets, SQLite each (or two schemas of a PostgreSQL, whose tables are dropped); requests go to
-them in turns. Jobs in the database have ended, one in a hundred waits; they are of ten tenants and have three events
-each. No Ray: nothing is started while it is measured.
+Two applications behind sockets, SQLite each (or two schemas of a PostgreSQL: of one started for this, or of URL, whose
+schemas `empty` and `full` are dropped); requests go to them in turns. Jobs in the database have ended, one in a hundred
+waits; they are of ten tenants and have three events each. No Ray: nothing is started while it is measured. At the end
+followers hear a job of the full database to its end, over a connection each.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import statistics
@@ -23,15 +25,17 @@ import httpx
 from sqlalchemy import insert, text
 
 from swiftkv_platform.api.app import create_app
+from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.database.repository import _columns
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, JobRow
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, new_id, status_event, transition
+from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, new_id, status_event, transition
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
+from tests.postgres import postgres_server
 from tests.servers import serving
 
 SPEC = {"name": "measured", "model": {"name_or_path": "org/teacher"}}
@@ -42,20 +46,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=10_000)
     parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--postgres", help="SQLAlchemy URL of a PostgreSQL; its schemas `empty` and `full` are dropped")
+    parser.add_argument("--followers", type=int, default=200)
+    parser.add_argument("--postgres", nargs="?", const="", metavar="URL", help="PostgreSQL; without URL one is started")
     options = parser.parse_args()
     configure_logging(level=logging.WARNING)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        postgres = stack.enter_context(postgres_server()) if options.postgres == "" else options.postgres
         clients = {}
         for name, jobs in (("empty", 0), ("full", options.jobs)):
-            database = open_database(name, directory, options.postgres)
+            database = open_database(name, directory, postgres)
             fill(database, jobs)
             settings = Settings(home=directory, reconcile_interval_s=1.0, max_running_jobs=1, _env_file=None)
             parts = make_components(database, LocalObjectStore(directory / name))
             url = stack.enter_context(serving(create_app(settings, components=parts)))
             clients[name] = stack.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=60))
         print(json.dumps({"jobs": options.jobs, "requests": options.requests, **compare(clients, options.requests)}))
+        print(json.dumps(asyncio.run(follow(url, parts, options.followers))))
 
 
 def open_database(name: str, directory: Path, postgres: str | None) -> Database:
@@ -117,6 +124,58 @@ def compare(clients: dict[str, httpx.Client], requests: int) -> dict[str, dict[s
             "ratio": round(p95["full"] / p95["empty"], 2),
         }
     return figures
+
+
+EVENTS = 100
+FOLLOWED_S = 10.0
+
+
+async def follow(url: str, parts: Components, followers: int) -> dict[str, float]:
+    """From an event's commit to its arrival, over all followers; what a request takes meanwhile."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:
+        job = parts.jobs.get((await client.post("/jobs", json=SPEC)).json()["id"], tenant="default")
+        connected = asyncio.Semaphore(0)
+        hearing = [asyncio.create_task(hear(client, job.id, connected)) for _ in range(followers)]
+        for _ in hearing:
+            await connected.acquire()
+        asked: list[float] = []
+        for number in range(EVENTS):
+            job = parts.jobs.update(job, events=[Event(new_id("evt"), job.id, 0, "message", f"{number} {time.time()}")])
+            started = time.perf_counter()
+            (await client.get(f"/jobs/{job.id}")).raise_for_status()
+            asked.append(1000 * (time.perf_counter() - started))
+            await asyncio.sleep(FOLLOWED_S / EVENTS)
+        for status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
+            job, event = transition(job, status, now=int(time.time()))
+            job = parts.jobs.update(job, events=[event])
+        heard = await asyncio.gather(*hearing)
+    delays = [delay for each in heard for delay in each]
+    return {
+        "followers": followers,
+        "events_of_each": EVENTS,
+        "events_lost": followers * EVENTS - len(delays),
+        "delay_p50_ms": round(statistics.median(delays)),
+        "delay_p95_ms": round(statistics.quantiles(delays, n=20)[-1]),
+        "get_p95_ms": round(statistics.quantiles(asked, n=20)[-1], 2),
+    }
+
+
+async def hear(client: httpx.AsyncClient, job_id: str, connected: asyncio.Semaphore) -> list[float]:
+    """Milliseconds that each event of a job took, in their order."""
+    delays: list[float] = []
+    async with client.stream("GET", f"/jobs/{job_id}/events", headers={"Accept": "text/event-stream"}) as response:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if event["type"] != "message":
+                connected.release()  # the first one; it may be called again at the end
+                continue
+            number, sent = event["message"].split()
+            assert int(number) == len(delays), "an event is missing, or out of order"
+            delays.append(1000 * (time.time() - float(sent)))
+    return delays
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from the model's shape (`planning.training`); time and memory are measured.
 
 from __future__ import annotations
 
+import resource
+import sys
 from typing import Any
 
 import psutil
@@ -28,7 +30,8 @@ class Telemetry:
 
     def __init__(self, spec: JobSpec, flops_per_token: float | None, device: torch.device) -> None:
         self._device = device
-        self._process = psutil.Process()
+        self.process_memory: int = psutil.Process().memory_info().rss
+        """Bytes of this process before it has a model: the interpreter and its libraries."""
         self._tokens = 0
         tokens_per_step = spec.training.batch_size * spec.data.max_length
         self._flops_per_step = None if flops_per_token is None else tokens_per_step * flops_per_token  # of all workers
@@ -53,8 +56,8 @@ class Telemetry:
     def _memory(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        memory: int = self._process.memory_info().rss
-        return memory
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak << 10
 
 
 def training_flops_per_token(spec: JobSpec, config: Any) -> float | None:

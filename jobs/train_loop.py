@@ -190,7 +190,8 @@ class _RankZero:
 
     def on_start(self, progress: Progress) -> None:
         self._telemetry.begin(progress.tokens)
-        self._reporter.message(f"training begins at step {progress.step}", step=progress.step)
+        message, memory = f"training begins at step {progress.step}", self._telemetry.process_memory
+        self._reporter.message(message, step=progress.step, process_memory_bytes=memory)
         get_logger().info("training_begins", step=progress.step)
 
     def on_step(self, metrics: StepMetrics) -> None:

@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components, prices, webhook_rules
+from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.webhook_sender import send_webhook
@@ -55,6 +56,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         loops = _loops(settings, parts, leaderships)
         app.state.settings = settings
         app.state.key_ring = key_ring
+        app.state.followers = Followers(parts.jobs.events)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
         app.state.metrics = health.metrics_registry(parts, loops)

@@ -174,7 +174,9 @@ class EstimateAnswer(Answer):
     flops_per_token: float | None
     """Of training, forward and backward."""
     memory_per_worker: int | None
-    """Bytes on each worker's device at the peak of a step."""
+    """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
+    process_memory: int | None
+    """Bytes of a worker's process before it has a model; null with GPUs, whose memory it does not take."""
     max_tokens: int | None
     """Tokens trained with `training.max_steps` full batches; null where epochs decide."""
     total_flops: float | None

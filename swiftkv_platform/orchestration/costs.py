@@ -65,6 +65,7 @@ def measured_speed(job: Job, now: float) -> Speed | None:
         flops_per_second=job.flops_per_step * steps / seconds / job.spec.resources.max_workers,
         startup_s=max(pace.time - attempt.submitted_at - pace.step * seconds / steps, 0.0),
         finish_s=max(now - pace.last_time, 0.0),
+        process_memory=attempt.process_memory,
     )
 
 

@@ -10,6 +10,9 @@ from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared
 from swiftkv_platform.planning.training import TrainingSetup, plan_training
 from swiftkv_platform.specs import JobSpec
 
+PROCESS_MEMORY = 600 << 20
+"""Bytes of a worker's process before it has a model, where none has been measured: Linux, torch 2.13 for CPUs."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -30,7 +33,10 @@ class Estimate:
     flops_per_token: float | None = None
     """Of training, forward and backward."""
     memory_per_worker: int | None = None
-    """Bytes on each worker's device at the peak of a step; without GPUs, in its host memory beside the libraries'."""
+    """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
+    process_memory: int | None = None
+    """Bytes of a worker's process before it has a model: the interpreter and its libraries. As the newest job on such
+    workers measured it, else what is usual. None with GPUs, whose memory it does not take."""
     max_tokens: int | None = None
     """Tokens trained with `training.max_steps` full batches; None where epochs decide."""
     total_flops: float | None = None
@@ -81,6 +87,7 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         trained_parameters=training.trained_parameters,
         flops_per_token=training.flops_per_token.total,
         memory_per_worker=training.memory.peak,
+        process_memory=None if spec.resources.gpus_per_worker else PROCESS_MEMORY,
         max_tokens=max_tokens,
         total_flops=training.total_flops,
         flops_per_step=training.flops_per_token.total * spec.training.batch_size * spec.data.max_length,

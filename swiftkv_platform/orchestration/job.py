@@ -122,6 +122,8 @@ class Speed:
     """From submission to the first step."""
     finish_s: float
     """From the last step to the end: evaluation and publishing."""
+    process_memory: int | None = None
+    """Bytes of a training worker's process before it had a model."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class Attempt:
     """What the attempt itself last said about why it fails."""
     pause_requested: bool = False
     """Whether the attempt has been asked to pause."""
+    process_memory: int | None = None
+    """Bytes of a training worker's process before it had a model, as it said."""
     paused: bool = False
     """Whether the attempt says that it has: its checkpoint is complete."""
     stopping: Reason | None = None

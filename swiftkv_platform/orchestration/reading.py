@@ -43,6 +43,10 @@ class _Metrics(BaseModel):
     total_steps: Annotated[int, Field(ge=1)] | None = None
 
 
+class _Message(BaseModel):
+    process_memory_bytes: Annotated[int, Field(ge=0)] | None = None
+
+
 class _Error(BaseModel):
     code: str
     field: str | None = None
@@ -100,7 +104,12 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
         case "tracking":
             reading.job = replace(reading.job, tracking=_plain(event.data))
             _record(reading, event, "message")
-        case "message" | "artifact":
+        case "message":
+            memory = _Message.model_validate(event.data).process_memory_bytes
+            if memory is not None:
+                reading.job = replace(reading.job, attempt=replace(reading.job.attempt, process_memory=memory))
+            _record(reading, event, "message")
+        case "artifact":
             _record(reading, event, "message")
 
 

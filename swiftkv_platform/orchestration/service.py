@@ -78,7 +78,7 @@ class JobService:
 
         Raises `OverQuotaError`, and as `SourceRules.check`, `WebhookRules.check` and `validation.validate`.
         """
-        return self._with_time(self._check(spec, caller), spec, caller)
+        return self._as_measured(self._check(spec, caller), spec, caller)
 
     def _check(self, spec: JobSpec, caller: Caller) -> Estimate:
         self._rules.check(spec, caller.tenant)
@@ -94,10 +94,8 @@ class JobService:
             )
         return validate(spec, self._read_object)
 
-    def _with_time(self, found: Estimate, spec: JobSpec, caller: Caller) -> Estimate:
+    def _as_measured(self, found: Estimate, spec: JobSpec, caller: Caller) -> Estimate:
         """How long it takes, as jobs like it did, and what that costs. A sweep's trials are not foreseen."""
-        if found.total_flops is None or spec.sweep is not None:
-            return found
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
         earlier = self._jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
         measured = speed_for(spec, earlier)
@@ -106,6 +104,10 @@ class JobService:
         if measured is None:
             return found
         speed, source = measured
+        if found.process_memory is not None and speed.process_memory is not None:
+            found = replace(found, process_memory=speed.process_memory)
+        if found.total_flops is None or spec.sweep is not None:
+            return found
         training = found.total_flops / (speed.flops_per_second * spec.resources.max_workers)
         seconds = speed.startup_s + training + speed.finish_s
         return replace(found, seconds=seconds, speed_source=source, cost=self._prices.cost(spec, seconds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
@@ -12,17 +13,17 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
+from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.schemas import EventAnswer, ListAnswer, MetricPointAnswer, list_answer
 from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.orchestration.job import Job
 from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.orchestration.service import Caller
 
 router = APIRouter(prefix="/jobs/{job_id}", tags=["jobs"])
 
 _POLL_S = 0.5
-_EVENTS_PER_READ = 100
 
 
 @router.get("/events", response_model=ListAnswer[EventAnswer])
@@ -40,29 +41,21 @@ def list_events(
         return list_answer(parts.jobs.events(job_id, page), EventAnswer.of, lambda event: event.id)
     after = last_event_id or page.after
     parts.jobs.events(job_id, Page(after, limit=1, order="asc"))  # an unknown `after` is told before the stream begins
-    stream: Response = EventSourceResponse(_follow_events(parts, caller, job_id, after))
+    stream: Response = EventSourceResponse(_follow_events(parts, request.app.state.followers, caller, job_id, after))
     return stream
 
 
 async def _follow_events(
-    parts: Components, caller: Caller, job_id: str, after: str | None
+    parts: Components, followers: Followers, caller: Caller, job_id: str, after: str | None
 ) -> AsyncIterator[dict[str, str]]:
     """Server-sent events until the job has ended and its last event is out; clients ask again for what is missing."""
     try:
-        # The job is read first: when it has ended, its last event is there. Later that event itself says so, which
-        # spares a query for each follower and poll.
-        ended = (await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)).status.is_terminal
-        while True:
-            found = await run_in_threadpool(parts.jobs.events, job_id, Page(after, _EVENTS_PER_READ, "asc"))
-            for event in found.items:
+        # The job is read before its events: when it has ended, its last event is there.
+        job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
+        following = followers.follow(job_id, after, has_ended=job.status.is_terminal)
+        async with aclosing(following) as events:
+            async for event in events:
                 yield {"id": event.id, "event": event.type, "data": EventAnswer.of(event).model_dump_json()}
-                after = event.id
-                ended = ended or (event.type == "status" and JobStatus(event.data["status"]).is_terminal)
-            if found.has_more:
-                continue
-            if ended:
-                return
-            await asyncio.sleep(_POLL_S)
     except DatabaseUnavailableError as error:
         get_logger().warning("event stream ended early", job_id=job_id, reason=error.message)
 

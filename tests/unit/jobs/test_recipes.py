@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 import jobs
 from swiftkv_platform.cli.app import app
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
+from tests.unit.api.conftest import control_plane, make_parts
 
 RECIPES = sorted((Path(jobs.__path__[0]) / "recipes").glob("*.yaml"))
 
@@ -67,6 +73,21 @@ LAYERS = {
 """l, and the layers of the KV cache: l + ceil((L - l) / g)."""
 
 
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> NoReturn:
+        raise AssertionError(f"asks the network for {arguments[-1]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def client(tmp_path: Path, empty_database: Path) -> Iterator[TestClient]:
+    with control_plane(make_parts(tmp_path, empty_database), Settings(home=tmp_path, _env_file=None)) as client:
+        yield client
+
+
 def test_every_recipe_is_known_here() -> None:
     assert {path.stem for path in RECIPES} == LAYERS.keys()
 
@@ -83,6 +104,27 @@ def test_a_recipe_fits_its_teacher(path: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     estimate = json.loads(result.stdout)
     assert (estimate["num_key_value_layers"], estimate["num_kv_cache_layers"]) == LAYERS[path.stem]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_control_plane_foresees_a_recipe(path: Path, client: TestClient, tmp_path: Path) -> None:
+    """Given the teacher's configuration in a directory; nothing but `config.json` lies there."""
+    spec = load_spec(path).model_dump(mode="json")
+    if spec["model"]["name_or_path"] != BUILTIN_TEACHER:
+        (tmp_path / "config.json").write_text(json.dumps(TEACHERS[spec["model"]["name_or_path"]]))
+        spec["model"]["name_or_path"] = str(tmp_path)
+    answer = client.post("/jobs/validate", json=spec)
+    assert answer.status_code == 200, answer.text
+    estimate = answer.json()
+    assert (estimate["num_key_value_layers"], estimate["num_kv_cache_layers"]) == LAYERS[path.stem]
+    for name in (
+        "prefill_flops_ratio",
+        "kv_bytes_per_token",
+        "trained_parameters",
+        "flops_per_step",
+        "memory_per_worker",
+    ):
+        assert estimate[name] > 0, name
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""A job's events as they happen, read once for everybody in this process who follows it. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from starlette.concurrency import run_in_threadpool
+
+from swiftkv_platform.orchestration.job import Event, JobStatus
+from swiftkv_platform.orchestration.ports import Page, Slice
+
+ReadEvents = Callable[[str, Page], Slice[Event]]
+"""(job id, page) -> its events."""
+
+_POLL_S = 0.5
+_EVENTS_PER_READ = 100
+_KEPT = 1000
+"""Newest events of a job that wait for followers who are slow to take them."""
+
+
+class EventTail:
+    """The newest events of one job, for as long as somebody follows it.
+
+    Args:
+        after: id of the event before the first one that it reads.
+    """
+
+    def __init__(self, read: ReadEvents, job_id: str, after: str | None) -> None:
+        self._read = read
+        self._job_id = job_id
+        self._newest = after
+        self._next: dict[str | None, Event] = {}
+        """Events by the id of the one before, in their order."""
+        self._error: Exception | None = None
+        self._has_read = asyncio.Event()
+        self.followers = 0
+
+    async def after(self, last: str | None) -> Sequence[Event] | None:
+        """What came after the event `last`: nothing, where a while brings nothing; None where only the database can
+        tell. Raises what reading has raised.
+        """
+        if self._error is None and not self._since(last):
+            await self._has_read.wait()
+        if self._error is not None:
+            raise self._error
+        return self._since(last)
+
+    def _since(self, last: str | None) -> Sequence[Event] | None:
+        if last != self._newest and last not in self._next:
+            return None
+        found = []
+        while (event := self._next.get(last)) is not None:
+            found.append(event)
+            last = event.id
+        return found
+
+    async def run(self) -> None:
+        """Read until that fails; every follower is told why."""
+        while self._error is None:
+            await asyncio.sleep(_POLL_S)
+            page = Page(self._newest, _EVENTS_PER_READ, order="asc")
+            try:
+                found = await run_in_threadpool(self._read, self._job_id, page)
+            except Exception as error:
+                self._error = error
+            else:
+                self._take(found.items)
+            has_read, self._has_read = self._has_read, asyncio.Event()
+            has_read.set()
+
+    def _take(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self._next[self._newest] = event
+            self._newest = event.id
+        while len(self._next) > _KEPT:
+            del self._next[next(iter(self._next))]
+
+
+class Followers:
+    """Those who follow jobs through this process. Belongs to one event loop."""
+
+    def __init__(self, read: ReadEvents) -> None:
+        self._read = read
+        self._tails: dict[str, tuple[EventTail, asyncio.Task[None]]] = {}
+
+    async def follow(self, job_id: str, after: str | None, *, has_ended: bool) -> AsyncIterator[Event]:
+        """Events after the event `after`, until the one that ends the job is out. Raises as the reading does.
+
+        Args:
+            has_ended: whether the job has ended already, and its last event is there.
+        """
+        while True:
+            found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
+            for event in found.items:
+                yield event
+                after, has_ended = event.id, has_ended or _ends(event)
+            if found.has_more:
+                continue
+            if has_ended:
+                return
+            with self._tail(job_id, after) as tail:
+                while not has_ended and (events := await tail.after(after)) is not None:
+                    for event in events:
+                        yield event
+                        after, has_ended = event.id, has_ended or _ends(event)
+
+    @contextmanager
+    def _tail(self, job_id: str, after: str | None) -> Iterator[EventTail]:
+        """The job's tail, which begins with its first follower and ends with its last."""
+        if job_id not in self._tails:
+            tail = EventTail(self._read, job_id, after)
+            self._tails[job_id] = tail, asyncio.create_task(tail.run())
+        tail, task = self._tails[job_id]
+        tail.followers += 1
+        try:
+            yield tail
+        finally:
+            tail.followers -= 1
+            if tail.followers == 0:
+                task.cancel()
+                del self._tails[job_id]
+
+
+def _ends(event: Event) -> bool:
+    return event.type == "status" and JobStatus(event.data["status"]).is_terminal

@@ -33,7 +33,7 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
     JobRow.version,
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
-_FINAL = [status.value for status in JobStatus if status.is_terminal]
+_LIVE = [status.value for status in JobStatus if not status.is_terminal]
 _WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 _EVERYTHING = JobFilter()
 NOBODY_ELSE = recipients(NO_LIMITS)
@@ -106,7 +106,7 @@ class SqlJobRepository:
             return Slice([_job(row) for row in rows.items], rows.has_more)
 
     def live(self) -> Sequence[Job]:
-        query = select(JobRow).where(JobRow.status.not_in(_FINAL)).order_by(JobRow.id)
+        query = select(JobRow).where(JobRow.status.in_(_LIVE)).order_by(JobRow.id)
         with self._database.reading() as session:
             return [_job(row) for row in session.scalars(query)]
 

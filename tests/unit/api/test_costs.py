@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.orchestration.estimates import PROCESS_MEMORY
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.tenants import Tenants
 from swiftkv_platform.settings import Settings
 from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
 
+MEASURED = 7 << 20
+"""Bytes of a worker's process, as it says."""
 TRAINING = {"max_steps": 40, "batch_size": 4, "micro_batch_size": 2}
 
 
@@ -48,6 +51,7 @@ def run(server: Server, clock: Clock, steps: int = 40, **spec: Any) -> dict[str,
     clock.now += 10
     worker = server.worker(job_id)
     worker.say("status", status="running")
+    worker.say("message", "training begins at step 0", process_memory_bytes=MEASURED)
     for step in range(2, steps + 1, 2):
         clock.now += 1
         worker.step(step, time=clock.now, total=steps)
@@ -69,12 +73,17 @@ def validate(server: Server, **spec: Any) -> dict[str, Any]:
 
 def test_time_is_foreseen_from_a_job_that_was_measured(priced: Server, clock: Clock, teacher: dict[str, str]) -> None:
     spec = {"model": teacher, "training": {**TRAINING, "max_steps": 400}}
-    assert validate(priced, **spec)["seconds"] is None, "nothing has been measured"
+    unmeasured = validate(priced, **spec)
+    assert unmeasured["seconds"] is None, "nothing has been measured"
+    assert unmeasured["process_memory"] == PROCESS_MEMORY
     job = run(priced, clock, model=teacher)
     estimate = validate(priced, **spec)
     assert estimate["speed_source"] == job["id"]
     assert estimate["seconds"] == pytest.approx(10 + 400 * 0.5 + 20)
     assert estimate["cost"] == pytest.approx(estimate["seconds"] * 4 / 3600)
+    assert (estimate["process_memory"], estimate["memory_per_worker"]) == (MEASURED, unmeasured["memory_per_worker"])
+    assert validate(priced, model=teacher)["process_memory"] == MEASURED
+    assert validate(priced, model=teacher, resources={"gpus_per_worker": 1})["process_memory"] is None
     longer = validate(priced, **spec, data={"max_length": 16384})
     assert longer["seconds"] - 30 > 2 * (estimate["seconds"] - 30), "twice the tokens and longer attention"
     assert validate(priced, **spec, resources={"num_workers": 1})["seconds"] is None, "other workers, another speed"

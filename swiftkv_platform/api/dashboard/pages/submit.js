@@ -3,7 +3,7 @@
 import { load as parse } from "../vendor/js-yaml.js";
 import { html, useState } from "../vendor/htm-preact.js";
 import { post } from "../api.js";
-import { Facts, Problem, figure, percent } from "../parts.js";
+import { Facts, Problem, bytes, duration, figure, percent } from "../parts.js";
 
 const EXAMPLE = `name: python-half
 model: {name_or_path: builtin:python-5m}
@@ -15,11 +15,13 @@ training: {max_steps: 100, batch_size: 16, micro_batch_size: 4}
 resources: {num_workers: 2, cpus_per_worker: 1}
 `;
 
-const words = (name) => name.replaceAll("_", " ");
+const words = (name) => (name === "seconds" ? "time" : name.replaceAll("_", " "));
 
 function shown(name, value) {
   if (typeof value !== "number") return typeof value === "object" ? null : value;
-  return name.endsWith("_ratio") ? percent(value) : figure(value);
+  if (name.endsWith("_ratio")) return percent(value);
+  if (name === "seconds") return duration(value);
+  return /memory|bytes/.test(name) ? bytes(value) : figure(value);
 }
 
 export function Submit() {

@@ -3,7 +3,7 @@
     python -m benchmarks.control_plane [--jobs 10000] [--requests 300] [--followers 200] [--postgres [URL]]
 
 Two applications behind sockets, SQLite each (or two schemas of a PostgreSQL: of one started for this, or of URL, whose
-schemas `empty` and `full` are dropped); requests go to them in turns. Jobs in the database have ended, one in a hundred
+schemas `measured_*` are dropped); requests go to them in turns. Jobs in the database have ended, one in a hundred
 waits; they are of ten tenants and have three events each. No Ray: nothing is started while it is measured. At the end
 followers hear a job of the full database to its end, over a connection each.
 """
@@ -69,7 +69,7 @@ def open_database(name: str, directory: Path, postgres: str | None) -> Database:
     if postgres is None:
         database = Database(f"sqlite:///{directory / name}.db")
     else:
-        admin = Database(postgres)
+        admin, name = Database(postgres), f"measured_{name}"
         with admin.writing() as session:
             session.execute(text(f"DROP SCHEMA IF EXISTS {name} CASCADE"))
             session.execute(text(f"CREATE SCHEMA {name}"))

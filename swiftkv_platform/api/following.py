@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from starlette.concurrency import run_in_threadpool
@@ -85,7 +85,7 @@ class Followers:
         self._read = read
         self._tails: dict[str, tuple[EventTail, asyncio.Task[None]]] = {}
 
-    async def follow(self, job_id: str, after: str | None, *, has_ended: bool) -> AsyncIterator[Event]:
+    async def follow(self, job_id: str, after: str | None, *, has_ended: bool) -> AsyncGenerator[Event, None]:
         """Events after the event `after`, until the one that ends the job is out. Raises as the reading does.
 
         Args:

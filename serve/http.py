@@ -24,7 +24,6 @@ from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_
 from swiftkv_platform.asgi import BodyLimit
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.keys import KeyRing
-from swiftkv_platform.swagger import add_docs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -48,8 +47,7 @@ class DetokenizeRequest(BaseModel):
 
 def create_http_app(current: Current, *, key_ring: KeyRing | None = None) -> FastAPI:
     """The application of one replica; with a key ring nothing is answered without a key but `/health`, `/metrics`."""
-    app = FastAPI(title="SwiftKV serve", docs_url=None, redoc_url=None)
-    add_docs(app)
+    app = FastAPI(title="SwiftKV serve", docs_url="/docs", redoc_url=None)
     app.state.gate = Gate(key_ring)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, refuse=too_large)

@@ -294,9 +294,3 @@ async def test_a_client_that_leaves_a_stream_frees_the_engine(
         await asyncio.sleep(0.001)
     assert len(steps) < 60
     assert engine.num_requests == 0
-
-
-async def test_the_api_reference_comes_from_the_replica(client: httpx.AsyncClient) -> None:
-    page = await client.get("/docs")
-    assert "docs/assets/vendor/swagger-ui-bundle.js" in page.text
-    assert (await client.get("/docs/assets/vendor/swagger-ui-bundle.js")).status_code == 200

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
-from jobs.rows import StoredPreparation, find_rows, publish_rows
+from jobs.rows import StoredPreparation, find_rows, find_start, load_start, publish_rows, publish_start
 from swiftkv_platform.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import TrainingError
 from swiftkv_platform.logs import configure_logging
@@ -82,7 +82,9 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """The task before training, see `jobs.prepare`. Rows that an earlier attempt prepared are used again."""
+    """The task before training, see `jobs.prepare`. Rows that an earlier attempt prepared are used again, and so is the
+    calibrated start that it found.
+    """
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
     from jobs.prepare import prepare as run
     from jobs.write import AttemptAnswers
@@ -102,8 +104,17 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
         def helpers(num_shares: int) -> Iterator[CalibrationStatistics]:
             return _collect_elsewhere(request, store.uri, publish(), num_shares)
 
-        plan, prepared = run(request.spec, rows, answers=AttemptAnswers(store, request), helpers=helpers)
-        return plan, StoredPreparation(store.uri, publish(), prepared.calibrated)
+        start = find_start(store, request)
+        plan, prepared = run(
+            request.spec,
+            rows,
+            calibrated=None if start is None else load_start(store, start),
+            answers=AttemptAnswers(store, request),
+            helpers=helpers,
+        )
+        if start is None and prepared.calibrated is not None:
+            start = publish_start(store, request, prepared.calibrated)
+        return plan, StoredPreparation(store.uri, publish(), start)
 
 
 def _collect_elsewhere(

@@ -48,12 +48,18 @@ Helpers = Callable[[int], Iterator[CalibrationStatistics]]
 
 
 def prepare(
-    spec: JobSpec, rows: Path, *, answers: AnswerStore | None = None, helpers: Helpers | None = None
+    spec: JobSpec,
+    rows: Path,
+    *,
+    calibrated: dict[str, Tensor] | None = None,
+    answers: AnswerStore | None = None,
+    helpers: Helpers | None = None,
 ) -> tuple[Plan, Prepared]:
     """Everything that precedes the first step.
 
     Args:
         rows: directory of the prepared rows; they are made there where it does not exist.
+        calibrated: the calibrated start, where it has been found before.
         answers: what the teacher has written, for a spec that asks for it.
         helpers: other workers that a long calibration is divided among.
 
@@ -77,8 +83,7 @@ def prepare(
         if Path(path).is_dir():
             check_tokenizer(Path(path), student.config.vocab_size)
         data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers)
-        calibrated = None
-        if spec.swiftkv.initialization == "calibrated":
+        if calibrated is None and spec.swiftkv.initialization == "calibrated":
             calibrated = _calibrate(spec, student, data, helpers)
     plan = Plan(
         total_steps=total_steps(

@@ -1,14 +1,16 @@
-"""The prepared rows of a job in its object store, where workers of every machine and later attempts find them. Knows
-nothing of what a row holds, and loads no torch.
+"""What training starts from, prepared rows and the calibrated start, in the job's object store, where workers of every
+machine and later attempts find it. Knows nothing of what a row holds, and loads no torch.
 """
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swiftkv_platform.attempts import AttemptRequest, data_prefix
+from swiftkv_platform.attempts import AttemptRequest, data_prefix, start_prefix
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
@@ -17,33 +19,41 @@ if TYPE_CHECKING:
 
     from jobs.prepare import Prepared
 
+_TENSORS = "calibrated.safetensors"
+
 
 @dataclass(frozen=True)
 class StoredPreparation:
-    """What every worker, and the evaluation, starts from, as it travels between processes."""
+    """What every worker, and the evaluation, starts from, as it travels between processes.
+
+    It names objects and holds none: Ray would keep a large value on the machine that prepared it, which may be lost.
+    """
 
     store_uri: str
     rows: str
     """Key of the prepared rows in that store."""
-    calibrated: dict[str, Tensor] | None
-    """See `Prepared`."""
+    start: str | None
+    """Key of the calibrated start there; None for a job that starts from the copies."""
 
     def fetch(self, directory: Path) -> None:
-        """Bring the rows to `directory`."""
-        fetch_directory(open_store(self.store_uri), self.rows, directory)
+        """Bring the rows to `directory`, and the start beside it."""
+        store = open_store(self.store_uri)
+        fetch_directory(store, self.rows, directory)
+        if self.start is not None:
+            fetch_directory(store, self.start, _start_beside(directory))
 
     def open(self, directory: Path) -> Prepared:
-        """With the rows that lie in `directory`, which may be deleted afterwards."""
+        """What `fetch` brought to `directory` and beside it; it may be deleted afterwards."""
         from jobs.prepare import Prepared
         from swiftkv_platform.distillation.prepared_data import PreparedData
 
-        return Prepared(PreparedData.load(directory), self.calibrated)
+        start = None if self.start is None else _read(_start_beside(directory))
+        return Prepared(PreparedData.load(directory), start)
 
 
 def find_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
     """The rows that this attempt or an earlier one prepared: a resumed run must see the very same."""
-    keys = (data_prefix(request.job_id, attempt) for attempt in range(request.attempt, 0, -1))
-    return next((key for key in keys if is_complete(store, key)), None)
+    return _newest(store, request, data_prefix)
 
 
 def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -> str:
@@ -51,3 +61,41 @@ def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -
     key = data_prefix(request.job_id, request.attempt)
     publish_directory(store, directory, key, kind="data", lineage={}, metrics={})
     return key
+
+
+def find_start(store: ObjectStore, request: AttemptRequest) -> str | None:
+    """The calibrated start that this attempt or an earlier one found."""
+    return _newest(store, request, lambda job_id, attempt: start_prefix(job_id, attempt, request.spec.name))
+
+
+def load_start(store: ObjectStore, key: str) -> dict[str, Tensor]:
+    """Parameters of the calibrated start, by the student's names."""
+    with tempfile.TemporaryDirectory(prefix="start-") as workspace:
+        fetch_directory(store, key, Path(workspace) / "tensors")
+        return _read(Path(workspace) / "tensors")
+
+
+def publish_start(store: ObjectStore, request: AttemptRequest, calibrated: dict[str, Tensor]) -> str:
+    """Upload the parameters of the calibrated start; returns their key."""
+    from safetensors.torch import save_file
+
+    key = start_prefix(request.job_id, request.attempt, request.spec.name)
+    with tempfile.TemporaryDirectory(prefix="start-") as directory:
+        save_file({name: tensor.contiguous() for name, tensor in calibrated.items()}, Path(directory) / _TENSORS)
+        publish_directory(store, Path(directory), key, kind="data", lineage={}, metrics={})
+    return key
+
+
+def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[str, int], str]) -> str | None:
+    keys = (prefix(request.job_id, attempt) for attempt in range(request.attempt, 0, -1))
+    return next((key for key in keys if is_complete(store, key)), None)
+
+
+def _start_beside(rows: Path) -> Path:
+    return rows.with_name(f"{rows.name}-start")
+
+
+def _read(directory: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(directory / _TENSORS)

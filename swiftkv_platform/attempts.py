@@ -6,6 +6,7 @@
     control/preempt.json                  the driver's, which has been told to stop: the same, and it ends as failed
     data/...                              prepared rows, until the job has ended; `manifest.json` is written last
     answers/{key}.jsonl                   what the teacher wrote to the prompts of its data, likewise
+    starts/{spec name}/...                the calibrated start, likewise; its `manifest.json` is written last
     checkpoints/{name}/...                sharded training state; its `manifest.json` is written last
     evaluation.json, evaluation.html      the report, also of a model that a gate refused; of a sweep `sweep.*`
     artifact/...                          the distilled model; its `manifest.json` is written last
@@ -139,6 +140,15 @@ def answers_prefix(job_id: str, attempt: int) -> str:
 
 def answers_key(job_id: str, attempt: int, key: str) -> str:
     return f"{answers_prefix(job_id, attempt)}/{key}.jsonl"
+
+
+def starts_prefix(job_id: str, attempt: int) -> str:
+    return f"{attempt_prefix(job_id, attempt)}/starts"
+
+
+def start_prefix(job_id: str, attempt: int, name: str) -> str:
+    """Of the spec `name`: the job's own, or that of a sweep's trial; trials keep what they start from in one store."""
+    return f"{starts_prefix(job_id, attempt)}/{name}"
 
 
 def trials_prefix(job_id: str) -> str:

@@ -24,6 +24,7 @@ from swiftkv_platform.attempts import (
     pause_key,
     preempt_key,
     request_key,
+    starts_prefix,
     trials_prefix,
 )
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
@@ -130,10 +131,11 @@ class AttemptStore:
             yield StoredEvent(writer, sequence, event)
 
     def discard_inputs(self, job_id: str) -> None:
-        """Delete the prepared rows and written answers of every attempt of a job that has ended."""
+        """Delete the prepared rows, calibrated starts and written answers of every attempt of a job that has ended."""
         for attempt in self._attempts(job_id):
             delete_directory(self._store, data_prefix(job_id, attempt))
             self._store.delete_prefix(answers_prefix(job_id, attempt))
+            self._store.delete_prefix(starts_prefix(job_id, attempt))
 
     def discard_trial_checkpoints(self, job_id: str) -> None:
         """Delete every checkpoint of a sweep's trials, once its model is published; their reports stay."""

@@ -44,11 +44,13 @@ def test_a_long_calibration_is_divided_among_workers(tiny_teacher: Path, tmp_pat
     store = open_store(str(tmp_path / "store"))
     _, stored = ray.get(as_task(prepare, spec.resources, num_returns=2).remote(request, store.uri))
     stored.fetch(tmp_path / "rows")
+    together = stored.open(tmp_path / "rows").calibrated
     _, alone = prepare_here(spec, tmp_path / "rows")
     assert calibration_shares(spec, alone.data) == 2
+    assert together is not None
     assert alone.calibrated is not None
     for name, tensor in alone.calibrated.items():
-        torch.testing.assert_close(stored.calibrated[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(together[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize(

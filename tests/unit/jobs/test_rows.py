@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jobs.phases import prepare
+from jobs.prepare import prepare as prepare_here
 from jobs.rows import find_rows
-from swiftkv_platform.attempts import AttemptRequest, data_prefix
+from swiftkv_platform.attempts import AttemptRequest, data_prefix, start_prefix
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
@@ -28,14 +29,14 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-def request(teacher: Path, corpus: Path, attempt: int) -> AttemptRequest:
+def request(teacher: Path, corpus: Path, attempt: int, *, initialization: str = "copied") -> AttemptRequest:
     spec = JobSpec.model_validate(
         {
             "name": "tiny",
             "model": {"name_or_path": str(teacher), "dtype": "float32"},
             "data": {"sources": [{"name_or_path": str(corpus)}], "max_length": 64, "validation_fraction": 0.1},
             "training": {"max_steps": 2, "batch_size": 2},
-            "swiftkv": {"initialization": "copied"},
+            "swiftkv": {"initialization": initialization, "calibration_tokens": 1024},
         }
     )
     return AttemptRequest(job_id="job", attempt=attempt, spec=spec, run_id="run")
@@ -58,6 +59,28 @@ def test_a_later_attempt_trains_on_the_rows_of_the_first(
 
     AttemptStore(store).discard_inputs("job")
     assert find_rows(store, request(tiny_teacher, corpus, 2)) is None
+    assert not list(store.list("jobs/job"))
+
+
+def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(
+    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
+) -> None:
+    first, again, later = (request(tiny_teacher, corpus, n, initialization="calibrated") for n in (1, 1, 2))
+    _, stored = prepare(first, store.uri)
+    assert stored.start == start_prefix("job", 1, "tiny")
+    assert prepare(again, store.uri)[1] == stored
+    assert prepare(later, store.uri)[1] == stored
+
+    stored.fetch(tmp_path / "rows")
+    calibrated = stored.open(tmp_path / "rows").calibrated
+    _, prepared = prepare_here(first.spec, tmp_path / "rows")
+    assert calibrated is not None
+    assert prepared.calibrated is not None
+    assert calibrated.keys() == prepared.calibrated.keys()
+    for name, tensor in prepared.calibrated.items():
+        assert calibrated[name].equal(tensor), name
+
+    AttemptStore(store).discard_inputs("job")
     assert not list(store.list("jobs/job"))
 
 

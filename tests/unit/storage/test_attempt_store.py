@@ -14,6 +14,7 @@ from swiftkv_platform.attempts import (
     checkpoints_prefix,
     data_prefix,
     event_key,
+    start_prefix,
     trials_prefix,
 )
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
@@ -63,6 +64,7 @@ def test_a_request_comes_back(attempts: AttemptStore) -> None:
 
 def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     inputs = [data_prefix(JOB, 1) + "/manifest.json", data_prefix(JOB, 2) + "/tokens.bin", answers_key(JOB, 1, "a")]
+    inputs.append(start_prefix(JOB, 1, "lr1") + "/manifest.json")
     trial = f"{trials_prefix(JOB)}/lr1"
     of_a_trial = f"{trial}/{checkpoints_prefix(JOB, 2)}/step-00000001/shard"
     kept = [f"{trial}/{artifact_prefix(JOB, 2)}/evaluation.json", f"{checkpoints_prefix(JOB, 2)}/step-00000001/shard"]

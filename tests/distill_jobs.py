@@ -25,7 +25,7 @@ TOTAL_STEPS = 36
 ONE_WORKER = {"num_workers": 1}
 
 
-def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int, **sections: Any) -> JobSpec:
+def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int | None, **sections: Any) -> JobSpec:
     return JobSpec.model_validate(
         {
             "name": "tiny",
@@ -41,22 +41,25 @@ def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int, **secti
     )
 
 
-def start(store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1) -> subprocess.Popen[bytes]:
-    """The entrypoint, as a Ray Job runs it."""
+def start(
+    store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1, module: str = "jobs.distill"
+) -> subprocess.Popen[bytes]:
+    """The entrypoint, as a Ray Job runs it, or another `module` in its place."""
     newest = AttemptStore(store).newest_checkpoint(JOB, before_attempt=attempt)
     request = AttemptRequest(job_id=JOB, attempt=attempt, spec=spec, resume_from=newest, run_id="run")
     AttemptStore(store).write_request(request)
-    command = [sys.executable, "-m", "jobs.distill", "--job-id", JOB, "--attempt", str(attempt), "--store", store.uri]
+    command = [sys.executable, "-m", module, "--job-id", JOB, "--attempt", str(attempt), "--store", store.uri]
     return subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster})
 
 
-def events(store: ObjectStore, *, attempt: int = 1) -> list[AttemptEvent]:
-    return [stored.event for stored in AttemptStore(store).read_events(JOB, attempt, {})]
+def events(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[AttemptEvent]:
+    return [stored.event for stored in AttemptStore(store).read_events(job_id, attempt, {})]
 
 
-def starts(store: ObjectStore, *, attempt: int = 1) -> list[AttemptEvent]:
-    """An event for each time the attempt's workers began; its `data` says at which step."""
-    return [event for event in events(store, attempt=attempt) if event.message.startswith("training begins")]
+def starts(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[int]:
+    """The step at which the attempt's workers began, for each time that they did."""
+    said = events(store, attempt=attempt, job_id=job_id)
+    return [event.data["step"] for event in said if event.message.startswith("training begins")]
 
 
 def wait_for_checkpoint(store: ObjectStore, process: subprocess.Popen[bytes]) -> None:
@@ -71,8 +74,14 @@ def wait_for_step(store: ObjectStore, process: subprocess.Popen[bytes], step: in
         time.sleep(0.05)
 
 
-def final_weights(store: ObjectStore, directory: Path) -> dict[str, torch.Tensor]:
-    newest = AttemptStore(store).newest_checkpoint(JOB)
+def wait_for_starts(store: ObjectStore, process: subprocess.Popen[bytes], number: int) -> None:
+    while len(starts(store)) < number:
+        assert process.poll() is None, f"the job ended before its workers had begun {number} times"
+        time.sleep(0.05)
+
+
+def final_weights(store: ObjectStore, directory: Path, *, job_id: str = JOB) -> dict[str, torch.Tensor]:
+    newest = AttemptStore(store).newest_checkpoint(job_id)
     assert newest is not None
     assert f"/step-{TOTAL_STEPS:08d}-" in newest
     fetch_directory(store, newest, directory)

@@ -7,11 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 from swiftkv_platform.local.ray_head import RayHead, auth_environment, ensure_token, free_ports, make_temp_dir
 
@@ -54,17 +57,9 @@ class HeadProcess:
 
     def start(self) -> None:
         """Returns when it answers."""
-        path = self.head.temp_dir / "ray.log"
-        with path.open("ab") as log:
-            process = subprocess.Popen(
-                self.head.command(), env=self._environment, stdout=log, stderr=log, start_new_session=True
-            )
-        self._process = process
-        deadline = time.monotonic() + _START_S
-        while not self.head.answers():
-            assert process.poll() is None, path.read_text(errors="replace")
-            assert time.monotonic() < deadline, path.read_text(errors="replace")
-            time.sleep(0.1)
+        log = self.head.temp_dir / "ray.log"
+        self._process = _spawn(self.head.command(), self._environment, log)
+        _wait(self.head.answers, self._process, log)
 
     def kill(self) -> None:
         """Harmless for one that is not running."""
@@ -92,3 +87,71 @@ def ray_head(environment: Mapping[str, str] | None = None, *, num_cpus: int) -> 
         yield process.head
     finally:
         process.remove()
+
+
+_NODE = """
+import sys, threading
+from pathlib import Path
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+address, directory, num_cpus, memory = sys.argv[1:]
+parameters = RayParams(
+    gcs_address=address, node_ip_address="127.0.0.1", temp_dir=directory, num_cpus=int(num_cpus), num_gpus=0,
+    object_store_memory=int(memory), min_worker_port=0, max_worker_port=0,
+)
+node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
+Path(directory, "writing").write_text(node.node_id)
+Path(directory, "writing").rename(Path(directory, "node-id"))
+threading.Event().wait()
+"""
+"""As `ray.cluster_utils.Cluster` adds nodes; `ray start --address` joins no head on the loopback interface."""
+
+
+class NodeProcess:
+    """A node other than the head, with a directory of its own: it shares no socket and no object with another one."""
+
+    def __init__(self, process: subprocess.Popen[bytes], node_id: str) -> None:
+        self._process = process
+        self.id = node_id
+
+    def kill(self) -> None:
+        """End all of its processes at once, as when a machine loses its power; harmless when that is done."""
+        _kill_tree(self._process)
+
+
+@contextmanager
+def ray_node(head: RayHead, *, num_cpus: int) -> Iterator[NodeProcess]:
+    """Another node of the head's cluster, which has registered, with this process's environment; killed in the end."""
+    directory = make_temp_dir()
+    log = directory / "ray.log"
+    own = {"HOME": str(directory), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _NODE, head.address, str(directory), str(num_cpus), str(head.object_store_memory)]
+    process = _spawn(command, head.environment({**os.environ, **own}), log)
+    try:
+        _wait((directory / "node-id").exists, process, log)
+        yield NodeProcess(process, (directory / "node-id").read_text())
+    finally:
+        _kill_tree(process)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _spawn(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+
+
+def _wait(is_up: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while not is_up():
+        assert process.poll() is None, log.read_text(errors="replace")
+        assert time.monotonic() < deadline, log.read_text(errors="replace")
+        time.sleep(0.1)
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        root = psutil.Process(process.pid)
+        for each in [*root.children(recursive=True), root]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()

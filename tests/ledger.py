@@ -1,0 +1,140 @@
+"""An entrypoint of attempts that keeps a ledger: what every step of every worker trained on, read from what enters the
+losses, and on which node the job was prepared.
+
+    python -m tests.ledger --job-id ID --attempt N --store URI
+
+It is `jobs.distill` with a listener at two of the trainer's calls. The job's metadata names the directory of the ledger
+(`ledger`) and steps after which training waits until the test releases it (`hold`, by number of workers: `2:7 1:14`).
+Of several workers rank 0 waits in the middle of the next step, for the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from uuid import uuid4
+
+import ray
+import ray.train
+
+from jobs import distill, fit, phases, train_loop, training
+from jobs.phases import Outcome, Plan, WorkerConfig
+from jobs.rows import StoredPreparation
+from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.distillation.checkpoint import Progress, from_rank_0
+from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.specs import JobSpec
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A step as one worker did it."""
+
+    start: float
+    """Unix seconds: when the workers began, the same for all of them."""
+    step: int
+    """Steps done, this one included."""
+    rank: int
+    world_size: int
+    rows: list[list[int]]
+    """Token ids of the rows that the losses counted."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    directory: Path
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Ledger:
+        return cls(Path(spec.metadata["ledger"]))
+
+    def write(self, entry: Entry) -> None:
+        partial = self.directory / f".{uuid4().hex}"
+        partial.write_text(json.dumps(asdict(entry)))
+        partial.rename(self.directory / f"{uuid4().hex}.json")
+
+    def entries(self) -> list[Entry]:
+        """Everything done so far, what was done in vain included."""
+        return [Entry(**json.loads(path.read_text())) for path in self.directory.glob("*.json")]
+
+    def reached(self, step: int, world_size: int) -> bool:
+        return any((entry.step, entry.world_size) == (step, world_size) for entry in self.entries())
+
+    def timeline(self) -> dict[int, list[Entry]]:
+        """What led to the final weights, by step: a later start of the workers replaces what it did not go on from."""
+        by_start: dict[float, list[Entry]] = {}
+        for entry in self.entries():
+            by_start.setdefault(entry.start, []).append(entry)
+        steps: dict[int, list[Entry]] = {}
+        for _, entries in sorted(by_start.items()):
+            first = min(entry.step for entry in entries)
+            steps = {step: shares for step, shares in steps.items() if step < first}
+            for entry in entries:
+                steps.setdefault(entry.step, []).append(entry)
+        return steps
+
+    @property
+    def prepared_on(self) -> str:
+        """Id of the node."""
+        return (self.directory / "prepared-on").read_text()
+
+    def release(self, step: int, world_size: int) -> None:
+        self._hold(step, world_size).touch()
+
+    def wait(self, spec: JobSpec, step: int, world_size: int) -> None:
+        if f"{world_size}:{step}" in spec.metadata.get("hold", "").split():
+            while not self._hold(step, world_size).exists():
+                time.sleep(0.05)
+
+    def _hold(self, step: int, world_size: int) -> Path:
+        return self.directory / f"hold-{world_size}-{step}.released"
+
+
+def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
+    """Of `jobs.phases`, which notes where it runs."""
+    (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
+    return phases.prepare(request, store_uri)
+
+
+def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
+    """Of `jobs.train_loop`, which writes the ledger."""
+    spec = config["worker"].request.spec
+    ledger, context = Ledger.of(spec), ray.train.get_context()
+    rank, world_size, began = context.get_world_rank(), context.get_world_size(), from_rank_0(time.time)
+    seen: list[list[int]] = []
+    call, step = Parallel.__call__, Trainer.train_step
+
+    def recorded_call(self: Parallel, batch: Any) -> Any:
+        seen.extend(batch["input_ids"][batch["loss_mask"].any(dim=1)].tolist())
+        return call(self, batch)
+
+    def recorded_step(self: Trainer, progress: Progress) -> StepMetrics:
+        if rank or world_size == 1:
+            ledger.wait(spec, progress.step, world_size)
+        seen.clear()
+        metrics = step(self, progress)
+        ledger.write(Entry(began, metrics.step, rank, world_size, seen))
+        return metrics
+
+    with patch.object(Parallel, "__call__", recorded_call), patch.object(Trainer, "train_step", recorded_step):
+        return train_loop.train_loop_per_worker(config)
+
+
+def main() -> int:
+    with (
+        patch.object(training, "prepare", prepare),
+        patch.object(fit, "train_loop_per_worker", train_loop_per_worker),
+    ):
+        return distill.main()
+
+
+if __name__ == "__main__":
+    # Ray finds functions by the name of their module, which must not be `__main__`.
+    sys.exit(importlib.import_module("tests.ledger").main())

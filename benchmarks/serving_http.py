@@ -2,9 +2,10 @@
 
     python -m benchmarks.serving_http [--output serving.json] [--rounds 5 --streams 8 ...]
 
-`cost`: the same prompts at the same time, answered by `LLMEngine.generate` and streamed from `/generate`; the two take
-turns, figures are medians over rounds. `overload`: requests come at even intervals whether or not earlier ones are
-done, at a share of the rate that the deployment sustains and at a multiple of it.
+`cost`: the same prompts at the same time, answered by `LLMEngine.generate` and by `/generate`: streamed as the
+deployment does by itself, streamed with an event a token, and whole. They take turns, figures are medians over rounds.
+`overload`: requests come at even intervals whether or not earlier ones are done, at a share of the rate that the
+deployment sustains and at a multiple of it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ import torch
 from benchmarks.models import add_shape, random_llama
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.model import convert
+
+WAYS: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "an_event_a_token": {"stream_interval_s": 0.0},
+    "whole": {"stream": False},
+}
+"""Of asking for an answer."""
 
 
 @dataclass(frozen=True)
@@ -118,40 +126,40 @@ async def measure(args: argparse.Namespace, engine: LLMEngine, url: str) -> dict
         report["cost"] = cost = await compare(args, engine, client)
         print(json.dumps(cost), flush=True)
         if args.load_seconds:
-            rate = args.streams / cost["serve_duration"]
+            rate = args.streams / cost["streamed"]["duration"]
             report["overload"] = {
                 f"{load:g}x": await under_load(args, client, load * rate, args.load_seconds) for load in args.loads
             }
     return report
 
 
-async def compare(args: argparse.Namespace, engine: LLMEngine, client: httpx.AsyncClient) -> dict[str, float]:
-    """Medians over rounds; the first one warms up."""
+async def compare(
+    args: argparse.Namespace, engine: LLMEngine, client: httpx.AsyncClient
+) -> dict[str, dict[str, float]]:
+    """Medians over rounds; the first one warms up. `http_cost`: time beyond the engine's own, as a share of it."""
     generator = torch.Generator().manual_seed(0)
     params = SamplingParams(max_tokens=args.output_length, temperature=0.0, ignore_eos=True)
-    durations: dict[str, list[float]] = {"engine": [], "serve": []}
+    durations: dict[str, list[float]] = {"engine": [], **{system: [] for system in WAYS}}
     for round_ in range(args.rounds + 1):
         prompts = _prompts(args, args.streams, generator)
-        timed = {}
-        for system in ("engine", "serve") if round_ % 2 else ("serve", "engine"):
+        for system in list(durations)[:: 1 if round_ % 2 else -1]:
             start = time.perf_counter()
             if system == "engine":
                 await asyncio.to_thread(engine.generate, prompts, params, progress=False)
             else:
-                answers = await asyncio.gather(*(ask(client, prompt, args.output_length) for prompt in prompts))
+                answers = await asyncio.gather(
+                    *(ask(client, prompt, args.output_length, **WAYS[system]) for prompt in prompts)
+                )
                 assert {answer.status for answer in answers} == {200}
-            timed[system] = time.perf_counter() - start
-        if round_:
-            for system, duration in timed.items():
-                durations[system].append(duration)
+            if round_:
+                durations[system].append(time.perf_counter() - start)
     tokens = args.streams * (args.context_length + args.output_length)
-    medians = {system: statistics.median(some) for system, some in durations.items()}
-    ratios = [one / other for one, other in zip(durations["serve"], durations["engine"], strict=True)]
-    return {
-        **{f"{system}_duration": median for system, median in medians.items()},
-        **{f"{system}_total_token_throughput": tokens / median for system, median in medians.items()},
-        "http_cost": statistics.median(ratios) - 1,
-    }
+    report = {}
+    for system, measured in durations.items():
+        median = statistics.median(measured)
+        cost = statistics.median(one / own for one, own in zip(measured, durations["engine"], strict=True)) - 1
+        report[system] = {"duration": median, "total_token_throughput": tokens / median, "http_cost": cost}
+    return report
 
 
 async def under_load(args: argparse.Namespace, client: httpx.AsyncClient, rate: float, seconds: float) -> Any:
@@ -178,9 +186,12 @@ async def under_load(args: argparse.Namespace, client: httpx.AsyncClient, rate: 
     }
 
 
-async def ask(client: httpx.AsyncClient, prompt: Sequence[int], num_output: int) -> Answer:
-    """One streamed answer, read to its end."""
-    body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0.0, "ignore_eos": True, "stream": True}
+async def ask(
+    client: httpx.AsyncClient, prompt: Sequence[int], num_output: int, *, stream: bool = True, **options: Any
+) -> Answer:
+    """One answer, read to its end."""
+    body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0.0, "ignore_eos": True, "stream": stream}
+    body |= options
     start = time.perf_counter()
     first = None
     async with client.stream("POST", "/generate", json=body) as response:

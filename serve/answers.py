@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,9 @@ class Asking:
     """Lower goes first."""
     timeout_s: float | None = None
     """Seconds after which nobody wants the answer any more; None: no limit."""
+    interval_s: float | None = math.inf
+    """Seconds for which tokens may be collected: as long as it takes where the answer is wanted whole; None: as the
+    deployment says."""
 
 
 @dataclass
@@ -53,19 +57,18 @@ class Answers:
     _n: int
     _deadline: float | None
     """On the event loop's clock."""
-    _newest: dict[int, RequestOutput] = field(default_factory=dict, init=False)
     _closed: bool = field(default=False, init=False)
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The newest of each choice that has any, by choice."""
-        return [self._newest[choice] for choice in sorted(self._newest)]
+        """The newest of each choice that has any, by choice; ahead of what has been read."""
+        return [stream.newest[index] for stream in self._streams for index in sorted(stream.newest)]
 
     @property
     def num_tokens(self) -> int:
         """Of prompts and answers, as far as anything has come."""
-        prompts = sum(len(output.prompt_token_ids) for output in self._newest.values() if output.index == 0)
-        return prompts + sum(len(output.token_ids) for output in self._newest.values())
+        prompts = sum(len(output.prompt_token_ids) for output in self.outputs if output.index == 0)
+        return prompts + sum(len(output.token_ids) for output in self.outputs)
 
     @classmethod
     async def begin(
@@ -87,7 +90,11 @@ class Answers:
             for number, prompt in enumerate(prompts):
                 # Tenants choose ids freely, and none may collide with, or abort, another's.
                 name = f"{tenant}/{request_id}/{number}"
-                streams.append(await engine.submit(prompt, params, name, priority=asking.priority, tenant=tenant))
+                streams.append(
+                    await engine.submit(
+                        prompt, params, name, priority=asking.priority, tenant=tenant, interval_s=asking.interval_s
+                    )
+                )
         except BaseException:
             for stream in streams:
                 stream.close()
@@ -98,7 +105,7 @@ class Answers:
         )
 
     async def as_they_come(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(choice, its output so far) after each token.
+        """(choice, its output so far) whenever there is more of it.
 
         Raises:
             DeadlineExceededError: `timeout_s` has passed.
@@ -106,15 +113,16 @@ class Answers:
             InvalidInputError: a constraint that turned out too complex.
             EngineDeadError: the engine has failed.
         """
+        num_finished = 0
         try:
             async for prompt, output in _merged(self._streams, self._deadline):
                 choice = prompt * self._n + output.index
-                self._newest[choice] = output
                 if output.finish_reason == "error":
                     raise output.failure()
                 if output.finished:
                     self.on_finished(output)
-                    if len(self._newest) == self.num_choices and all(one.finished for one in self._newest.values()):
+                    num_finished += 1
+                    if num_finished == self.num_choices:
                         self.outcome = "finished"
                 yield choice, output
         except TimeoutError as error:

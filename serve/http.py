@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_
 from swiftkv_platform.asgi import BodyLimit
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.keys import KeyRing
+from swiftkv_platform.swagger import add_docs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -47,7 +49,8 @@ class DetokenizeRequest(BaseModel):
 
 def create_http_app(current: Current, *, key_ring: KeyRing | None = None) -> FastAPI:
     """The application of one replica; with a key ring nothing is answered without a key but `/health`, `/metrics`."""
-    app = FastAPI(title="SwiftKV serve", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title="SwiftKV serve", docs_url=None, redoc_url=None)
+    add_docs(app)
     app.state.gate = Gate(key_ring)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, refuse=too_large)
@@ -57,7 +60,8 @@ def create_http_app(current: Current, *, key_ring: KeyRing | None = None) -> Fas
     @app.post("/generate", response_model=GenerateResponse)
     async def generate(body: GenerateRequest, request: Request, caller: TheCaller) -> Response:
         """Continue prompts, or a conversation. A client that goes away frees the engine within one step."""
-        asking = Asking(caller, body.request_id, body.priority, body.timeout_s)
+        interval_s = body.stream_interval_s if body.stream else math.inf
+        asking = Asking(caller, body.request_id, body.priority, body.timeout_s, interval_s)
         with current.entering() as version:
             answers = await current.ask(version, await _prompts(body, version), body.sampling_params(), asking)
         if body.stream:
@@ -124,7 +128,7 @@ def _tokenizer(version: Version) -> Any:
 
 
 async def _events(answers: Answers, model: str, path: str) -> AsyncIterator[dict[str, str]]:
-    """One event for each output with what it adds to the one before, then `[DONE]`; a problem document if it fails."""
+    """Events with what each output adds to the one before, then `[DONE]`; a problem document if it fails."""
     outputs: dict[int, RequestOutput] = {}
     try:
         async for choice, output in answers.as_they_come():

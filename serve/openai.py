@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse
 
-from serve.access import TheCaller
+from serve.access import Caller, TheCaller
 from serve.answers import Answers, Asking, whole
 from serve.chat import render_chat
 from serve.openai_answers import chat_choice, chat_delta, completion_choice, usage
@@ -52,7 +53,7 @@ def openai_router(current: Current) -> APIRouter:
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request, caller: TheCaller) -> Response:
         """Continue one prompt or several."""
-        asking = Asking(caller, priority=body.priority, timeout_s=body.timeout_s)
+        asking = _asking(caller, body)
         with current.entering() as version:
             _check_model(body.model, version)
             answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), asking)
@@ -71,7 +72,7 @@ def openai_router(current: Current) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
         """The assistant's next turn."""
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        asking = Asking(caller, priority=body.priority, timeout_s=body.timeout_s)
+        asking = _asking(caller, body)
         with current.entering() as version:
             _check_model(body.model, version)
             prompt = await asyncio.to_thread(render_chat, version.tokenizer, messages)
@@ -90,6 +91,11 @@ def openai_router(current: Current) -> APIRouter:
         return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
 
     return router
+
+
+def _asking(caller: Caller, body: OpenAIFields) -> Asking:
+    interval_s = None if body.stream else math.inf
+    return Asking(caller, priority=body.priority, timeout_s=body.timeout_s, interval_s=interval_s)
 
 
 def _model(version: Version) -> dict[str, Any]:
@@ -123,7 +129,7 @@ def _stream(answers: Answers, head: dict[str, Any], chunk: Chunk, body: OpenAIFi
 async def _events(
     answers: Answers, head: dict[str, Any], chunk: Chunk, *, with_usage: bool
 ) -> AsyncIterator[dict[str, str]]:
-    """One event a token, the usage if it is wanted, `[DONE]`; an error document if it fails."""
+    """Events with what each output adds, the usage if it is wanted, `[DONE]`; an error document if it fails."""
     outputs: dict[int, RequestOutput] = {}
     empty = {"usage": None} if with_usage else {}
     try:

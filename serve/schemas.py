@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serve.sampling import PromptField, SamplingFields
 from swiftkv_platform.engine import SamplingParams
+from swiftkv_platform.engine.config import MAX_STREAM_INTERVAL_S
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -41,7 +42,10 @@ class GenerateRequest(SamplingFields):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """Unique among the caller's running requests."""
     stream: bool = False
-    """Answer with server-sent events: one a step with what is new, `[DONE]` last."""
+    """Answer with server-sent events of what is new, `[DONE]` last."""
+    stream_interval_s: Annotated[float, Field(ge=0.0, le=MAX_STREAM_INTERVAL_S)] | None = None
+    """Seconds for which tokens may be collected into one event, 0: an event a token; null: as the deployment's engine
+    says."""
 
     @model_validator(mode="after")
     def _one_way_to_ask(self) -> Self:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Self, TypeVar
 
 from ulid import ULID
@@ -20,22 +23,26 @@ from swiftkv_platform.logs import get_logger
 
 R = TypeVar("R")
 
-Stream = asyncio.Queue[RequestOutput | None]
-"""What a caller is sent; None says that nothing more comes."""
 MAX_COMPILING = 8
 """Requests whose grammars are being compiled, or wait for that; one more is refused at once."""
 
 
 class RequestStream:
-    """One admitted request: its output so far after each of its tokens, the finished one last; with n > 1 those of all
-    samples as they come, each with its index. Closing it takes the request back."""
+    """One admitted request: its output so far whenever there is more of it, the finished one last; with n > 1 those of
+    all samples as they come, each with its index. Closing it takes the request back."""
 
-    def __init__(self, engine: AsyncLLMEngine, request_id: str, num_samples: int) -> None:
+    def __init__(self, engine: AsyncLLMEngine, request_id: str, num_samples: int, interval_s: float) -> None:
         self.request_id = request_id
+        self.newest: dict[int, RequestOutput] = {}
+        """Of each sample that has any, by index; ahead of what was read from the stream."""
         self._engine = engine
+        self._interval_s = interval_s
         self._unfinished = num_samples
-        self._outputs = Stream()
-        self._closed = False
+        self._unread: dict[tuple[int, int], RequestOutput] = {}
+        self._due: deque[RequestOutput] = deque()
+        self._due_at = interval_s if math.isinf(interval_s) else 0.0
+        self._arrived, self._urgent = asyncio.Event(), asyncio.Event()
+        self._failed = self._closed = False
 
     def __aiter__(self) -> Self:
         return self
@@ -45,11 +52,29 @@ class RequestStream:
         if not self._unfinished:
             self.close()
             raise StopAsyncIteration
-        output = await self._outputs.get()
-        if output is None:
-            raise self._engine.death()
+        while not self._due:
+            await self._arrived.wait()
+            await self._hold()
+            self._due.extend(self._unread.values())
+            self._unread.clear()
+            if self._failed:  # both events stay set: what is left is read, and nothing is waited for
+                if not self._due:
+                    raise self._engine.death()
+                break
+            self._arrived.clear()
+            self._urgent.clear()
+        output = self._due.popleft()
         self._unfinished -= output.finished
         return output
+
+    async def _hold(self) -> None:
+        """Let more come, until an interval has passed since the last time or a sample is finished."""
+        now = asyncio.get_running_loop().time
+        if now() < self._due_at:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(None if math.isinf(self._due_at) else self._due_at):
+                    await self._urgent.wait()
+        self._due_at = now() + self._interval_s
 
     def close(self) -> None:
         """Stop listening; what is unfinished is aborted within one step. Again is the same."""
@@ -59,7 +84,15 @@ class RequestStream:
 
     def put(self, output: RequestOutput | None) -> None:
         """Hand over an output, or None: the engine has failed."""
-        self._outputs.put_nowait(output)
+        if output is None:
+            self._failed = True
+        else:
+            self.newest[output.index] = output
+            # With an interval the newest output takes the place of the one before it.
+            self._unread[output.index, 0 if self._interval_s else len(output.token_ids)] = output
+        if output is None or output.finished:
+            self._urgent.set()
+        self._arrived.set()
 
 
 class AsyncLLMEngine:
@@ -105,8 +138,12 @@ class AsyncLLMEngine:
         *,
         priority: int = 0,
         tenant: str = "",
+        interval_s: float | None = None,
     ) -> RequestStream:
         """Admit a request; whoever gets the stream reads it to its end or closes it.
+
+        Args:
+            interval_s: of the stream, in place of `stream_interval_s`; infinite where only finished outputs matter.
 
         Raises:
             InvalidInputError: as `LLMEngine.add_request`.
@@ -116,7 +153,8 @@ class AsyncLLMEngine:
         """
         request_id = request_id or f"gen_{ULID()}"
         self._check_admission(request_id)
-        stream = RequestStream(self, request_id, 1 if params is None else params.n)
+        interval_s = self.engine.config.stream_interval_s if interval_s is None else interval_s
+        stream = RequestStream(self, request_id, 1 if params is None else params.n, interval_s)
         self._streams[request_id] = stream
         try:
             constraint = await self._constraint(params)

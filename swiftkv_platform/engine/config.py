@@ -23,6 +23,8 @@ MAX_TOP_K = (1 << 31) - 1
 """Largest `top_k`, more than any vocabulary has."""
 MAX_LOGPROBS = 100
 """Most log-probabilities a token is given."""
+MAX_STREAM_INTERVAL_S = 10.0
+"""Longest time for which tokens are collected."""
 MAX_GRAMMAR_BYTES = 1 << 16
 """Longest schema, expression or grammar that is safe to compile: see `engine/grammars.py`."""
 
@@ -64,6 +66,9 @@ class EngineConfig(BaseModel):
     max_queue_s: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     """Seconds that a request may have to wait for its turn in `AsyncLLMEngine`, judged by how often a place becomes
     free; one that would wait longer is refused at once. None: no limit but `max_num_waiting`."""
+    stream_interval_s: Annotated[float, Field(ge=0.0, le=MAX_STREAM_INTERVAL_S)] = 0.2
+    """Seconds for which a stream of `AsyncLLMEngine` may collect tokens and hand them over together, the first and the
+    last apart, which come at once; each handing over takes time from the engine. 0: every token by itself."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     """Where requests without a seed of their own draw one from; None draws differently in every process."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -120,6 +121,8 @@ class Load:
     """The model of each right answer."""
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)
+    """When each request was sent, and when its answer was whole; on the monotonic clock."""
 
     def __enter__(self) -> Load:
         self._over = threading.Event()
@@ -138,11 +141,17 @@ class Load:
         chosen = random.Random(number)
         with httpx.Client(base_url=self.url, timeout=60.0, trust_env=False) as client:
             while not self._over.is_set():
-                prompt = chosen.randrange(len(PROMPTS))
+                prompt, begin = chosen.randrange(len(PROMPTS)), time.monotonic()
                 try:
                     self._check(prompt, *ask(client, PROMPTS[prompt], stream=number % 2 == 0))
+                    self.times.append((begin, time.monotonic()))
                 except (httpx.HTTPError, RuntimeError) as error:
                     self.failed.append(repr(error))
+
+    def latency_ms(self, begin: float, end: float) -> float:
+        """99th percentile of the answers that were under way in that time."""
+        durations = sorted(done - sent for sent, done in self.times if sent < end and done > begin)
+        return 1000.0 * durations[len(durations) * 99 // 100]
 
     def _check(self, prompt: int, models: set[str], token_ids: list[int]) -> None:
         if len(models) == 1 and token_ids == self.expected[model := models.pop()][prompt]:
@@ -186,9 +195,12 @@ def test_swaps_under_load_fail_no_request_and_mix_no_versions(
     serve(cluster, spec)
     replica = health(url)["replica"]
     with Load(url, expected) as load:
+        wait_for(lambda: len(load.answers) > 50 * load.num_clients)
+        quiet, swaps = time.monotonic(), []
         for number in range(NUM_SWAPS):
-            name = ("two", "one")[number % 2]
+            name, begin = ("two", "one")[number % 2], time.monotonic()
             assert serve(cluster, as_version(spec, name, artifacts)).status is DeploymentStatus.RUNNING
+            swaps.append((begin, time.monotonic()))
             assert health(url)["model"] == name
             before = len(load.answers)
             wait_for(lambda before=before: len(load.answers) > before + 2 * load.num_clients)
@@ -196,6 +208,8 @@ def test_swaps_under_load_fail_no_request_and_mix_no_versions(
     assert set(load.answers) == {"one", "two"}
     assert health(url)["replica"] == replica, "the process is the same"
     assert metrics(url)['swiftkv:swaps_total{outcome="succeeded"}'] == NUM_SWAPS
+    during = [load.latency_ms(*swap) for swap in swaps]
+    print(f"p99 latency: {load.latency_ms(0.0, quiet):.0f} ms before, {statistics.median(during):.0f} ms during a swap")
 
 
 def test_a_corrupt_version_is_refused_and_the_old_one_serves_on(
@@ -387,3 +401,34 @@ def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
         for thread in threads:
             thread.join()
     wait_for(lambda: cluster.status()["dep_live"].replicas == 1)
+
+
+def test_a_candidate_answers_its_share_and_the_teacher_judges_in_the_shadow(
+    cluster: RayServe, spec: DeploymentSpec, artifacts: Path, url: str, expected: Expected
+) -> None:
+    """Both come and go while the replica lives; each answer is one model's own and carries its name."""
+    candidate = {"model": "two", "artifact_uri": str(artifacts / "two"), "share": 0.5}
+    serve(cluster, spec)
+    replica = health(url)["replica"]
+    with Load(url, expected) as load:
+        serve(cluster, replace(spec, candidate=candidate, shadow={"against": "teacher", "share": 1.0}))
+        wait_for(lambda: load.answers.count("two") > 20 and metrics(url)["swiftkv:shadow_positions_total"] > 0)
+        serve(cluster, spec)
+        before = len(load.answers)
+        wait_for(lambda: len(load.answers) > before + 4 * load.num_clients)
+    assert (load.failed, load.wrong) == ([], [])
+    assert set(load.answers[-load.num_clients :]) == {"one"}, "the candidate is gone"
+    now = metrics(url)
+    assert now["swiftkv:shadow_kl_nats_total"] > 0
+    assert 0 <= now["swiftkv:shadow_top1_agreeing_positions_total"] <= now["swiftkv:shadow_positions_total"]
+    assert health(url)["replica"] == replica
+
+
+def test_without_requests_no_replica_is_left_and_the_first_one_brings_it_back(
+    cluster: RayServe, spec: DeploymentSpec, dashboard_url: str, url: str, expected: Expected
+) -> None:
+    serve(cluster, spec)
+    cluster.apply([replace(spec, min_replicas=0, upscale_delay_s=0.0, downscale_delay_s=1.0)])
+    wait_for(lambda: replica_pids(dashboard_url) == [])
+    with httpx.Client(base_url=url, timeout=120.0, trust_env=False) as client:
+        assert ask(client, PROMPTS[0], stream=False) == ({"one"}, expected["one"][0])

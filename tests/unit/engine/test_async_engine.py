@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -30,7 +31,9 @@ class CountingEngine(LLMEngine):
 @pytest_asyncio.fixture
 async def engine(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
     engine = AsyncLLMEngine(
-        CountingEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_seqs=4, max_num_waiting=2))
+        CountingEngine.from_pretrained(
+            swiftkv_dir, EngineConfig(max_num_seqs=4, max_num_waiting=2, stream_interval_s=0.0)
+        )
     )
     yield engine
     await engine.aclose()
@@ -63,6 +66,42 @@ async def test_every_step_is_yielded(engine: AsyncLLMEngine) -> None:
     outputs = [output async for output in engine.generate([1], GREEDY)]
     assert [len(output.token_ids) for output in outputs] == list(range(1, 13))
     assert [output.finished for output in outputs] == [False] * 11 + [True]
+
+
+async def test_tokens_within_an_interval_come_together_the_first_and_the_last_at_once(engine: AsyncLLMEngine) -> None:
+    stream = await engine.submit([1], GREEDY, interval_s=3600.0)
+    outputs = [output async for output in stream]
+    assert [len(output.token_ids) for output in outputs] == [1, 12]
+    assert stream.newest == {0: outputs[-1]}
+    assert [outputs[-1].token_ids] == [(await answer(engine, [1])).token_ids]
+
+
+async def test_an_interval_that_passes_hands_over_what_has_come(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_step, step = threading.Semaphore(4), engine.engine.step
+
+    def paced_step() -> list[RequestOutput]:
+        may_step.acquire()
+        return step()
+
+    monkeypatch.setattr(engine.engine, "step", paced_step)
+    stream = await engine.submit([1], GREEDY, interval_s=0.05)
+    assert len((await anext(stream)).token_ids) == 1
+    while len(stream.newest[0].token_ids) < 4:
+        await asyncio.sleep(0.001)
+    assert len((await anext(stream)).token_ids) == 4, "the engine stands still, and those that came are not kept back"
+    may_step.release(100)
+    assert [output async for output in stream][-1].finished
+
+
+async def test_a_caller_of_whole_answers_is_woken_once_for_each_sample(engine: AsyncLLMEngine) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, n=2, seed=1)
+    stream = await engine.submit([1], params, interval_s=math.inf)
+    outputs = [output async for output in stream]
+    assert sorted(output.index for output in outputs if output.finished) == [0, 1]
+    assert len(outputs) <= 3
+    assert stream.newest == {output.index: output for output in outputs if output.finished}
 
 
 async def test_the_event_loop_stays_free_while_the_model_runs(

@@ -28,7 +28,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture
 async def engine(model_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
-    engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, EngineConfig(max_num_seqs=1, max_num_waiting=1)))
+    config = EngineConfig(max_num_seqs=1, max_num_waiting=1, stream_interval_s=0.0)
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, config))
     yield engine
     await engine.aclose()
 
@@ -107,9 +108,20 @@ async def test_a_stream_joins_to_the_answer(client: httpx.AsyncClient) -> None:
     assert events[-1]["timings"].keys() == whole["timings"].keys()
 
 
+async def test_tokens_of_an_interval_come_in_one_event(client: httpx.AsyncClient) -> None:
+    whole = (await post(client, prompt=[1, 2, 3], **GREEDY)).json()
+    response = await post(client, prompt=[1, 2, 3], stream=True, stream_interval_s=10.0, **GREEDY)
+    blocks = [block for block in response.text.split("\n\n") if block]
+    choices = [json.loads(block.removeprefix("data: "))["choices"][0] for block in blocks[:-1]]
+    token_ids = whole["choices"][0]["token_ids"]
+    assert [choice["token_ids"] for choice in choices] == [token_ids[:1], token_ids[1:]]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+
+
 @pytest.mark.parametrize(
     ("body", "field", "message"),
     [
+        ({"prompt": [1], "stream_interval_s": -1}, "stream_interval_s", "greater than or equal to 0"),
         ({}, "body", "give prompt or messages, one of them"),
         ({"prompt": 3}, "prompt", "must be text, a list of token ids, or a list of either"),
         ({"prompt": [1, "a"]}, "prompt", "must be text, a list of token ids, or a list of either"),
@@ -294,3 +306,9 @@ async def test_a_client_that_leaves_a_stream_frees_the_engine(
         await asyncio.sleep(0.001)
     assert len(steps) < 60
     assert engine.num_requests == 0
+
+
+async def test_the_api_reference_comes_from_the_replica(client: httpx.AsyncClient) -> None:
+    page = await client.get("/docs")
+    assert "docs/assets/vendor/swagger-ui-bundle.js" in page.text
+    assert (await client.get("/docs/assets/vendor/swagger-ui-bundle.js")).status_code == 200

@@ -35,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture
 async def current(model_dir: Path) -> AsyncIterator[Current]:
-    engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, EngineConfig(max_num_seqs=8)))
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, EngineConfig(max_num_seqs=8, stream_interval_s=0.0)))
     card = ModelCard(deployment="dep_1", model="tiny", manifest_digest=None, swiftkv=None, max_model_len=256)
     yield Current(Version(engine, card, created=1))
     await engine.aclose()

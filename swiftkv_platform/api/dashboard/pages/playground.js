@@ -49,7 +49,7 @@ export function Playground({ query }) {
     event.preventDefault();
     const fields = new FormData(event.target);
     const ids = [...new Set([fields.get("a"), fields.get("b")].filter(Boolean))];
-    const body = { prompt: fields.get("prompt"), max_tokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), stream: true };
+    const body = { prompt: fields.get("prompt"), max_tokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), stream: true, stream_interval_s: 0 };
     const exit = { early_exit: { mode: fields.get("exit"), threshold: Number(fields.get("threshold")) } };
     running.current = new AbortController();
     setAnswers({});

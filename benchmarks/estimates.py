@@ -52,7 +52,7 @@ def compare(client: Client, spec: dict[str, Any]) -> None:
     figures = {
         "steps": spec["training"]["max_steps"],
         "memory_mib": beside(memory / MEBIBYTE, peak_memory(client, job) / MEBIBYTE),
-        "of_which_process_mib": beside(foreseen["process_memory"] / MEBIBYTE, process_memory(client, job) / MEBIBYTE),
+        "of_which_foreseen_for_the_model_mib": round(foreseen["memory_per_worker"] / MEBIBYTE, 1),
         "seconds": beside(foreseen["seconds"], seconds(job)),
         "speed_source": foreseen["speed_source"],
     }
@@ -66,12 +66,6 @@ def beside(foreseen: float | None, measured: float) -> dict[str, float]:
 
 def peak_memory(client: Client, job: Job) -> float:
     return max(float(point.model_dump()["memory_bytes"]) for point in client.jobs.metrics(job.id))
-
-
-def process_memory(client: Client, job: Job) -> float:
-    """What the worker has said before it began."""
-    said = (event.data.get("process_memory_bytes") for event in client.jobs.events(job.id, follow=False))
-    return float(next(value for value in said if value is not None))
 
 
 def seconds(job: Job) -> float:

@@ -8,7 +8,6 @@ import resource
 import sys
 from typing import Any
 
-import psutil
 import torch
 
 from swiftkv_platform.distillation.trainer import StepMetrics
@@ -30,8 +29,6 @@ class Telemetry:
 
     def __init__(self, spec: JobSpec, flops_per_token: float | None, device: torch.device) -> None:
         self._device = device
-        self.process_memory: int = psutil.Process().memory_info().rss
-        """Bytes of this process before it has a model: the interpreter and its libraries."""
         self._tokens = 0
         tokens_per_step = spec.training.batch_size * spec.data.max_length
         self._flops_per_step = None if flops_per_token is None else tokens_per_step * flops_per_token  # of all workers

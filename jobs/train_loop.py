@@ -190,8 +190,7 @@ class _RankZero:
 
     def on_start(self, progress: Progress) -> None:
         self._telemetry.begin(progress.tokens)
-        message, memory = f"training begins at step {progress.step}", self._telemetry.process_memory
-        self._reporter.message(message, step=progress.step, process_memory_bytes=memory)
+        self._reporter.message(f"training begins at step {progress.step}", step=progress.step)
         get_logger().info("training_begins", step=progress.step)
 
     def on_step(self, metrics: StepMetrics) -> None:

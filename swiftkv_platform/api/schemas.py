@@ -176,7 +176,7 @@ class EstimateAnswer(Answer):
     memory_per_worker: int | None
     """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
     process_memory: int | None
-    """Bytes of a worker's process before it has a model; null with GPUs, whose memory it does not take."""
+    """Bytes that a worker's process holds beside its model; null with GPUs, whose memory it does not take."""
     max_tokens: int | None
     """Tokens trained with `training.max_steps` full batches; null where epochs decide."""
     total_flops: float | None

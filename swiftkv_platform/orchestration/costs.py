@@ -65,8 +65,14 @@ def measured_speed(job: Job, now: float) -> Speed | None:
         flops_per_second=job.flops_per_step * steps / seconds / job.spec.resources.max_workers,
         startup_s=max(pace.time - attempt.submitted_at - pace.step * seconds / steps, 0.0),
         finish_s=max(now - pace.last_time, 0.0),
-        process_memory=attempt.process_memory,
+        process_memory=_process_memory(job),
     )
+
+
+def _process_memory(job: Job) -> int | None:
+    if job.spec.resources.gpus_per_worker or not job.attempt.peak_memory or job.planned_memory is None:
+        return None
+    return max(job.attempt.peak_memory - job.planned_memory, 0)
 
 
 def speed_for(spec: JobSpec, jobs: Iterable[Job]) -> tuple[Speed, str] | None:

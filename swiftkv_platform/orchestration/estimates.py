@@ -10,8 +10,8 @@ from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared
 from swiftkv_platform.planning.training import TrainingSetup, plan_training
 from swiftkv_platform.specs import JobSpec
 
-PROCESS_MEMORY = 600 << 20
-"""Bytes of a worker's process before it has a model, where none has been measured: Linux, torch 2.13 for CPUs."""
+PROCESS_MEMORY = 710 << 20
+"""Bytes of a worker's process beside its model, where none has been measured: Linux, torch 2.13 for CPUs."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Estimate:
     memory_per_worker: int | None = None
     """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
     process_memory: int | None = None
-    """Bytes of a worker's process before it has a model: the interpreter and its libraries. As the newest job on such
-    workers measured it, else what is usual. None with GPUs, whose memory it does not take."""
+    """Bytes that a worker's process holds beside its model: interpreter, libraries, what the allocator keeps. As the
+    newest job on such workers measured it, else what is usual. None with GPUs, whose memory it does not take."""
     max_tokens: int | None = None
     """Tokens trained with `training.max_steps` full batches; None where epochs decide."""
     total_flops: float | None = None

@@ -123,7 +123,7 @@ class Speed:
     finish_s: float
     """From the last step to the end: evaluation and publishing."""
     process_memory: int | None = None
-    """Bytes of a training worker's process before it had a model."""
+    """Bytes that a worker's process has held beside what was planned for its model; None with GPUs."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class Attempt:
     """What the attempt itself last said about why it fails."""
     pause_requested: bool = False
     """Whether the attempt has been asked to pause."""
-    process_memory: int | None = None
-    """Bytes of a training worker's process before it had a model, as it said."""
+    peak_memory: int = 0
+    """The most bytes that a worker has said it held."""
     paused: bool = False
     """Whether the attempt says that it has: its checkpoint is complete."""
     stopping: Reason | None = None
@@ -171,6 +171,8 @@ class Job:
     attempt: Attempt = Attempt()
     flops_per_step: float | None = None
     """Of all workers; None where the teacher's configuration was not at hand."""
+    planned_memory: int | None = None
+    """`Estimate.memory_per_worker`."""
     earlier_seconds: float = 0.0
     """That attempts before the present one, or all of a job off the cluster, were on the cluster."""
     speed: Speed | None = None

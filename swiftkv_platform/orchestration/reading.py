@@ -36,15 +36,12 @@ class _Point(BaseModel):
 
     step: Annotated[int, Field(ge=0)]
     tokens: int | None = None
+    memory_bytes: Annotated[float, Field(ge=0)] = 0
 
 
 class _Metrics(BaseModel):
     points: list[_Point]
     total_steps: Annotated[int, Field(ge=1)] | None = None
-
-
-class _Message(BaseModel):
-    process_memory_bytes: Annotated[int, Field(ge=0)] | None = None
 
 
 class _Error(BaseModel):
@@ -104,12 +101,7 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
         case "tracking":
             reading.job = replace(reading.job, tracking=_plain(event.data))
             _record(reading, event, "message")
-        case "message":
-            memory = _Message.model_validate(event.data).process_memory_bytes
-            if memory is not None:
-                reading.job = replace(reading.job, attempt=replace(reading.job.attempt, process_memory=memory))
-            _record(reading, event, "message")
-        case "artifact":
+        case "message" | "artifact":
             _record(reading, event, "message")
 
 
@@ -129,9 +121,9 @@ def _measure(reading: Reading, event: AttemptEvent, metrics: _Metrics) -> None:
         return
     job = reading.job
     for point in metrics.points:
-        values = {name: value for name, value in _plain(point.model_dump()).items() if name != "step"}
+        values = {name: value for name, value in _plain(point.model_dump(exclude_unset=True)).items() if name != "step"}
         reading.points.append(MetricPoint(point.step, job.attempt.number, event.time, values))
-    last = metrics.points[-1]
+    last, most = metrics.points[-1], int(max(point.memory_bytes for point in metrics.points))
     total = metrics.total_steps or job.progress.total_steps
     pace = job.attempt.pace
     if pace is None or last.step <= job.progress.step:
@@ -140,7 +132,7 @@ def _measure(reading: Reading, event: AttemptEvent, metrics: _Metrics) -> None:
     remaining = _seconds_remaining(pace, last.step, event.time, total)
     reading.job = replace(
         job,
-        attempt=replace(job.attempt, pace=pace),
+        attempt=replace(job.attempt, pace=pace, peak_memory=max(most, job.attempt.peak_memory)),
         progress=Progress(
             step=last.step,
             total_steps=total,

@@ -127,6 +127,7 @@ class JobService:
             spec=spec,
             created_at=now,
             flops_per_step=foreseen.flops_per_step,
+            planned_memory=foreseen.memory_per_worker,
         )
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         most = self._policies.policy(caller.tenant).max_queued_jobs

@@ -73,7 +73,7 @@ export function Table({ caption, columns, rows, empty }) {
       <tbody>
         ${rows.map(
           (row) => html`<tr>
-            ${columns.map((column) => html`<td class=${column.number ? "number" : ""}>${column.cell(row)}</td>`)}
+            ${columns.map((column) => html`<td class=${column.number ? "number" : column.whole ? "whole" : ""}>${column.cell(row)}</td>`)}
           </tr>`,
         )}
       </tbody>
@@ -115,7 +115,10 @@ export function Chart({ title, x, series, unit = "step" }) {
       plot.current.destroy();
     };
   }, [names.join()]);
-  useEffect(() => plot.current.setData(data), [x.length, x[x.length - 1]]);
+  useEffect(() => {
+    plot.current.setData(data);
+    plot.current.setLegend({ idx: x.length - 1 }); // the last values, until the pointer asks for others
+  }, [x.length, x[x.length - 1]]);
   const last = names.map((name) => `${name} ${figure(series[name].findLast((value) => value != null))}`);
   return html`<section class="panel">
     <h3>${title}</h3>

@@ -15,8 +15,6 @@ from swiftkv_platform.orchestration.tenants import Tenants
 from swiftkv_platform.settings import Settings
 from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
 
-MEASURED = 7 << 20
-"""Bytes of a worker's process, as it says."""
 TRAINING = {"max_steps": 40, "batch_size": 4, "micro_batch_size": 2}
 
 
@@ -43,18 +41,21 @@ def priced(tmp_path: Path, empty_database: Path, clock: Clock) -> Iterator[Serve
         yield Server(client, parts, settings)
 
 
-def run(server: Server, clock: Clock, steps: int = 40, **spec: Any) -> dict[str, Any]:
-    """A job of ten seconds to its first step, half a second a step, and twenty to its end."""
+def run(server: Server, clock: Clock, steps: int = 40, *, held: int = 0, **spec: Any) -> dict[str, Any]:
+    """A job of ten seconds to its first step, half a second a step, and twenty to its end.
+
+    Its worker's process holds `held` bytes and, at times, two more.
+    """
     job_id = server.submit(training={**TRAINING, "max_steps": steps}, **spec)["id"]
     clock.now += 100  # in the queue
     server.tick()
     clock.now += 10
     worker = server.worker(job_id)
     worker.say("status", status="running")
-    worker.say("message", "training begins at step 0", process_memory_bytes=MEASURED)
     for step in range(2, steps + 1, 2):
         clock.now += 1
-        worker.step(step, time=clock.now, total=steps)
+        points = [{"step": step, "tokens": step * 100, "memory_bytes": held + step % 4}]
+        worker.say("metrics", time=clock.now, points=points, total_steps=steps)
         server.tick()
     clock.now += 20
     worker.artifact()
@@ -76,13 +77,13 @@ def test_time_is_foreseen_from_a_job_that_was_measured(priced: Server, clock: Cl
     unmeasured = validate(priced, **spec)
     assert unmeasured["seconds"] is None, "nothing has been measured"
     assert unmeasured["process_memory"] == PROCESS_MEMORY
-    job = run(priced, clock, model=teacher)
+    job = run(priced, clock, held=unmeasured["memory_per_worker"] + 1000, model=teacher)
     estimate = validate(priced, **spec)
     assert estimate["speed_source"] == job["id"]
     assert estimate["seconds"] == pytest.approx(10 + 400 * 0.5 + 20)
     assert estimate["cost"] == pytest.approx(estimate["seconds"] * 4 / 3600)
-    assert (estimate["process_memory"], estimate["memory_per_worker"]) == (MEASURED, unmeasured["memory_per_worker"])
-    assert validate(priced, model=teacher)["process_memory"] == MEASURED
+    assert (estimate["process_memory"], estimate["memory_per_worker"]) == (1002, unmeasured["memory_per_worker"])
+    assert validate(priced, model=teacher)["process_memory"] == 1002
     assert validate(priced, model=teacher, resources={"gpus_per_worker": 1})["process_memory"] is None
     longer = validate(priced, **spec, data={"max_length": 16384})
     assert longer["seconds"] - 30 > 2 * (estimate["seconds"] - 30), "twice the tokens and longer attention"

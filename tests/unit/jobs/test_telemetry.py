@@ -46,7 +46,10 @@ def test_padding_and_uncounted_tokens_are_work_too() -> None:
     point = telemetry.point(step(1200, 400.0))
     assert point["flops_per_second"] == pytest.approx(4 * 100 * 1000.0 / 0.5)
     assert point["mfu"] == pytest.approx(0.25)
-    assert point["memory_bytes"] >= telemetry.process_memory > 1 << 20
+    held = torch.ones(1 << 26)
+    assert telemetry.point(step(1200, 400.0))["memory_bytes"] >= point["memory_bytes"] > 1 << 20
+    assert telemetry.point(step(1200, 400.0))["memory_bytes"] > held.nbytes
+    del held
     assert telemetry.point(step(1600, 400.0))["mfu"] == pytest.approx(0.125)
 
 

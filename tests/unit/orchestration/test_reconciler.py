@@ -319,4 +319,4 @@ def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
     assert len(warnings) == 2
     assert "points" in warnings[0].message
     [point] = plane.jobs.points(job.id, Page()).items
-    assert point.values == {"tokens": None, "loss": None, "name": "ab"}
+    assert point.values == {"loss": None, "name": "ab"}

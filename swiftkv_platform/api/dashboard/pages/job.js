@@ -98,7 +98,7 @@ const FILES = [
   { name: "Size", number: true, cell: (file) => bytes(file.size) },
 ];
 const EVENTS = [
-  { name: "Time", cell: (event) => when(event.created_at) },
+  { name: "Time", whole: true, cell: (event) => when(event.created_at) },
   { name: "Event", cell: (event) => html`<span class="level-${event.level}">${event.message}</span>` },
 ];
 

@@ -1,5 +1,6 @@
 """What the outside wants of an attempt while its workers train: to pause, or to save before its machines go. Wishes are
-objects in the store; `jobs.fit` turns SIGTERM into one. Knows no Ray Train.
+objects in the store, or SIGTERM: the driver's becomes such an object, a worker's is kept in its process. Knows no Ray
+Train.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _INTERVAL_S = 1.0
+_told_to_leave = threading.Event()
+"""Of this process, a worker."""
 
 
 class ControlWatcher:
@@ -77,3 +80,22 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def leave_on_sigterm() -> None:
+    """The first SIGTERM to this process, a worker, makes `told_to_leave` true; the next one does what it did before.
+
+    Called on the main thread, which alone may handle signals; the trainer runs on another.
+    """
+    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, before)
+        _told_to_leave.set()
+
+    signal.signal(signal.SIGTERM, note)
+
+
+def told_to_leave() -> bool:
+    """Whether this worker has got a SIGTERM."""
+    return _told_to_leave.is_set()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from typing import Any
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _TorchBackend
 
-from jobs.control import checkpoint_on_sigterm
+from jobs.control import checkpoint_on_sigterm, leave_on_sigterm
 from jobs.phases import Outcome, StoppedError, WorkerConfig
 from jobs.train_loop import train_loop_per_worker
 from swiftkv_platform.storage.object_store import open_store
@@ -19,6 +21,20 @@ _MAX_WORKER_FAILURES = 3
 
 _RESIZE_INTERVAL_S = float(os.environ.get("SWIFTKV_RESIZE_INTERVAL_S", "60"))
 """Between looks for machines that have come, where the number of workers is elastic."""
+
+
+class _Backend(_TorchBackend):  # type: ignore[misc]  # Ray is untyped
+    """Torch's process group, and a handler of SIGTERM on the main thread of every worker."""
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+        super().on_training_start(worker_group, backend_config)
+        worker_group.execute(leave_on_sigterm)
+
+
+class _Config(TorchConfig):  # type: ignore[misc]  # Ray is untyped
+    @property
+    def backend_cls(self) -> type[_Backend]:
+        return _Backend
 
 
 def fit(worker: WorkerConfig) -> str:
@@ -39,7 +55,7 @@ def fit(worker: WorkerConfig) -> str:
             train_loop_per_worker,
             train_loop_config={"worker": worker},
             # Objects travel over gloo; sharded parameters kept in host memory are reduced there as well.
-            torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
+            torch_config=_Config(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
             scaling_config=ScalingConfig(
                 num_workers=(resources.min_workers, resources.max_workers) if elastic else resources.max_workers,
                 elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,

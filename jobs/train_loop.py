@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jobs.checkpoints import AttemptCheckpoints
-from jobs.control import ControlWatcher
+from jobs.control import ControlWatcher, told_to_leave
 from jobs.events import MetricsBuffer, Reporter
 from jobs.phases import Outcome, WorkerConfig
 from jobs.prepare import compute_dtype, load_student, set_up_process, student_shape
@@ -40,6 +40,11 @@ from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
+
+
+class LeftError(Exception):
+    """Ends the workers without ending the run: Ray Train answers it by starting them again."""
+
 
 _STOPPED: dict[Wish, Literal["preempted", "paused"]] = {Wish.STOP: "preempted", Wish.PAUSE: "paused"}
 
@@ -63,6 +68,8 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
         return Outcome(checkpoints.newest(), error)
     finally:
         listener.close()
+    if wish is Wish.LEAVE:
+        raise LeftError("a worker was told to end; its checkpoint is complete")
     return Outcome(checkpoints.newest(), stopped=_STOPPED.get(wish))
 
 
@@ -158,16 +165,18 @@ class _Silent:
 
 
 class _Drain:
-    """Says once that a machine of the workers is about to go, which Ray Train knows. Its question is collective."""
+    """Says that this worker has been told to end, and once that a machine of the workers is about to go, which Ray
+    Train knows. Its question is collective."""
 
     def __init__(self) -> None:
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
 
     def wish(self) -> Wish:
+        own = Wish.LEAVE if told_to_leave() else Wish.NONE
         if not self._watched or ray.train.get_preemption_info() is None:
-            return Wish.NONE
+            return own
         self._watched = False  # Ray Train starts the workers again when the machine is gone
-        return Wish.SAVE
+        return max(own, Wish.SAVE)
 
 
 class _RankZero:

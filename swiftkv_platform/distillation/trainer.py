@@ -55,9 +55,11 @@ class Wish(IntEnum):
     NONE = 0
     SAVE = 1
     """A checkpoint now, out of turn."""
-    STOP = 2
+    LEAVE = 2
+    """A checkpoint, then the end of these workers, one of which has to go; others take over from it."""
+    STOP = 3
     """A checkpoint, then the end: the machines are taken away."""
-    PAUSE = 3
+    PAUSE = 4
     """A checkpoint, then the end: the job is to go on later."""
 
 
@@ -111,7 +113,7 @@ class Trainer:
         self._listener.on_start(progress)
         wish = Wish.NONE
         try:
-            while progress.step < self._total_steps and wish < Wish.STOP:
+            while progress.step < self._total_steps and wish < Wish.LEAVE:
                 metrics = self.train_step(progress)
                 progress = Progress(metrics.step, metrics.tokens)
                 self._listener.on_step(metrics)

@@ -22,7 +22,6 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 from tests.distill_jobs import (
     JOB,
-    ONE_WORKER,
     TOTAL_STEPS,
     assert_equal_bit_for_bit,
     events,
@@ -32,6 +31,7 @@ from tests.distill_jobs import (
     starts,
     train_workers,
     wait_for_checkpoint,
+    wait_for_starts,
     wait_for_step,
 )
 from tests.s3_servers import S3Server
@@ -95,12 +95,12 @@ def test_a_job_on_s3_survives_the_loss_of_a_worker(
     _another_attempt_trains_no_more_and_meets_its_gate(store, spec)
 
 
-def _steps_by_run(store: ObjectStore) -> list[list[int]]:
+def _steps_by_run(store: ObjectStore, total_steps: int = TOTAL_STEPS) -> list[list[int]]:
     """Steps that each start of the workers reported, in the order of the starts."""
     by_writer: dict[str, list[int]] = {}
     for stored in AttemptStore(store).read_events(JOB, 1, {}):
         if stored.event.type == "metrics":
-            assert stored.event.data["total_steps"] == TOTAL_STEPS
+            assert stored.event.data["total_steps"] == total_steps
             by_writer.setdefault(stored.writer, []).extend(point["step"] for point in stored.event.data["points"])
     assert all(writer.startswith("rank0-") for writer in by_writer)
     return list(by_writer.values())
@@ -152,21 +152,26 @@ def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec:
     assert AttemptStore(store).artifact_manifest(JOB, 2) is None
 
 
-def test_sigterm_ends_the_job_and_frees_its_workers(
-    cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path
-) -> None:
-    """Its checkpoint is of the step it got to, not of the last multiple of `every_steps`."""
+def test_sigterm_brings_about_a_checkpoint(cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
+    """One worker's starts the workers again at the step they got to, the driver's ends the job and frees them."""
     store = open_store(str(tmp_path / "store"))
-    seldom = {"resources": ONE_WORKER, "checkpoint": {"every_steps": 100_000}}
+    seldom = {"checkpoint": {"every_steps": 100_000}}
     process = start(store, job_spec(tiny_teacher, corpus, max_steps=100_000, **seldom), cluster)
     wait_for_step(store, process, 2)
 
-    process.send_signal(signal.SIGTERM)
+    train_workers()[-1].send_signal(signal.SIGTERM)
+    wait_for_starts(store, process, 2)
+    [saved] = [event.data["step"] for event in events(store) if event.type == "checkpoint"]
+    assert starts(store) == [0, saved]
+    assert _steps_by_run(store, 100_000)[0][-1] == saved >= 2
 
+    wait_for_step(store, process, saved + 2)
+    process.send_signal(signal.SIGTERM)
     assert process.wait() == 128 + signal.SIGTERM
     while train_workers():
         time.sleep(0.1)
-    assert AttemptStore(store).newest_checkpoint(JOB) is not None
+    newest = AttemptStore(store).list_checkpoints(JOB)[-1]
+    assert newest.step == _steps_by_run(store, 100_000)[1][-1] >= saved + 2
     error = events(store)[-1]
     assert (error.type, error.data["code"], error.data["retryable"]) == ("error", "preempted", True)
     assert AttemptStore(store).artifact_manifest(JOB, 1) is None

@@ -234,10 +234,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         assert second.trained[name].equal(tensor), name
 
 
-def test_a_run_told_to_stop_saves_first_and_loses_no_step(process_group: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wish", [Wish.LEAVE, Wish.STOP, Wish.PAUSE])
+def test_a_run_told_to_end_saves_first_and_loses_no_step(process_group: None, tmp_path: Path, wish: Wish) -> None:
     seldom = {"checkpoint": {"every_steps": 100}}
     whole = run(_run(tmp_path, "whole", spec=seldom))
-    first = run(_run(tmp_path, "cut", spec=seldom, wishes={1: Wish.SAVE, 3: Wish.STOP}))
+    first = run(_run(tmp_path, "cut", spec=seldom, wishes={1: Wish.SAVE, 3: wish}))
     saved = sorted(path.name[:13] for path in (tmp_path / "cut" / checkpoints_prefix("j", 1)).iterdir())
     second = run(_run(tmp_path, "cut", spec=seldom))
 

@@ -1,4 +1,5 @@
-"""A control plane as a process of its own on a real Ray, to be killed and restarted. Only the training is a stand-in.
+"""A control plane as a process of its own on a real Ray, to be killed and restarted. Only the training is a stand-in,
+unless another entrypoint is named.
 
 The stand-in talks through the real attempt channel and publishes through the real store. It waits for a file where a
 test wants to act in between, and writes each of its starts to a ledger.
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def serve():
     configure_logging()
     settings = Settings()
     parts = build_components(settings)
-    entrypoint = Entrypoint((sys.executable, sys.argv[1]), parts.objects.uri, {"OMP_NUM_THREADS": "1"})
+    entrypoint = Entrypoint((sys.executable, *sys.argv[1:]), parts.objects.uri, {"OMP_NUM_THREADS": "1"})
     app = create_app(settings, components=replace(parts, entrypoint=entrypoint))
     uvicorn.run(app, host=settings.host, port=settings.port, access_log=False)
 
@@ -140,6 +141,7 @@ class Plane:
 
     Args:
         settings: `SWIFTKV_*` variables beside those that place it.
+        entrypoint: arguments of Python that run an attempt in place of the stand-in, e.g. `("-m", "jobs.distill")`.
         shared: another one, whose attempts' script and store this one uses as well.
     """
 
@@ -149,6 +151,7 @@ class Plane:
         ray_cluster: RayCluster,
         settings: Mapping[str, str] | None = None,
         *,
+        entrypoint: Sequence[str] | None = None,
         shared: Plane | None = None,
     ) -> None:
         directory.mkdir(exist_ok=True)
@@ -173,7 +176,7 @@ class Plane:
         self.url = f"http://127.0.0.1:{self._port}"
         self.client = Client(self.url, outage_s=60.0)
         self._zygote = subprocess.Popen(
-            [sys.executable, "-c", ZYGOTE, str(self._script)],
+            [sys.executable, "-c", ZYGOTE, *(entrypoint or [str(self._script)])],
             env=self._env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""Attempts on a real Ray that lose a worker or their driver, or are paused: they end as if nothing had been.
+"""Jobs on a real Ray that lose a worker, their driver or their control plane, or are paused: they end as if nothing had
+been.
 
 `SWIFTKV_SEED` chooses the steps at which it happens; `make soak` tries five.
 """
@@ -10,12 +11,15 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, artifact_prefix, checkpoints_prefix
+from swiftkv_platform.local.ray_head import RayHead
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -34,6 +38,9 @@ from tests.distill_jobs import (
     wait_for_starts,
     wait_for_step,
 )
+from tests.integration.conftest import wait_for
+from tests.integration.planes import Plane, RayCluster
+from tests.ledger import Ledger
 from tests.s3_servers import S3Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -208,3 +215,62 @@ def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
     assert [len(steps) for steps in begins] == [1, 1, 1]
     assert begins[0][0] == 0 < begins[1][0] < begins[2][0] < TOTAL_STEPS
     assert_equal_bit_for_bit(final_weights(store, tmp_path / "checkpoint"), uninterrupted)
+
+
+@pytest.mark.parametrize("seed", [int(os.environ.get("SWIFTKV_SEED", "0"))])
+def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends_as_if_nothing_had_been(
+    train_head: RayHead,
+    tiny_teacher: Path,
+    corpus: Path,
+    tmp_path: Path,
+    uninterrupted: dict[str, torch.Tensor],
+    seed: int,
+) -> None:
+    """Each is killed in the middle of a step; the control plane is back two killings later."""
+    chance = random.Random(seed)
+    unattended, widowed, orphaned = (chance.randint(first, first + 9) for first in (1, 12, 23))
+    ledger = Ledger(tmp_path / "ledger")
+    ledger.directory.mkdir()
+    spec = job_spec(
+        tiny_teacher,
+        corpus,
+        max_steps=TOTAL_STEPS,
+        metadata={"ledger": str(ledger.directory), "hold": f"2:{unattended} 2:{widowed} 2:{orphaned}"},
+    )
+    plane = Plane(tmp_path / "plane", RayCluster.of(train_head), entrypoint=("-m", "tests.ledger"))
+    store = open_store(str(plane.home / "store"))
+    plane.start()
+    try:
+        job_id = plane.client.jobs.create(spec.model_dump(mode="json")).id
+        wait_for(lambda: ledger.reached(unattended, 2))
+        plane.kill()
+        ledger.release(unattended, 2)
+        wait_for(lambda: ledger.reached(widowed, 2))
+        chance.choice(train_workers()).kill()
+        ledger.release(widowed, 2)
+        wait_for(lambda: ledger.reached(orphaned, 2))
+        plane.start()
+        plane.wait_for_step(job_id, widowed)
+        _driver(job_id).kill()
+        ledger.release(orphaned, 2)
+        job = plane.client.jobs.wait(job_id, timeout=300)
+
+        assert (job.status, job.attempt) == ("succeeded", 2)
+        assert [point.step for point in plane.client.jobs.metrics(job_id)] == list(range(1, TOTAL_STEPS + 1))
+    finally:
+        plane.stop()
+    begins = [starts(store, attempt=attempt, job_id=job_id) for attempt in (1, 2)]
+    assert [len(steps) for steps in begins] == [2, 1]
+    assert begins[0][0] == 0 <= begins[0][1] <= widowed <= orphaned
+    assert begins[0][1] <= begins[1][0] <= orphaned
+    weights = final_weights(store, tmp_path / "checkpoint", job_id=job_id)
+    assert_equal_bit_for_bit(weights, uninterrupted)
+
+
+def _driver(job_id: str) -> psutil.Process:
+    """The entrypoint of the job's attempt, which Ray has started."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if {"tests.ledger", job_id} <= set(process.cmdline()):
+                return process
+    raise AssertionError("the driver is not there")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class Plan:
     """What the driver needs to know about the run ahead."""
 
+    spec: JobSpec
+    """With what the model and the data decide, see `spec_defaults`."""
     total_steps: int
     num_trained_parameters: int
     statistics: dict[str, Any]

@@ -31,6 +31,7 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate, collect
 from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 from swiftkv_platform.model.tokenizers import check_tokenizer
+from swiftkv_platform.spec_defaults import settle, settle_batch_size
 from swiftkv_platform.specs import JobSpec
 
 
@@ -76,6 +77,7 @@ def prepare(
         workspace = Path(directory)
         path = teacher_path(spec.model.name_or_path, workspace)
         student = load_student(spec, path)
+        spec = _settle(spec, student.config)
         check_heads(student.config, spec.sharding.sequence_parallel_size)
         if spec.distillation.hidden_loss_weight:
             hidden_loss_index(student.config, spec.distillation)
@@ -85,7 +87,10 @@ def prepare(
         data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers)
         if calibrated is None and spec.swiftkv.initialization == "calibrated":
             calibrated = _calibrate(spec, student, data, helpers)
+    spec = settle_batch_size(spec, len(data.train))
+    assert spec.training.batch_size is not None
     plan = Plan(
+        spec=spec,
         total_steps=total_steps(
             len(data.train),
             batch_size=spec.training.batch_size,
@@ -98,6 +103,11 @@ def prepare(
         flops_per_token=training_flops_per_token(spec, student.config),
     )
     return plan, Prepared(data, calibrated)
+
+
+def _settle(spec: JobSpec, config: Any) -> JobSpec:
+    context_length = getattr(config, "max_position_embeddings", None)
+    return settle(spec, context_length=context_length, hidden_size=config.hidden_size)
 
 
 def _calibrate(spec: JobSpec, student: Any, data: PreparedData, helpers: Helpers | None) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning.training import TrainingSetup, plan_training
+from swiftkv_platform.spec_defaults import BATCH_SIZE
 from swiftkv_platform.specs import JobSpec
 
 _PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
@@ -30,7 +31,7 @@ class Telemetry:
     def __init__(self, spec: JobSpec, flops_per_token: float | None, device: torch.device) -> None:
         self._device = device
         self._tokens = 0
-        tokens_per_step = spec.training.batch_size * spec.data.max_length
+        tokens_per_step = (spec.training.batch_size or BATCH_SIZE) * spec.data.max_length
         self._flops_per_step = None if flops_per_token is None else tokens_per_step * flops_per_token  # of all workers
         self._peak = spec.resources.peak_flops_per_second or _known_peak(spec, device)
 
@@ -67,7 +68,7 @@ def training_flops_per_token(spec: JobSpec, config: Any) -> float | None:
         sequence_length=spec.data.max_length,
         packing=spec.data.packing,
         micro_batch_size=spec.training.micro_batch_size,
-        batch_size=spec.training.batch_size,
+        batch_size=spec.training.batch_size or BATCH_SIZE,
         num_workers=spec.resources.max_workers,
         sequence_parallel_size=spec.sharding.sequence_parallel_size,
         gradient_checkpointing=spec.training.gradient_checkpointing,

@@ -39,14 +39,16 @@ def train(
     for message, is_warning in plan.messages:
         reporter.message(message, level="warn" if is_warning else "info")
     reporter.message(
-        f"{plan.total_steps} steps, {plan.num_trained_parameters} trained parameters",
+        f"{plan.total_steps} steps of {plan.spec.training.batch_size} rows of {plan.spec.data.max_length} tokens, "
+        f"learning rate {plan.spec.optimizer.learning_rate:g}, {plan.num_trained_parameters} trained parameters",
         total_steps=plan.total_steps,
         num_trained_parameters=plan.num_trained_parameters,
         data=plan.statistics,
     )
     checkpoint = _finished_before(store, request, plan.total_steps)
     if checkpoint is None:
-        checkpoint = fit(WorkerConfig(request, store.uri, plan.total_steps, prepared, plan.flops_per_token))
+        settled = request.model_copy(update={"spec": plan.spec})
+        checkpoint = fit(WorkerConfig(settled, store.uri, plan.total_steps, prepared, plan.flops_per_token))
     return checkpoint, prepared
 
 

@@ -53,9 +53,9 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
     with tempfile.TemporaryDirectory(prefix="write-") as directory:
         workspace = Path(directory)
         path = teacher_path(spec.model.name_or_path, workspace)
-        encoder = DocumentEncoder(
-            load_tokenizer(spec, path), max_length=spec.data.max_length, train_on=spec.data.train_on
-        )
+        teacher = writer(spec, path)
+        max_length = min(spec.data.max_length, teacher.max_model_len)
+        encoder = DocumentEncoder(load_tokenizer(spec, path), max_length=max_length, train_on=spec.data.train_on)
         engines: list[LLMEngine] = []
 
         def load_engine() -> LLMEngine:
@@ -69,7 +69,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
                     source,
                     index,
                     encoder,
-                    teacher=writer(spec, path),
+                    teacher=teacher,
                     seed=spec.training.seed,
                     remote=StoreFiles(workspace / "data"),
                 )

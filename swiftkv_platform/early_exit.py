@@ -12,6 +12,8 @@ from typing import Any, Literal, Self, get_args
 from swiftkv_platform.errors import InvalidInputError
 
 EarlyExitMode = Literal["off", "threshold", "lossless"]
+_BY_MODE: Any = None
+"""A threshold that is not given; the options have one."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,17 @@ class EarlyExit:
     mode: EarlyExitMode = "off"
     """`off`: every token goes through all layers. `threshold`: a token exits where the exit head is sure enough.
     `lossless`: the exit head drafts, the upper layers verify, and the text is that of `off`."""
-    threshold: float = 0.95
-    """Probability, at temperature 1, that the exit head's first choice must have: for `threshold` to exit there, for
-    `lossless` to draft on. 0 to 1; 0 always exits."""
+    threshold: float = _BY_MODE
+    """Probability, at temperature 1, that the exit head's first choice must have: for `threshold` to exit there (0.95
+    by default, 0 always exits), for `lossless` to draft on (0 by default: it drafts wherever that pays). 0 to 1."""
     num_draft_tokens: int = 4
     """Most tokens that `lossless` drafts before it verifies them."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(EarlyExitMode):
             raise _refusal("mode", self.mode, "off, threshold or lossless")
+        if self.threshold is _BY_MODE:
+            object.__setattr__(self, "threshold", 0.0 if self.mode == "lossless" else 0.95)
         number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
         if not (number and 0.0 <= self.threshold <= 1.0):
             raise _refusal("threshold", self.threshold, "a number from 0 to 1")

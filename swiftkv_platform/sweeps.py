@@ -70,7 +70,8 @@ class Point(_Record):
     num_key_value_layers: int | None
     """As swept or in the spec; None where that gives `prefill_reduction`."""
     key_value_group_size: int
-    learning_rate: float
+    learning_rate: float | None
+    """As swept or in the spec; None where the model's size decides."""
     report: dict[str, Any] | None
     """The trial's `evaluation.json`; None where it failed."""
     error: str | None = None

@@ -20,17 +20,19 @@ def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
     The warm-up takes ceil(warmup_ratio x total_steps) steps; its last one has the full rate. The step after the last
     would have rate 0, so the last one still learns.
     """
+    peak = spec.learning_rate
+    assert peak is not None, "settled before training, see spec_defaults"
     warmup_steps = math.ceil(spec.warmup_ratio * total_steps)
     if step < warmup_steps:
-        return spec.learning_rate * (step + 1) / warmup_steps
+        return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
     match spec.schedule:
         case "constant":
-            return spec.learning_rate
+            return peak
         case "linear":
-            return spec.learning_rate * (1.0 - progress)
+            return peak * (1.0 - progress)
         case "cosine":
-            return spec.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+            return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> AdamW:
@@ -43,7 +45,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> 
         {"params": matrices, "weight_decay": spec.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return AdamW([group for group in groups if group["params"]], lr=spec.learning_rate, betas=spec.betas)
+    return AdamW([group for group in groups if group["params"]], lr=0.0, betas=spec.betas)  # the step sets the rate
 
 
 def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> list[Optimizer]:
@@ -63,7 +65,7 @@ def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerS
         (matrices if parameter.ndim == 2 and "exit_head." not in name else rest).append(parameter)
     muon = Muon(
         matrices,
-        lr=spec.learning_rate,
+        lr=0.0,
         weight_decay=spec.weight_decay,
         momentum=spec.momentum,
         adjust_lr_fn="match_rms_adamw",

@@ -165,6 +165,7 @@ class Trainer:
         """This worker's rows of a step, `micro_batch_size` at a time. Every worker has equally many: one whose share is
         shorter fills it up with a row that no loss counts."""
         training, parallel = self._spec.training, self._parallel
+        assert training.batch_size is not None, "settled before training, see spec_defaults"
         batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
         mine = rank_rows(batch, parallel.data_rank, parallel.data_size)
         places = [*mine, *batch[: -(-len(batch) // parallel.data_size) - len(mine)]]

@@ -5,13 +5,16 @@ is accepted. So it is worth its cost where
 
     probability that it is accepted > its cost in passes x sequences of the step that get a token
 
-The probability is a running one, by sequence and source. Where drafting does not pay, nothing is observed; the estimate
-then drifts back to where it began, so that drafting is tried again, at most every few dozen tokens. The text never
+For what the text suggests the probability is a running share, by sequence. For the exit head it is the head's own
+confidence, its odds times a factor that is learned from what became of its drafts: a head that spreads its probability
+over several tokens still has the right one first far more often than it says. Where drafting does not pay, nothing is
+observed; what was learned then fades, so that drafting is tried again, at most every few dozen tokens. The text never
 depends on any of this.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
@@ -19,6 +22,10 @@ MIN_NGRAM, MAX_NGRAM = 2, 4
 """Tokens at the end of the text that must have occurred before; the longest match is taken."""
 DECAY, DRIFT = 0.9, 0.97
 """What remains of older observations with each new one, and with each token that was not drafted for."""
+MOST_SHIFT = 4.0
+"""Bound of what is learned, in log-odds."""
+HIGHEST_CONFIDENCE = 0.95
+"""More than this is not believed of the exit head before its drafts have proved it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Estimate:
     def value(self) -> float:
         return (self._prior + self._hits) / (1.0 + self._trials)
 
-    def observe(self, hits: int, trials: int) -> None:
+    def observe(self, hits: float, trials: float) -> None:
         """Count `hits` of `trials`."""
         if trials:
             self._hits, self._trials = self._hits * DECAY + hits, self._trials * DECAY + trials
@@ -76,6 +83,54 @@ class Estimate:
     def drift(self) -> None:
         """A token went by without a trial."""
         self._hits, self._trials = self._hits * DRIFT, self._trials * DRIFT
+
+
+class Reliability:
+    """What to add to the log-odds of the exit head's confidence: above 0 where it is right more often than it says.
+
+    Learned draft by draft, by steps up the likelihood of what became of them.
+
+    Args:
+        rate: of a step.
+        drift: what remains of it with each token that was not drafted for.
+        common: that of the whole engine, which this one is relative to and which learns from the same drafts.
+    """
+
+    def __init__(self, rate: float, drift: float, common: Reliability | None = None) -> None:
+        self._rate, self._drift, self.common = rate, drift, common
+        self._own = 0.0
+
+    @property
+    def shift(self) -> float:
+        return self._own + (self.common.shift if self.common else 0.0)
+
+    def acceptance(self, confidence: float) -> float:
+        """Probability that a draft of this confidence is accepted; 0 stays 0."""
+        if not confidence > 0.0:
+            return 0.0
+        odds = 1.0 / min(confidence, HIGHEST_CONFIDENCE) - 1.0
+        return 1.0 / (1.0 + odds * math.exp(-self.shift))
+
+    def observe(self, confidence: float, *, accepted: bool) -> None:
+        """A draft was verified."""
+        expected = self.acceptance(confidence)
+        self._learn((accepted - expected) / (expected * (1.0 - expected) + 0.25))
+
+    def drift(self) -> None:
+        """A token went by without a draft."""
+        self._own *= self._drift
+        if self.common:
+            self.common.drift()
+
+    def _learn(self, step: float) -> None:
+        self._own = max(-MOST_SHIFT, min(MOST_SHIFT, self._own + self._rate * step))
+        if self.common:
+            self.common._learn(step)
+
+
+def common_reliability() -> Reliability:
+    """Of an engine, slow to learn and to forget."""
+    return Reliability(0.1, 0.999)
 
 
 class PromptLookup:
@@ -109,14 +164,36 @@ class DraftHistory:
     def __init__(self) -> None:
         self.lookup = PromptLookup()
         self.lookup_accepted = Estimate(0.7)
-        self.exit_accepted = Estimate(0.9)
-        self.exit_confident = Estimate(0.9)
-        """Share of the exit head's evaluations that reached the threshold."""
+        self.exit_reliability = Reliability(0.4, 0.99)
+        self.exit_gain = Estimate(0.2)
+        """Passes that an evaluation of the exit head saves, its own cost aside."""
+        self.exit_confidences: list[float] = []
+        """Of the drafts under way."""
+
+    def follow(self, common: Reliability) -> None:
+        """Begin with what the engine has learned of its exit head."""
+        if self.exit_reliability.common is not common:
+            self.exit_reliability = Reliability(0.4, 0.99, common)
 
     def observe(self, *, from_text: bool, num_drafts: int, num_accepted: int) -> None:
         """Drafts up to the first one that was not accepted are trials."""
-        estimate = self.lookup_accepted if from_text else self.exit_accepted
-        estimate.observe(num_accepted, min(num_accepted + 1, num_drafts))
+        num_tried = min(num_accepted + 1, num_drafts)
+        if from_text:
+            self.lookup_accepted.observe(num_accepted, num_tried)
+        else:
+            for at, confidence in enumerate(self.exit_confidences[:num_tried]):
+                self.exit_reliability.observe(confidence, accepted=at < num_accepted)
+
+    def observe_exit_head(self, gain: float) -> None:
+        """An evaluation led to a draft that is expected to save `gain` passes, or to none."""
+        self.exit_gain.observe(gain, 1.0)
+        if not gain:
+            self.exit_reliability.drift()
+
+    def drift_exits(self) -> None:
+        """A token went by without an evaluation of the exit head."""
+        self.exit_reliability.drift()
+        self.exit_gain.drift()
 
 
 def lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, limit: int) -> int:
@@ -130,11 +207,17 @@ def lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, li
 def exit_head_pays(history: DraftHistory, costs: DraftCosts, num_sequences: int, num_drafting: int) -> bool:
     """Whether to look at the exit head at all: sequences that draft together share what it costs the others."""
     share = num_sequences / num_drafting
-    gain = history.exit_accepted.value - (costs.lower + costs.row) * share
-    return history.exit_confident.value * gain > costs.exit_head * share
+    even_if_sure = 1.0 - costs.row * num_sequences - costs.lower * share
+    return min(even_if_sure, history.exit_gain.value) > costs.exit_head * share
 
 
-def another_pass_pays(histories: Tokens[DraftHistory], costs: DraftCosts, num_sequences: int, num_drafted: int) -> bool:
-    """Whether to run the drafts, one of each sequence of `histories`, that `num_drafted` others came before."""
-    expected = sum(history.exit_accepted.value ** (num_drafted + 1) for history in histories)
-    return expected > (costs.lower + costs.row * len(histories)) * num_sequences
+def paying_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
+    """Which drafts to run together in one pass of the layers below l, and the passes that each is expected to save.
+
+    Args:
+        expected: by draft, the probability that it and those before it are accepted.
+    """
+    row = costs.row * num_sequences
+    chosen = [at for at, probability in enumerate(expected) if probability > row]
+    gain = sum(expected[at] - row for at in chosen) - costs.lower * num_sequences
+    return dict.fromkeys(chosen, gain / len(chosen)) if chosen and gain > 0.0 else {}

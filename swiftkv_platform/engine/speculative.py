@@ -21,9 +21,10 @@ from swiftkv_platform.engine.batch import Batch, Layout, Span, lay_out
 from swiftkv_platform.engine.drafting import (
     Draft,
     DraftCosts,
-    another_pass_pays,
+    common_reliability,
     exit_head_pays,
     lookup_size,
+    paying_drafts,
 )
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
 from swiftkv_platform.engine.sampler import SamplingRow, sample
@@ -42,6 +43,8 @@ class Drafting:
 
     def __init__(self, costs: DraftCosts) -> None:
         self.costs = costs
+        self._reliability = {greedy: common_reliability() for greedy in (False, True)}
+        """Of the exit head: whose first choice is right more often than a draw of its is."""
 
     def plan(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
@@ -60,13 +63,13 @@ class Drafting:
             elif sequence.params.early_exit.mode == "lossless" and limit > 0:
                 others.append(sequence)
         for sequence in others:
+            sequence.drafts.follow(self._reliability[sequence.params.temperature == 0.0])
             limit = min(sequence.num_draftable_tokens, sequence.params.early_exit.num_draft_tokens, room)
             if limit > 0 and exit_head_pays(sequence.drafts, self.costs, num_sequences, len(others)):
                 drafts[sequence] = Draft(num_exit_tokens=limit)
                 room -= limit
             else:
-                sequence.drafts.exit_accepted.drift()
-                sequence.drafts.exit_confident.drift()
+                sequence.drafts.drift_exits()
         return drafts
 
     def _look_up(self, sequence: EngineSequence, num_sequences: int, limit: int) -> tuple[int, ...]:
@@ -108,7 +111,7 @@ def draft_from_exit_head(
     lower: Callable[[Layout], torch.Tensor],
     block_size: int,
 ) -> ExitDrafts:
-    """Draft while the exit head is sure enough and one more pass of layers < l is worth what it costs.
+    """Draft while the exit head is sure enough that one more pass of layers < l is worth what it costs.
 
     Args:
         x: hidden states of the step's tokens after layer l - 1, [1, num_tokens, hidden_size].
@@ -117,41 +120,49 @@ def draft_from_exit_head(
     active = [index for index, item in enumerate(scheduled) if item.draft.num_exit_tokens]
     if not active:
         return drafts
-    x, count, num_passes = x[:, [batch.next_token_rows[index][0] for index in active]], 0, 0
+    for index in active:
+        scheduled[index].sequence.drafts.exit_confidences.clear()
+    chances = dict.fromkeys(active, 1.0)  # that all drafts so far are accepted
+    x, count = x[:, [batch.next_token_rows[index][0] for index in active]], 0
     while active:
         logits = model.exit_logits(x[0]).float()  # [num_active, vocab_size]
-        sure = _sure(logits, [scheduled[index].sequence for index in active])
-        active = [active[row] for row in sure]
-        histories = [scheduled[index].sequence.drafts for index in active]
-        if not active or not another_pass_pays(histories, costs, len(batch.next_token_rows), num_passes):
+        sequences = [scheduled[index].sequence for index in active]
+        confidences = _confidences(logits, sequences)
+        for index, sequence, confidence in zip(active, sequences, confidences, strict=True):
+            chances[index] *= sequence.drafts.exit_reliability.acceptance(confidence)
+        gains = paying_drafts([chances[index] for index in active], costs, len(batch.next_token_rows))
+        for at, sequence in enumerate(sequences):
+            sequence.drafts.observe_exit_head(gains.get(at, 0.0))
+        chosen = list(gains)
+        if not chosen:
             break
+        active = [active[at] for at in chosen]
         rows = [sampling_row(scheduled[index].sequence, drafts.tokens.get(index, [])) for index in active]
-        tokens = sample(logits if len(sure) == len(logits) else logits[sure], rows)
+        tokens = sample(logits if len(chosen) == len(logits) else logits[chosen], rows)
         spans = []
-        for row, (index, token) in enumerate(zip(active, tokens, strict=True)):
+        for row, (index, at, token) in enumerate(zip(active, chosen, tokens, strict=True)):
             sequence, own = scheduled[index].sequence, drafts.tokens.setdefault(index, [])
             spans.append(Span([sequence.num_tokens + len(own)], sequence.block_table, [token]))
             own.append(token)
+            sequence.drafts.exit_confidences.append(confidences[at])
             drafts.rows.setdefault(index, []).append(count + row)
         x = lower(lay_out(spans, block_size, x.device))
         drafts.hidden.append(x)
-        count, num_passes = count + len(active), num_passes + 1
+        count += len(active)
         limits = [scheduled[index].draft.num_exit_tokens for index in active]
         going_on = [row for row, index in enumerate(active) if len(drafts.tokens[index]) < limits[row]]
         active, x = [active[row] for row in going_on], x[:, going_on]
     return drafts
 
 
-def _sure(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[int]:
-    """Rows whose largest probability, at temperature 1 and before any sampling parameter, reaches the threshold."""
-    confidence = logits.softmax(dim=-1).amax(dim=-1).tolist()
-    sure = []
-    for row, sequence in enumerate(sequences):
-        reached = confidence[row] >= sequence.params.early_exit.threshold
-        sequence.drafts.exit_confident.observe(int(reached), 1)
-        if reached:
-            sure.append(row)
-    return sure
+def _confidences(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[float]:
+    """The largest probability of each row, at temperature 1 and before any sampling parameter; 0 where it does not
+    reach the request's threshold."""
+    found: list[float] = logits.softmax(dim=-1).amax(dim=-1).tolist()
+    return [
+        confidence if confidence >= sequence.params.early_exit.threshold else 0.0
+        for confidence, sequence in zip(found, sequences, strict=True)
+    ]
 
 
 def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRow:

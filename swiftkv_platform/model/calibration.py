@@ -2,7 +2,8 @@
 
 Copying the teacher's weights feeds them the wrong input: layer i >= l expects its own hidden state, and SwiftKV gives
 it h = norm_swiftkv(x). Here what each upper layer makes of its hidden state is regressed on h, and the layers of an
-AcrossKV group are then merged: by head in `calibration_heads`, latents in `calibration_latent`.
+AcrossKV group are then merged: by head in `calibration_heads`, latents in `calibration_latent`. The exit head likewise
+starts as the language model's head on the final hidden state that x lets one expect, not on x itself.
 
 One forward pass of the teacher; everything is linear in Gram matrices kept in float64, which add up over workers.
 It knows no files and no training.
@@ -20,7 +21,7 @@ from torch import nn
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.calibration_heads import HEADS
 from swiftkv_platform.model.calibration_latent import LATENTS
-from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Method, Regression
+from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Method, Regression, ridge_factor
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 
 TokenBatch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -105,7 +106,7 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
         for batch in batches:
             context = decoder.begin(**_inputs(batch, decoder))
             x = decoder.lower(context)
-            decoder.teacher_upper(x, context)
+            final = decoder.teacher_upper(x, context)
             hidden = decoder.norm_swiftkv(x).flatten(0, 1).double()
             hidden = torch.cat((hidden, hidden.new_ones(hidden.shape[0], 1)), dim=1)
             sums = CalibrationStatistics(
@@ -115,6 +116,7 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
                     i: method.query_statistic(query.unflatten(-1, (config.num_attention_heads, -1)))
                     for i, query in recorder.queries.items()
                 },
+                exits=_exit_sums(model.exit_norm(x), final) if config.early_exit else (),
                 num_tokens=hidden.shape[0],
             )
             statistics = sums if statistics is None else statistics.add_(sums)
@@ -123,9 +125,14 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
     return statistics
 
 
+def _exit_sums(inputs: torch.Tensor, final: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, final = inputs.flatten(0, 1).double(), final.flatten(0, 1).double()
+    return inputs.T @ inputs, inputs.T @ final
+
+
 @torch.no_grad()
 def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
-    """Set the SwiftKV projections of every group of `model` from `statistics`, in place."""
+    """Set the SwiftKV projections of every group of `model`, and its exit head, from `statistics`, in place."""
     layer_map, layers = model.config.layer_map, model.model.layers
     leaders = {i: layers[i] for i in layer_map.leaders}
     method = _method(leaders)
@@ -134,3 +141,8 @@ def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
     for leader in leaders:
         group = layer_map.group(leader)
         method.fit([layers[i].self_attn for i in group], group, statistics, regression)
+    if statistics.exits:
+        gram, cross = statistics.exits
+        expected = torch.cholesky_solve(cross, ridge_factor(gram))  # exit_norm(x) @ expected: the final hidden state
+        head = model.lm_head.weight
+        model.exit_head.weight.copy_(head.float() @ expected.T.to(head.device, torch.float32))

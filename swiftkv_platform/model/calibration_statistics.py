@@ -23,6 +23,9 @@ class CalibrationStatistics:
     """By upper layer and recorded module of its attention: sum of [h, 1]^T output, [hidden_size + 1, outputs]."""
     queries: dict[int, torch.Tensor]
     """By upper layer: what the method keeps of the queries before RoPE, summed."""
+    exits: tuple[torch.Tensor, ...]
+    """With an exit head, of n = exit_norm(x) and the teacher's final hidden states: sums of n^T n and n^T final, each
+    [hidden_size, hidden_size]; else empty."""
     num_tokens: int
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -30,6 +33,7 @@ class CalibrationStatistics:
         yield self.gram
         yield from (self.cross[key] for key in sorted(self.cross))
         yield from (self.queries[layer] for layer in sorted(self.queries))
+        yield from self.exits
 
     def add_(self, other: CalibrationStatistics) -> CalibrationStatistics:
         """Add another batch's sums, in place."""
@@ -44,19 +48,26 @@ class CalibrationStatistics:
             gram=self.gram.cpu(),
             cross={key: sums.cpu() for key, sums in self.cross.items()},
             queries={layer: sums.cpu() for layer, sums in self.queries.items()},
+            exits=tuple(sums.cpu() for sums in self.exits),
             num_tokens=self.num_tokens,
         )
+
+
+def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
+    """Lower Cholesky factor of a Gram matrix with the ridge penalty."""
+    penalty = RIDGE * gram.diagonal().mean()
+    factor: torch.Tensor = torch.linalg.cholesky(
+        gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    )
+    return factor
 
 
 class Regression:
     """Ridge regression of recorded outputs on h, with an intercept where the projection that is fitted has a bias."""
 
     def __init__(self, statistics: CalibrationStatistics, *, intercept: bool) -> None:
-        gram = statistics.gram if intercept else statistics.gram[:-1, :-1]
-        penalty = RIDGE * gram.diagonal().mean()
-        self.gram = gram
-        self.factor = torch.linalg.cholesky(gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
-        """Lower Cholesky factor of the penalised Gram matrix."""
+        self.gram = statistics.gram if intercept else statistics.gram[:-1, :-1]
+        self.factor = ridge_factor(self.gram)
 
     def solve(self, cross: torch.Tensor) -> torch.Tensor:
         """[hidden_size + 1, outputs] of the statistics -> weights [inputs, outputs]."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftkv_platform.orchestration.data_checks import SourceEstimate
 from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared_key_value_heads
 from swiftkv_platform.planning.training import TrainingSetup, plan_training
+from swiftkv_platform.spec_defaults import FULL_WIDTH, settle, settle_batch_size
 from swiftkv_platform.specs import JobSpec
 
 PROCESS_MEMORY = 710 << 20
@@ -59,8 +61,10 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         InvalidInputError: l, g or a batch size that does not fit.
         ModelError: a family without a row, or a configuration that lacks a key.
     """
-    steps = spec.training.max_steps
-    max_tokens = None if steps is None else steps * spec.training.batch_size * spec.data.max_length
+    spec = _settled(spec, config)
+    setup, steps = _setup(spec), spec.training.max_steps
+    tokens_per_step = setup.batch_size * setup.sequence_length
+    max_tokens = None if steps is None else steps * tokens_per_step
     num_key_value_layers, group_size = _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size
     prefill = plan(
         config,
@@ -71,7 +75,7 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
     )
     training = plan_training(
         config,
-        _setup(spec),
+        setup,
         num_key_value_layers=num_key_value_layers,
         key_value_group_size=group_size,
         num_tokens=max_tokens,
@@ -90,13 +94,21 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         process_memory=None if spec.resources.gpus_per_worker else PROCESS_MEMORY,
         max_tokens=max_tokens,
         total_flops=training.total_flops,
-        flops_per_step=training.flops_per_token.total * spec.training.batch_size * spec.data.max_length,
+        flops_per_step=training.flops_per_token.total * tokens_per_step,
         sources=sources,
     )
 
 
+def _settled(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
+    """As preparation will settle it, but for the batch size of few data, which are not read here."""
+    context_length, hidden_size = config.get("max_position_embeddings"), config.get("hidden_size")
+    settled = settle(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
+    return settle_batch_size(settled, num_rows=sys.maxsize)
+
+
 def _setup(spec: JobSpec) -> TrainingSetup:
     device: Literal["cuda", "cpu"] = "cuda" if spec.resources.gpus_per_worker else "cpu"
+    assert spec.training.batch_size is not None
     return TrainingSetup(
         sequence_length=spec.data.max_length,
         packing=spec.data.packing,

@@ -56,7 +56,7 @@ class DataSpec(Spec):
 
     sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1)] = (DataSourceSpec(name_or_path=BUILTIN_DATA),)
     max_length: Annotated[int, Field(ge=16)] = 8192
-    """Tokens per sequence; a longer sample is cut."""
+    """Tokens per sequence, at most the model's context (`max_position_embeddings`); a longer sample is cut."""
     packing: bool = True
     """Pack samples into one sequence, attention kept apart and positions restarted."""
     train_on: Literal["assistant", "all"] = "all"

@@ -75,7 +75,8 @@ class OptimizerSpec(Spec):
     name: Literal["adamw", "muon"] = "adamw"
     """`muon`: Muon for the trained matrices and AdamW for the rest, with one learning rate; not under `deepspeed`,
     which keeps flat shards instead of matrices."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 3e-4
+    learning_rate: Annotated[float, Field(gt=0.0)] | None = None
+    """Default: 3e-4 for hidden sizes from 2,048 up, in inverse proportion to smaller ones, at most 3e-3."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.05
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
     """AdamW's."""
@@ -91,8 +92,9 @@ class TrainingSpec(Spec):
     num_epochs: Annotated[int, Field(ge=1)] = 2
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Overrides `num_epochs`."""
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    """Packed sequences per optimizer step, over all workers."""
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Packed sequences per optimizer step, over all workers. Default: 32, halved while the epochs make fewer than 100
+    steps."""
     micro_batch_size: Annotated[int, Field(ge=1)] = 1
     """Packed sequences per forward and worker; must divide batch_size / num_workers."""
     gradient_checkpointing: bool = False
@@ -208,6 +210,11 @@ class JobSpec(Spec):
     metadata: dict[str, str] = Field(default={}, max_length=32)
     """Free key/value pairs, kept with the job and its model."""
 
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows that all workers take in one forward pass; a batch is a multiple of it."""
+        return self.resources.max_workers // self.sharding.sequence_parallel_size * self.training.micro_batch_size
+
     @model_validator(mode="after")
     def _sequences_divide(self) -> Self:
         size, workers = self.sharding.sequence_parallel_size, self.resources.num_workers
@@ -229,9 +236,8 @@ class JobSpec(Spec):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Self:
-        size = self.sharding.sequence_parallel_size
-        per_step = self.resources.max_workers // size * self.training.micro_batch_size
-        if self.training.batch_size % per_step:
+        size, per_step = self.sharding.sequence_parallel_size, self.rows_per_pass
+        if self.training.batch_size is not None and self.training.batch_size % per_step:
             raise PydanticCustomError(
                 "batch_size",
                 "training.batch_size {value} must be a multiple of resources.num_workers x {shared}"

@@ -38,6 +38,23 @@ def test_calibrated_start_beats_the_copied_one(biases: bool, group_size: int, to
     assert divergence(calibrated, tokens[24:]) < 0.9 * divergence(copied, tokens[24:])
 
 
+def test_the_exit_head_starts_from_the_final_hidden_state_that_is_to_be_expected(tokens: torch.Tensor) -> None:
+    shape: dict[str, Any] = {"num_key_value_layers": 3, "early_exit": True}
+    copied = convert(random_teacher(), **shape)
+    calibrated = convert(random_teacher(), **shape, calibration=tokens[:24].split(8))
+    assert exit_divergence(calibrated, tokens[24:]) < 0.9 * exit_divergence(copied, tokens[24:])
+
+
+@torch.no_grad()
+def exit_divergence(student: Any, tokens: torch.Tensor) -> float:
+    """Mean KL(teacher || exit head) in nats."""
+    decoder = student.model
+    x = decoder.lower(decoder.begin(tokens))
+    teacher_log = student.swiftkv(False)(tokens).logits.log_softmax(-1)
+    exit_log = student.exit_logits(x).log_softmax(-1)
+    return float(F.kl_div(exit_log, teacher_log, log_target=True, reduction="none").sum(-1).mean())
+
+
 def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(tokens: torch.Tensor) -> None:
     """Layer 4's keys are layer 3's, turned and scaled per frequency: the mean loses them, the joint fit does not."""
     teacher = random_teacher()
@@ -105,9 +122,10 @@ def test_layers_with_other_bases_share_one_latent(tokens: torch.Tensor) -> None:
 
 
 def test_statistics_of_workers_add_up(tokens: torch.Tensor) -> None:
-    student = convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2)
+    student = convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2, early_exit=True)
     whole = collect(student, [tokens])
     parts = [collect(student, [half]) for half in tokens.split(16)]
+    assert len(whole.exits) == 2
     for expected, first, second in zip(whole.tensors(), parts[0].tensors(), parts[1].tensors(), strict=True):
         torch.testing.assert_close(first + second, expected)
     assert parts[0].num_tokens + parts[1].num_tokens == whole.num_tokens == tokens.numel()

@@ -248,8 +248,8 @@ def test_an_exit_head_that_is_never_right_is_soon_left_alone(student: LoadedMode
     params = {**GREEDY, "max_tokens": 100, "logit_bias": {3: -1e9}}
     with patch.object(student.model, "exit_logits", side_effect=lambda x: wrong.expand(len(x), -1)) as asked:
         output = answers(make_engine(student), [[1, 2]], params, early_exit=EarlyExit("lossless", 0.9, 4))[0]
-    assert output.num_draft_tokens < 10
-    assert asked.call_count < 20
+    assert output.num_draft_tokens < 20
+    assert asked.call_count < 30
     assert output.token_ids == answers(make_engine(student), [[1, 2]], params)[0].token_ids
 
 

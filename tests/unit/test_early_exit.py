@@ -15,7 +15,8 @@ from swiftkv_platform.errors import InvalidInputError
     [
         (None, EarlyExit("off", 0.95, 4)),
         ("threshold", EarlyExit("threshold", 0.95, 4)),
-        ({"mode": "lossless", "num_draft_tokens": 2}, EarlyExit("lossless", 0.95, 2)),
+        ({"mode": "lossless", "num_draft_tokens": 2}, EarlyExit("lossless", 0.0, 2)),
+        ({"mode": "lossless", "threshold": 0.7}, EarlyExit("lossless", 0.7, 4)),
         ({"mode": "threshold", "threshold": 1}, EarlyExit("threshold", 1.0, 4)),
         (EarlyExit("threshold", 0.0), EarlyExit("threshold", 0.0, 4)),
     ],

@@ -26,7 +26,7 @@ def test_submitting_answers_with_the_job_and_its_place(server: Server) -> None:
     assert set(job) == JOB_KEYS
     assert (job["object"], job["status"], job["name"]) == ("distillation.job", "queued", "test")
     assert (job["attempt"], job["submission_id"], job["metadata"]) == (1, None, {"team": "blue"})
-    assert job["spec"]["training"]["batch_size"] == 32
+    assert job["spec"]["training"]["num_epochs"] == 2
     assert server.get(f"/jobs/{job['id']}") == job
 
 

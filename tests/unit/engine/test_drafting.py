@@ -10,9 +10,10 @@ from swiftkv_platform.engine.drafting import (
     DraftCosts,
     DraftHistory,
     PromptLookup,
-    another_pass_pays,
+    common_reliability,
     exit_head_pays,
     lookup_size,
+    paying_drafts,
 )
 
 COSTS = DraftCosts(lower=0.5, exit_head=0.03, row=0.06, max_step_tokens=16)
@@ -66,21 +67,85 @@ def test_a_sequence_does_not_draft_at_the_expense_of_many() -> None:
     assert exit_head_pays(DraftHistory(), COSTS, num_sequences=1, num_drafting=1)
     assert not exit_head_pays(DraftHistory(), COSTS, num_sequences=4, num_drafting=1)
     assert exit_head_pays(DraftHistory(), COSTS, num_sequences=4, num_drafting=4)
-    assert another_pass_pays([DraftHistory()] * 4, COSTS, num_sequences=4, num_drafted=0)
-    assert not another_pass_pays([DraftHistory()] * 2, COSTS, num_sequences=4, num_drafted=0)
+    assert set(paying_drafts([0.9] * 4, COSTS, num_sequences=4)) == {0, 1, 2, 3}
+    assert not paying_drafts([0.9] * 2, COSTS, num_sequences=4)
+
+
+def test_a_draft_pays_where_it_is_accepted_more_often_than_it_costs() -> None:
+    assert paying_drafts([0.57], COSTS, num_sequences=1) == {0: pytest.approx(0.01)}
+    assert not paying_drafts([0.55], COSTS, num_sequences=1)
+    # One that is worth its row shares the pass of a sure one; one that is not worth it stays out.
+    assert set(paying_drafts([1.0, 0.2, 0.9], COSTS, num_sequences=2)) == {0, 1, 2}
+    assert set(paying_drafts([1.0, 0.1, 0.9], COSTS, num_sequences=2)) == {0, 2}
+
+
+@pytest.mark.parametrize("num_sequences", range(1, 17))
+def test_no_draft_is_run_that_the_costs_are_above(num_sequences: int) -> None:
+    draw = random.Random(num_sequences)
+    for _ in range(200):
+        expected = [draw.random() for _ in range(num_sequences)]
+        chosen = paying_drafts(expected, COSTS, num_sequences)
+        if chosen:
+            cost = (COSTS.lower + COSTS.row * len(chosen)) * num_sequences
+            assert sum(expected[at] for at in chosen) > cost
 
 
 def test_an_exit_head_that_is_never_sure_is_not_evaluated() -> None:
     history = DraftHistory()
     for _ in range(60):
-        history.exit_confident.observe(0, 1)
+        history.observe_exit_head(0.0)
     assert not exit_head_pays(history, COSTS, 1, 1)
 
 
-def test_the_less_is_accepted_the_shorter_the_drafts() -> None:
-    good, bad = DraftHistory(), DraftHistory()
-    for _ in range(20):
-        good.observe(from_text=False, num_drafts=4, num_accepted=4)
-        bad.observe(from_text=False, num_drafts=4, num_accepted=2)
-    assert another_pass_pays([good], COSTS, 1, num_drafted=3)
-    assert not another_pass_pays([bad], COSTS, 1, num_drafted=3)
+def drafted(history: DraftHistory, confidence: float, *, accepted: bool) -> None:
+    history.exit_confidences[:] = [confidence]
+    history.observe(from_text=False, num_drafts=1, num_accepted=int(accepted))
+
+
+@pytest.mark.parametrize(("confidence", "share"), [(0.9, 0.6), (0.5, 0.9), (0.3, 0.3)])
+def test_a_confidence_is_believed_as_far_as_it_proved_right(confidence: float, share: float) -> None:
+    reliability, draw = common_reliability(), random.Random(0)
+    assert reliability.acceptance(confidence) == pytest.approx(confidence)
+    found = []
+    for _ in range(600):
+        reliability.observe(confidence, accepted=draw.random() < share)
+        found.append(reliability.acceptance(confidence))
+    assert sum(found[300:]) / 300 == pytest.approx(share, abs=0.07)
+
+
+def test_a_new_sequence_begins_with_what_the_engine_has_learned() -> None:
+    common, first, second = common_reliability(), DraftHistory(), DraftHistory()
+    first.follow(common)
+    for _ in range(50):
+        drafted(first, 0.5, accepted=True)
+    second.follow(common)
+    assert first.exit_reliability.acceptance(0.5) > second.exit_reliability.acceptance(0.5) > 0.7
+    second.follow(common)
+    drafted(second, 0.5, accepted=False)
+    second.follow(common)
+    assert second.exit_reliability.shift < common.shift, "its own history is kept"
+
+
+def test_drafts_after_the_first_that_was_rejected_say_nothing() -> None:
+    one, two = DraftHistory(), DraftHistory()
+    one.exit_confidences[:], two.exit_confidences[:] = [0.9, 0.8], [0.9, 0.8, 0.99]
+    one.observe(from_text=False, num_drafts=2, num_accepted=1)
+    two.observe(from_text=False, num_drafts=3, num_accepted=1)
+    assert one.exit_reliability.shift == two.exit_reliability.shift < 0.0
+
+
+def test_an_exit_head_that_is_sure_and_wrong_costs_little() -> None:
+    """Over 1,000 tokens, all of them rejected drafts where there is one: at most 3% more than `off`."""
+    history, spent = DraftHistory(), 0.0
+    history.follow(common_reliability())
+    for _ in range(1000):
+        if not exit_head_pays(history, COSTS, 1, 1):
+            history.drift_exits()
+            continue
+        gains = paying_drafts([history.exit_reliability.acceptance(0.95)], COSTS, 1)
+        history.observe_exit_head(gains.get(0, 0.0))
+        spent += COSTS.exit_head
+        if gains:
+            spent += COSTS.lower + COSTS.row
+            drafted(history, 0.95, accepted=False)
+    assert 0 < spent < 30

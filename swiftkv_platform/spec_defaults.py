@@ -1,0 +1,48 @@
+"""What a job spec leaves to the model and the data: row length, learning rate, batch size. Pure functions of both, so
+every attempt of a job settles on the same. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from swiftkv_platform.specs import JobSpec
+
+BATCH_SIZE = 32
+"""Rows of a step where there are enough of them (paper, appendix B.1)."""
+FEWEST_STEPS = 100
+"""A batch is made smaller rather than a run shorter than this."""
+LEARNING_RATE, FULL_WIDTH = 3e-4, 2048
+"""The paper's rate, for models of at least this hidden size."""
+HIGHEST_LEARNING_RATE = 3e-3
+
+
+def settle(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
+    """The spec with what the model decides: rows are no longer than its context, and the learning rate, where none is
+    given, is in inverse proportion to its hidden size.
+
+    Args:
+        context_length: the model's `max_position_embeddings`; None where its configuration has none.
+    """
+    length = min(spec.data.max_length, context_length or spec.data.max_length)
+    length -= length % spec.sharding.sequence_parallel_size
+    rate = spec.optimizer.learning_rate
+    if rate is None:
+        rate = min(LEARNING_RATE * max(1.0, FULL_WIDTH / hidden_size), HIGHEST_LEARNING_RATE)
+    data = spec.data.model_copy(update={"max_length": length})
+    return spec.model_copy(
+        update={"data": data, "optimizer": spec.optimizer.model_copy(update={"learning_rate": rate})}
+    )
+
+
+def settle_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:
+    """The spec with a batch size: 32, halved while `num_epochs` over the rows make fewer than 100 steps, and a multiple
+    of what the workers take in one pass."""
+    training = spec.training
+    if training.batch_size is not None:
+        return spec
+    per_pass = spec.rows_per_pass
+    size = BATCH_SIZE
+    if training.max_steps is None:
+        while size > 1 and num_rows * training.num_epochs < FEWEST_STEPS * size:
+            size //= 2
+    size = max(size // per_pass, 1) * per_pass
+    return spec.model_copy(update={"training": training.model_copy(update={"batch_size": size})})

@@ -1,6 +1,6 @@
 """A student with a trained exit head, for benchmarks that depend on how often drafts are right.
 
-    python -m benchmarks.distilled --output DIR [--steps 200] [--exit-steps 3000]
+    python -m benchmarks.distilled --output DIR [--steps 200] [--exit-steps 1500]
 
 The built-in teacher, converted, calibrated and distilled on the standard library's sources, without Ray. Then the exit
 head alone is trained on, towards the student that it drafts for: its inputs and targets no longer change, so they are
@@ -37,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of distillation")
     parser.add_argument("--rows", type=int, default=8, help="a step")
     parser.add_argument("--row-length", type=int, default=512, help="tokens")
-    parser.add_argument("--num-key-value-layers", type=int, default=6)
+    parser.add_argument("--num-key-value-layers", type=int, default=8)
     parser.add_argument("--key-value-group-size", type=int, default=2)
-    parser.add_argument("--exit-steps", type=int, default=3000, help="of the exit head alone, after the others")
-    parser.add_argument("--exit-rows", type=int, default=1200, help="that it is trained on, again and again")
+    parser.add_argument("--exit-steps", type=int, default=1500, help="of the exit head alone, after the others")
+    parser.add_argument("--exit-rows", type=int, default=2400, help="that it is trained on, again and again")
 
 
 def training_rows(tokenizer: Any, length: int) -> torch.Tensor:

@@ -103,7 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--context-length", type=int, default=256, help="prompt tokens")
     parser.add_argument("--output-length", type=int, default=96)
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.95, 0.7])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--num-lookup-tokens", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])

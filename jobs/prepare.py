@@ -22,6 +22,7 @@ from jobs.telemetry import training_flops_per_token
 from swiftkv_platform.distillation.calibration_text import calibration_batches, num_calibration_shares
 from swiftkv_platform.distillation.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.distillation.data import prepare_data
+from swiftkv_platform.distillation.evaluation import evaluation_rows
 from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
 from swiftkv_platform.distillation.packing import total_steps
 from swiftkv_platform.distillation.prepared_data import PreparedData
@@ -67,7 +68,7 @@ def prepare(
     Raises:
         InvalidInputError: l, g or a layer out of range.
         ModelError: an unreadable teacher or tokenizer.
-        DataError: nothing to train on.
+        DataError: nothing to train on, or to evaluate on.
     """
     import datasets  # takes a second, which training workers need not spend
 
@@ -85,6 +86,7 @@ def prepare(
         if Path(path).is_dir():
             check_tokenizer(Path(path), student.config.vocab_size)
         data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers)
+        evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # better refused now than after training
         if calibrated is None and spec.swiftkv.initialization == "calibrated":
             calibrated = _calibrate(spec, student, data, helpers)
     spec = settle_batch_size(spec, len(data.train))

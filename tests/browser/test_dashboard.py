@@ -268,11 +268,14 @@ def test_the_playground_asks_for_what_was_chosen_and_marks_exits(server: Server,
     page.get_by_role("button", name="Generate").click()
     expect(page.get_by_text("22 ms")).to_be_visible()
     expect(page.locator(".exited")).to_have_text(" pass")
-    page.get_by_label("Early exit").select_option("threshold")
-    page.get_by_role("button", name="Generate").click()
-    expect(page.get_by_text("22 ms")).to_be_visible()
-    plain = {"prompt": "def f():", "max_tokens": 64, "temperature": 0, "stream": True}
-    assert asked == [plain, {**plain, "early_exit": {"mode": "threshold", "threshold": 0.95}}]
+    for mode in ("threshold", "lossless"):
+        page.get_by_label("Early exit").select_option(mode)
+        with page.expect_response("**/generate"):
+            page.get_by_role("button", name="Generate").click()
+        expect(page.get_by_text("22 ms")).to_be_visible()
+    plain = {"prompt": "def f():", "max_tokens": 64, "temperature": 0, "stream": True, "stream_interval_s": 0}
+    exits = [{"mode": "threshold", "threshold": 0.95}, {"mode": "lossless"}]
+    assert asked == [plain, *({**plain, "early_exit": early_exit} for early_exit in exits)]
     page.goto("about:blank")
 
 

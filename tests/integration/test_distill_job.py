@@ -30,13 +30,13 @@ def test_a_long_calibration_is_divided_among_workers(tiny_teacher: Path, tmp_pat
     from jobs.prepare import prepare as prepare_here
     from jobs.training import as_task
 
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("".join(f"def add_{i}(x):\n    return x + {i}\n\n" for i in range(1200)))
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(f'{{"text": "def add_{i}(x):\\n    return x + {i}\\n\\n"}}\n' for i in range(1200)))
     spec = job_spec(
         tiny_teacher,
         corpus,
         max_steps=4,
-        data={"sources": [{"name_or_path": str(corpus)}], "max_length": 256, "validation_fraction": 0.0},
+        data={"sources": [{"name_or_path": str(corpus)}], "max_length": 256, "validation_fraction": 0.02},
         swiftkv={"calibration_tokens": 1 << 15},
         resources={"num_workers": 2},
     )

@@ -12,6 +12,7 @@ from jobs.phases import prepare
 from jobs.prepare import prepare as prepare_here
 from jobs.rows import find_rows
 from swiftkv_platform.attempts import AttemptRequest, data_prefix, start_prefix
+from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
@@ -82,6 +83,15 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(
 
     AttemptStore(store).discard_inputs("job")
     assert not list(store.list("jobs/job"))
+
+
+def test_data_that_leave_nothing_to_evaluate_on_are_refused_before_training(
+    tiny_teacher: Path, corpus: Path, store: ObjectStore
+) -> None:
+    corpus.write_text(json.dumps({"text": "one document"}) + "\n")
+    with pytest.raises(DataError, match="no held-out text") as caught:
+        prepare(request(tiny_teacher, corpus, 1), store.uri)
+    assert caught.value.field == "data.validation_fraction"
 
 
 def test_what_was_found_is_said_in_sentences(tiny_teacher: Path, corpus: Path, store: ObjectStore) -> None:

@@ -50,11 +50,12 @@ export function Playground({ query }) {
     const fields = new FormData(event.target);
     const ids = [...new Set([fields.get("a"), fields.get("b")].filter(Boolean))];
     const body = { prompt: fields.get("prompt"), max_tokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), stream: true, stream_interval_s: 0 };
-    const exit = { early_exit: { mode: fields.get("exit"), threshold: Number(fields.get("threshold")) } };
+    const mode = fields.get("exit");
+    const exit = { early_exit: mode === "threshold" ? { mode, threshold: Number(fields.get("threshold")) } : { mode } };
     running.current = new AbortController();
     setAnswers({});
     setBusy(true);
-    await Promise.all(ids.map((id) => ask(id, exits(id, fields.get("exit")) ? { ...body, ...exit } : body, running.current.signal)));
+    await Promise.all(ids.map((id) => ask(id, exits(id, mode) ? { ...body, ...exit } : body, running.current.signal)));
     setBusy(false);
   }
   const exits = (id, mode) => mode !== "off" && ready.find((item) => item.id === id)?.engine.swiftkv !== false; // a teacher has no exit head

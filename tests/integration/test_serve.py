@@ -116,7 +116,8 @@ def test_generate_answers_as_the_engine_does(client: httpx.Client, artifacts: Pa
 
 def test_a_stream_joins_to_the_answer(client: httpx.Client) -> None:
     whole = generate(client, prompt="hello", **GREEDY).json()["choices"][0]
-    with client.stream("POST", "/generate", json={"prompt": "hello", "stream": True, **GREEDY}) as response:
+    body = {"prompt": "hello", "stream": True, "stream_interval_s": 0, **GREEDY}
+    with client.stream("POST", "/generate", json=body) as response:
         data = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert data.pop() == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in data]

@@ -69,7 +69,7 @@ async def test_running_requests_finish_on_the_old_version_which_is_then_closed(v
     swaps = Swaps(current, versions.load)
     await swaps.want(document("one"))
     with current.entering() as version:
-        answers = await current.ask(version, [[1, 2]], LONG, Asking())
+        answers = await current.ask(version, [[1, 2]], LONG, Asking(interval_s=0.0))
     outputs = answers.as_they_come()
     await anext(outputs)
     with current.entering() as undecided:

@@ -1,0 +1,100 @@
+"""Clients that ask a deployment without a pause and check every answer, and what its replicas say of themselves."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.integration.conftest import wait_for
+
+PROMPTS = [[1, number, 2 * number, 7] for number in range(1, 33)]
+GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+
+Expected = dict[str, list[list[int]]]
+"""By model, the token ids of the answer to each of `PROMPTS`."""
+
+
+@dataclass
+class Load:
+    """Clients that ask without a pause, half of them streaming, and check every answer."""
+
+    url: str
+    expected: Expected
+    num_clients: int = 6
+    answers: list[str] = field(default_factory=list)
+    """The model of each right answer."""
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)
+    """When each request was sent, and when its answer was whole; on the monotonic clock."""
+
+    def __enter__(self) -> Load:
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self.num_clients)]
+        for thread in self._threads:
+            thread.start()
+        wait_for(lambda: len(self.answers) >= self.num_clients)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, number: int) -> None:
+        chosen = random.Random(number)
+        with httpx.Client(base_url=self.url, timeout=60.0, trust_env=False) as client:
+            while not self._over.is_set():
+                prompt, begin = chosen.randrange(len(PROMPTS)), time.monotonic()
+                try:
+                    self._check(prompt, *ask(client, PROMPTS[prompt], stream=number % 2 == 0))
+                    self.times.append((begin, time.monotonic()))
+                except (httpx.HTTPError, RuntimeError) as error:
+                    self.failed.append(repr(error))
+
+    def latency_ms(self, begin: float, end: float) -> float:
+        """99th percentile of the answers that were under way in that time."""
+        durations = sorted(done - sent for sent, done in self.times if sent < end and done > begin)
+        return 1000.0 * durations[len(durations) * 99 // 100]
+
+    def _check(self, prompt: int, models: set[str], token_ids: list[int]) -> None:
+        if len(models) == 1 and token_ids == self.expected[model := models.pop()][prompt]:
+            self.answers.append(model)
+        else:
+            self.wrong.append(f"{models} {PROMPTS[prompt]}: {token_ids}")
+
+
+def ask(client: httpx.Client, prompt: Sequence[int], *, stream: bool) -> tuple[set[str], list[int]]:
+    """(the models that the answer names, its token ids). Raises for anything but a whole answer."""
+    body = {"prompt": prompt, "stream": stream, **GREEDY}
+    if not stream:
+        answer = client.post("/generate", json=body).raise_for_status().json()
+        return {answer["model"]}, answer["choices"][0]["token_ids"]
+    models: set[str] = set()
+    token_ids: list[int] = []
+    with client.stream("POST", "/generate", json=body) as response:
+        if not response.is_success:
+            raise RuntimeError(f"{response.status_code} {response.read().decode()}")
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    if lines[-1] != "[DONE]":
+        raise RuntimeError(f"the stream ends with {lines[-1]!r}")
+    for event in map(json.loads, lines[:-1]):
+        models.add(event["model"])
+        token_ids += event["choices"][0]["token_ids"]
+    return models, token_ids
+
+
+def metrics(url: str) -> dict[str, float]:
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")}
+
+
+def health(url: str) -> Any:
+    return httpx.get(f"{url}/health", trust_env=False).json()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +24,25 @@ become_a_driver()
 # A search for new counterexamples belongs to `make soak`; elsewhere the same examples are tried each time.
 settings.register_profile("repeatable", deadline=None, derandomize="SWIFTKV_SOAK" not in os.environ)
 settings.load_profile("repeatable")
+
+
+_EXIT_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_EXIT_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End here. Threads of Ray and torch outlive the tests, and an interpreter that is taken down under them has
+    crashed after the summary, which made a failure of tests that had passed."""
+    status = config.stash.get(_EXIT_STATUS, None)
+    if status is not None:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""`/docs`: an application's OpenAPI document in Swagger UI, whose files lie here. Knows no route but its own."""
+"""`/docs`: an application's OpenAPI document in Swagger UI, whose files the package `fastapi-offline` brings. That
+package's own page has a script in it, which our content policy lets no page run, and knows no route prefix.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ FILES = Path(__file__).parent
 def add_docs(app: FastAPI) -> None:
     """Serve `/docs` without network, for an application made with `docs_url=None` and `redoc_url=None`."""
     app.add_api_route("/docs", _page, include_in_schema=False)
+    app.mount("/docs/assets/vendor", PageFiles(packages=[("fastapi_offline", "static")]))
     app.mount("/docs/assets", PageFiles(directory=FILES))
 
 

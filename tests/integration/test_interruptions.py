@@ -46,14 +46,22 @@ from tests.s3_servers import S3Server
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
+@pytest.fixture
+def chance() -> random.Random:
+    return random.Random(int(os.environ.get("SWIFTKV_SEED", "0")))
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(
-    cluster: str, tiny_teacher: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, torch.Tensor]:
+def spec(tiny_teacher: Path, corpus: Path) -> JobSpec:
+    return job_spec(tiny_teacher, corpus, max_steps=TOTAL_STEPS)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster: str, spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """What a run that nothing disturbs ends with."""
     path = tmp_path_factory.mktemp("uninterrupted")
     store = open_store(str(path / "store"))
-    assert start(store, job_spec(tiny_teacher, corpus, max_steps=TOTAL_STEPS), cluster).wait() == 0
+    assert start(store, spec, cluster).wait() == 0
     return final_weights(store, path / "checkpoint")
 
 
@@ -184,18 +192,14 @@ def test_sigterm_brings_about_a_checkpoint(cluster: str, tiny_teacher: Path, cor
     assert AttemptStore(store).artifact_manifest(JOB, 1) is None
 
 
-@pytest.mark.parametrize("seed", [int(os.environ.get("SWIFTKV_SEED", "0"))])
 def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
     cluster: str,
-    tiny_teacher: Path,
-    corpus: Path,
+    spec: JobSpec,
     tmp_path: Path,
     uninterrupted: dict[str, torch.Tensor],
-    seed: int,
+    chance: random.Random,
 ) -> None:
-    chance = random.Random(seed)
     store = open_store(str(tmp_path / "store"))
-    spec = job_spec(tiny_teacher, corpus, max_steps=TOTAL_STEPS)
     paused = start(store, spec, cluster)
     wait_for_step(store, paused, chance.randint(1, 12))
     AttemptStore(store).request_pause(JOB, 1)
@@ -217,26 +221,19 @@ def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
     assert_equal_bit_for_bit(final_weights(store, tmp_path / "checkpoint"), uninterrupted)
 
 
-@pytest.mark.parametrize("seed", [int(os.environ.get("SWIFTKV_SEED", "0"))])
 def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends_as_if_nothing_had_been(
     train_head: RayHead,
-    tiny_teacher: Path,
-    corpus: Path,
+    spec: JobSpec,
     tmp_path: Path,
     uninterrupted: dict[str, torch.Tensor],
-    seed: int,
+    chance: random.Random,
 ) -> None:
     """Each is killed in the middle of a step; the control plane is back two killings later."""
-    chance = random.Random(seed)
     unattended, widowed, orphaned = (chance.randint(first, first + 9) for first in (1, 12, 23))
     ledger = Ledger(tmp_path / "ledger")
     ledger.directory.mkdir()
-    spec = job_spec(
-        tiny_teacher,
-        corpus,
-        max_steps=TOTAL_STEPS,
-        metadata={"ledger": str(ledger.directory), "hold": f"2:{unattended} 2:{widowed} 2:{orphaned}"},
-    )
+    holds = f"2:{unattended} 2:{widowed} 2:{orphaned}"
+    spec = spec.model_copy(update={"metadata": {"ledger": str(ledger.directory), "hold": holds}})
     plane = Plane(tmp_path / "plane", RayCluster.of(train_head), entrypoint=("-m", "tests.ledger"))
     store = open_store(str(plane.home / "store"))
     plane.start()

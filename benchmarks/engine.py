@@ -1,7 +1,8 @@
-"""The engine side by side with what a user would pick instead: dense and SwiftKV in ours, Hugging Face `generate`.
+"""The engine, dense and SwiftKV, side by side with what a user would pick instead: Hugging Face `generate`, vLLM.
 
     python -m benchmarks.engine [--output engine.json] [--short] [--rounds 7 --batch-size 8 ...]
     python -m benchmarks.engine --loads decode --systems dense swiftkv
+    python -m benchmarks.engine --vllm-python VENV/bin/python    # one that has vLLM, for the dense model there
 
 One random model, one run. Systems take turns within each round, so that all see the same noise of the machine; figures
 are medians over rounds, under the field's names. FLOPs are counted on real steps, KV blocks are those of real caches.
@@ -16,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.models import add_shape, random_llama
+from benchmarks.vllm_client import VLLMWorker, add_vllm_python, engine_arguments
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
@@ -48,51 +51,62 @@ class Timings:
     """Seconds a token after the first, by request."""
 
 
-SYSTEMS = ["dense", "swiftkv", "huggingface"]
+OURS = ["dense", "swiftkv"]
+SYSTEMS = [*OURS, "huggingface", "vllm"]
 System = Callable[[torch.Tensor, int], Timings]
 """Prompts [num_requests, num_tokens], all there at once, and how many tokens to generate for each."""
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     config = EngineConfig(kv_cache_bytes=KV_CACHE_BYTES, enable_prefix_caching=False, seed=0)
-    with tempfile.TemporaryDirectory() as directory:
-        dense_path, swiftkv_path = save_models(args, Path(directory))
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        dense_path, swiftkv_path = save_models(args, directory)
         loaded = {"dense": load_model(dense_path, config), "swiftkv": load_model(swiftkv_path, config)}
         engines = {name: LLMEngine(model, config) for name, model in loaded.items()}
         systems = {name: engine_system(engine) for name, engine in engines.items()}
         if "huggingface" in args.systems:
             hf = LlamaForCausalLM.from_pretrained(dense_path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
             systems["huggingface"] = hf_system(hf)
-    report = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-        | {"torch": torch.__version__},
-        "arguments": {key: value for key, value in vars(args).items() if key != "output"},
-        "counted": count(engines, args),
-        "kv_blocks": kv_blocks(loaded),
-    }
-    print(json.dumps(report["counted"] | {"kv_blocks": report["kv_blocks"]}), flush=True)
-    loads = {
-        "prefill": ((1, args.prompt_length), 1, args.prefill_rounds),
-        "decode": ((args.batch_size, args.context_length), args.output_length, args.rounds),
-    }
-    for name in args.loads:
-        shape, num_output, rounds = loads[name]
-        results = compare({one: systems[one] for one in args.systems}, shape, num_output, rounds, args.vocab_size)
-        report[name] = results
-        print_table(name, results)
+        report: dict[str, Any] = {
+            "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+            | {"torch": torch.__version__},
+            "arguments": {key: value for key, value in vars(args).items() if key not in ("output", "vllm_python")},
+            "counted": count(engines, args),
+            "kv_blocks": kv_blocks(loaded),
+            "speedups": {},
+        }
+        print(json.dumps(report["counted"] | {"kv_blocks": report["kv_blocks"]}), flush=True)
+        if "vllm" in args.systems:
+            worker = stack.enter_context(vllm_worker(args, dense_path, config))
+            systems["vllm"] = vllm_system(worker)
+            report["vllm"] = worker.made
+            print(f"vllm     {json.dumps(worker.made)}", flush=True)
+        loads = {
+            "prefill": ((1, args.prompt_length), 1, args.prefill_rounds),
+            "decode": ((args.batch_size, args.context_length), args.output_length, args.rounds),
+        }
+        for name in args.loads:
+            shape, num_output, rounds = loads[name]
+            results = compare({one: systems[one] for one in args.systems}, shape, num_output, rounds, args.vocab_size)
+            report[name] = results
+            report["speedups"][name] = speedups(results)
+            print_table(name, results)
+        if "vllm" in args.systems:
+            report["vllm"]["idle_cpu_seconds"] = worker.idle_cpu_seconds
     if args.output:
         args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--short", action="store_true", help="two rounds of each load")
     parser.add_argument("--loads", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="all; vllm where --vllm-python is given")
     parser.add_argument("--rounds", type=int, default=7, help="of decode")
     parser.add_argument("--prefill-rounds", type=int, default=5)
     parser.add_argument("--prompt-length", type=int, default=2048, help="of prefill")
@@ -100,10 +114,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, default=128, help="prompt tokens of decode")
     parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates in decode")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
+    add_vllm_python(parser)
     add_shape(parser)
     parser.add_argument("--num-key-value-layers", type=int, default=8)
     parser.add_argument("--key-value-group-size", type=int, default=2)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.systems is None:
+        args.systems = [name for name in SYSTEMS if name != "vllm" or args.vllm_python]
+    if ("vllm" in args.systems) != (args.vllm_python is not None):
+        parser.error("--systems vllm and --vllm-python PATH go together: give both, or neither")
     if args.short:
         args.rounds = args.prefill_rounds = 2
     return args
@@ -111,14 +130,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def save_models(args: argparse.Namespace, directory: Path) -> tuple[Path, Path]:
     """A random dense model and its student."""
-    longest = max(args.prompt_length + 1, args.context_length + args.output_length)
-    dense = random_llama(args, longest).to(torch.bfloat16)
+    dense = random_llama(args, longest(args)).to(torch.bfloat16)
     dense.save_pretrained(directory / "dense")
     student = convert(
         dense, num_key_value_layers=args.num_key_value_layers, key_value_group_size=args.key_value_group_size
     )
     student.save_pretrained(directory / "swiftkv")
     return directory / "dense", directory / "swiftkv"
+
+
+def longest(args: argparse.Namespace) -> int:
+    """Tokens of the longest sequence, prompt and answer."""
+    return int(max(args.prompt_length + 1, args.context_length + args.output_length))
 
 
 def sampling(num_output: int) -> SamplingParams:
@@ -178,6 +201,28 @@ def hf_system(model: Any) -> System:
     return run
 
 
+def vllm_worker(args: argparse.Namespace, model: Path, config: EngineConfig) -> VLLMWorker:
+    """vLLM on the dense model, with the limits of our engine."""
+    arguments = engine_arguments(
+        model,
+        kv_cache_bytes=KV_CACHE_BYTES,
+        max_model_len=longest(args),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    return VLLMWorker(args.vllm_python, arguments, num_threads=torch.get_num_threads())
+
+
+def vllm_system(worker: VLLMWorker) -> System:
+    def run(prompts: torch.Tensor, num_output: int) -> Timings:
+        times = worker.generate(prompts.tolist(), [num_output] * len(prompts))
+        tpots = [(one[-1] - one[0]) / (num_output - 1) for one in times] if num_output > 1 else []
+        duration = max(one[-1] for one in times)
+        return Timings(prompts.numel(), num_output * len(prompts), duration, [one[0] for one in times], tpots)
+
+    return run
+
+
 def compare(
     systems: dict[str, System], shape: tuple[int, int], num_output: int, rounds: int, vocab_size: int
 ) -> dict[str, dict[str, float]]:
@@ -223,6 +268,22 @@ def percentile(values: Sequence[float], share: float) -> float:
     return torch.tensor(values, dtype=torch.float64).quantile(share).item()
 
 
+def speedups(results: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """How many times as fast each system is as each of the others' software: {that: {system: ratio of medians}}.
+
+    Of tokens a second in decode, of the time to the first token where there is no more than one.
+    """
+
+    def speed(row: dict[str, float]) -> float:
+        return row["decode_throughput"] if "decode_throughput" in row else 1e3 / row["median_ttft_ms"]
+
+    return {
+        other: {name: speed(row) / speed(results[other]) for name, row in results.items() if name != other}
+        for other in results
+        if other not in OURS
+    }
+
+
 def print_table(load: str, results: dict[str, dict[str, float]]) -> None:
     """Ratios are to the first system; `least` is the best round, which the machine's noise disturbs least."""
     first = next(iter(results.values()))
@@ -235,6 +296,9 @@ def print_table(load: str, results: dict[str, dict[str, float]]) -> None:
             f"least {row[least]:8.2f} ({first[least] / row[least]:5.3f}x)  tokens/s {throughput:7.0f}",
             flush=True,
         )
+    for other, ratios in speedups(results).items():
+        shown = ", ".join(f"{name} {ratio:.3f}x" for name, ratio in ratios.items())
+        print(f"{load:8} as fast as {other}: {shown}", flush=True)
 
 
 def _linear_flops(x: Sequence[int], _weight: Sequence[int], *_: Any, out_shape: Sequence[int], **__: Any) -> int:

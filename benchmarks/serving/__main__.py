@@ -5,7 +5,7 @@
 Parts: `saturation` (the trace, all at once), `sustained` (its highest arrival rate within a limit on TTFT), `lengths`
 and `rates` (the paper's figures 3 and 4 in small), `memory` (its table 5). Each writes DIR/PART.json, those of the
 paper DIR/PART.svg too. `--trace` takes an Azure LLM inference trace (CSV) or a Mooncake one (JSON Lines); without it
-requests are drawn with the lengths of Azure's.
+requests are drawn with the lengths of Azure's. With `--vllm-python`, vLLM takes its turns in `saturation`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.serving.plots import PLOTS
 from benchmarks.serving.systems import Systems
 from benchmarks.serving.tables import TABLES
 from benchmarks.serving.workloads import SHAPES
+from benchmarks.vllm_client import add_vllm_python
 
 SHORT: dict[str, Any] = {
     "rounds": 1,
@@ -113,6 +114,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     load.add_argument("--ttft-limit", type=float, default=3.0, help="seconds in which 90%% of requests start")
     load.add_argument("--huggingface-rounds", type=int, default=1, help="of saturation; 0 leaves it out")
     load.add_argument("--huggingface-batch-size", type=int, default=4, help="of generate, whose batches are padded")
+    add_vllm_python(load)
     paper = parser.add_argument_group("the paper's figures")
     paper.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     paper.add_argument("--length-total-tokens", type=int, default=8192, help="prompt tokens of one point")

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.serving import workloads
 from benchmarks.serving.metrics import Figures, figures, median_ratio, medians, percentile
 from benchmarks.serving.search import RateSearch
-from benchmarks.serving.systems import System, Systems, engine_system, generate_batch_system, generate_system
+from benchmarks.serving.systems import (
+    System,
+    Systems,
+    engine_system,
+    generate_batch_system,
+    generate_system,
+    vllm_system,
+)
 from benchmarks.serving.workloads import Request
 from swiftkv_platform.engine import LLMEngine
 
@@ -38,14 +46,21 @@ def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
             kv_cache_bytes=args.kv_cache_mib << 20,
             max_num_batched_tokens=args.max_num_batched_tokens,
         )
+    made: Report = {}
     runs: dict[str, list[Figures]] = {}
     loads = []
-    for number in range(args.rounds):
-        requests = workloads.at_rate(trace(args, args.num_requests, number), ALL_AT_ONCE)
-        loads.append(described(requests))
-        some = engines | (peers if number < args.huggingface_rounds else {})
-        _take_turns(systems, some, requests, number, runs)
-        yield {"loads": loads, **_summary(runs)}
+    with ExitStack() as stack:
+        if args.vllm_python:
+            worker = stack.enter_context(systems.vllm())
+            made["vllm"] = worker.made
+            engines["vllm"] = vllm_system(worker)
+            _warm_up(systems, {"vllm": engines["vllm"]})
+        for number in range(args.rounds):
+            requests = workloads.at_rate(trace(args, args.num_requests, number), ALL_AT_ONCE)
+            loads.append(described(requests))
+            some = engines | (peers if number < args.huggingface_rounds else {})
+            _take_turns(systems, some, requests, number, runs)
+            yield {"loads": loads, **made, **_summary(runs)}
 
 
 def sustained(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:

@@ -16,6 +16,7 @@ LABELS = {
     "merge_all_layers": "Merge-all-Layers",
     "hf_generate": "Hugging Face `generate`",
     "hf_generate_batch": "Hugging Face, continuous batching",
+    "vllm": "vLLM, dense",
 }
 mpl.rcParams["svg.hashsalt"] = "serving"  # the same figure gives the same file
 

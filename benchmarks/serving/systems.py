@@ -1,4 +1,4 @@
-"""What answers a load: our engine on the dense model and its students, a cache merged into one layer, Hugging Face.
+"""What answers a load: our engine on the dense model and its students, a cache merged into one; Hugging Face; vLLM.
 
 All of one shape and of the same random weights, saved once and loaded when first asked for.
 """
@@ -20,6 +20,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from benchmarks.models import random_llama
 from benchmarks.serving.metrics import RequestTimes
 from benchmarks.serving.workloads import Request
+from benchmarks.vllm_client import VLLMWorker, engine_arguments
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.model import convert
@@ -59,6 +60,17 @@ class Systems:
         """The dense model in transformers' own class."""
         path = self._path("dense")
         return LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+    def vllm(self) -> VLLMWorker:
+        """vLLM on the dense model, with the limits of our engine. The caller ends it."""
+        arguments = engine_arguments(
+            self._path("dense"),
+            kv_cache_bytes=self._args.kv_cache_mib << 20,
+            max_model_len=CONTEXT_LENGTH,
+            max_num_seqs=self._args.max_num_seqs,
+            max_num_batched_tokens=self._args.max_num_batched_tokens,
+        )
+        return VLLMWorker(self._args.vllm_python, arguments, num_threads=torch.get_num_threads())
 
     def prompts(self, requests: Sequence[Request], seed: int) -> list[list[int]]:
         """Random tokens, the same for the same seed."""
@@ -220,5 +232,18 @@ def generate_batch_system(
                     found[result.request_id] = RequestTimes(0.0, request.num_input_tokens, at)
         model.set_attn_implementation("sdpa")  # which continuous batching changes
         return [found[request_id] for request_id in waiting]
+
+    return play
+
+
+def vllm_system(worker: VLLMWorker) -> System:
+    """vLLM's own batching, for requests that are all there at once."""
+
+    def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
+        times = worker.generate(prompts, [request.num_output_tokens for request in requests])
+        return [
+            RequestTimes(0.0, request.num_input_tokens, tuple(one))
+            for request, one in zip(requests, times, strict=True)
+        ]
 
     return play

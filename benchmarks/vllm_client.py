@@ -1,0 +1,192 @@
+"""vLLM in an interpreter of its own, asked over a pipe: its dependencies differ from this project's pins.
+
+`VLLMWorker` starts `vllm_worker.py` there. Times are taken inside the worker, so the pipe costs none of them. Knows no
+torch and nothing of the benchmarks that use it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+SCRIPT = Path(__file__).with_name("vllm_worker.py")
+ANSWER_SECONDS = 900.0
+"""For one answer; the first one waits for vLLM to compile the model."""
+END_SECONDS = 30.0
+STDERR_TAIL = 4000
+"""Characters of a failed worker's standard error in the message."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",
+}
+"""One process with as many threads as ours, which asks nobody anything. The caller's environment goes first."""
+
+
+class WorkerError(RuntimeError):
+    """The worker ended or did not answer; the message has the end of its standard error."""
+
+
+def add_vllm_python(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", help="an interpreter that has vLLM: compare with it too"
+    )
+
+
+def engine_arguments(
+    model: Path,
+    *,
+    kv_cache_bytes: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> dict[str, Any]:
+    """vLLM's arguments for what our engine runs with: bfloat16, no prefix caching, no tokenizer. The rest is vLLM's."""
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+class VLLMWorker:
+    """A running worker; as a context manager it is gone, with its memory, after the block."""
+
+    def __init__(
+        self,
+        python: Path,
+        arguments: Mapping[str, Any],
+        *,
+        num_threads: int,
+        script: Path = SCRIPT,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
+        """Start it and wait until it has loaded the model.
+
+        Args:
+            python: an interpreter that has vLLM.
+            arguments: of vLLM's engine.
+            num_threads: of OpenMP.
+            script: what it runs.
+            answer_seconds: how long one answer may take.
+
+        Raises:
+            WorkerError: it does not start, ends, or is silent for longer.
+        """
+        self._answer_seconds = answer_seconds
+        self._directory = tempfile.TemporaryDirectory(prefix="vllm-worker-")
+        self._stderr = Path(self._directory.name) / "stderr"
+        ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        try:
+            with self._stderr.open("wb") as stderr:
+                self._process = subprocess.Popen(
+                    [str(python), str(script)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env=ENVIRONMENT | ours | {"OMP_NUM_THREADS": str(num_threads)},
+                )
+        except OSError as error:
+            self._directory.cleanup()
+            raise WorkerError(f"--vllm-python is {str(python)!r}, which does not run ({error})") from error
+        self.idle_cpu_seconds = 0.0
+        """CPU time that it has burnt between its turns."""
+        try:
+            self.made: dict[str, Any] = self._ask(arguments)
+            """Versions and the settings that vLLM runs with."""
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[list[float]]:
+        """Answer prompts that are all there at once, greedily and to these lengths.
+
+        Returns:
+            By prompt, the seconds until each token of its answer.
+
+        Raises:
+            WorkerError: it has ended, or is silent for too long.
+        """
+        answer = self._ask({"prompts": prompts, "max_tokens": max_tokens})
+        self.idle_cpu_seconds += answer["idle_cpu_s"]
+        token_times: list[list[float]] = answer["token_times"]
+        lengths = [len(times) for times in token_times]
+        if lengths != list(max_tokens):
+            raise WorkerError(f"vLLM was asked for answers of {list(max_tokens)} tokens and gave {lengths}")
+        return token_times
+
+    def close(self) -> None:
+        """End it. A second call does nothing."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(END_SECONDS)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise self._failed("has ended") from error
+        answer: dict[str, Any] = json.loads(self._line())
+        return answer
+
+    def _line(self) -> bytes:
+        """One answer. A pipe that a child of the worker holds open does not hide that the worker has ended."""
+        assert self._process.stdout is not None
+        deadline, line = time.monotonic() + self._answer_seconds, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if selector.select(timeout=0.2):
+                    part = os.read(self._process.stdout.fileno(), 1 << 20)
+                    if not part:
+                        raise self._failed("has ended")
+                    line += part
+                elif self._process.poll() is not None:
+                    raise self._failed("has ended")
+                elif time.monotonic() > deadline:
+                    raise self._failed(f"has not answered for {self._answer_seconds:g} s")
+        return line
+
+    def _failed(self, what: str) -> WorkerError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # its pipe may close a moment before it is gone
+        status = self._process.poll()
+        if status is None:
+            self._process.kill()
+        tail = self._stderr.read_text(encoding="utf-8", errors="replace").strip()[-STDERR_TAIL:]
+        ended = "was stopped" if status is None else f"exit status {status}"
+        return WorkerError(f"the vLLM worker {what} ({ended}); the end of its standard error:\n{tail or '(nothing)'}")

@@ -1,0 +1,90 @@
+"""vLLM behind a pipe, for benchmarks that compare with it: run as a script by an interpreter that has vLLM.
+
+It imports vLLM and the standard library alone: nothing of this project is installed beside vLLM. JSON Lines:
+
+    in,  first: vLLM's engine arguments           out, first: what vLLM made of them
+    in,  later: {"prompts", "max_tokens"}         out, later: {"token_times", "idle_cpu_s"}
+
+`prompts` are token ids and `max_tokens` the lengths of their answers, by request; all are there at once. `token_times`
+are the seconds until each token of each answer. `idle_cpu_s` is what this process burnt while nothing was asked of it.
+It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, TextIO
+
+
+def main() -> None:
+    answers = _claim_stdout()
+    import torch
+    import vllm
+
+    engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**json.loads(sys.stdin.readline())))
+    config = engine.vllm_config
+    made = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "platform": type(vllm.platforms.current_platform).__name__,
+        "enforce_eager": config.model_config.enforce_eager,
+        "compilation_mode": config.compilation_config.mode.name,
+        "block_size": config.cache_config.block_size,
+        "num_blocks": config.cache_config.num_gpu_blocks,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+    }
+    _say(answers, made)
+    resting_since = time.process_time()
+    for number, line in enumerate(sys.stdin):
+        command = json.loads(line)
+        idle_cpu_s = time.process_time() - resting_since
+        token_times = _generate(engine, f"{number}", command["prompts"], command["max_tokens"])
+        _say(answers, {"token_times": token_times, "idle_cpu_s": idle_cpu_s})
+        resting_since = time.process_time()
+
+
+def _claim_stdout() -> TextIO:
+    """A file for answers alone; what vLLM prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return answers
+
+
+def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def _generate(engine: Any, name: str, prompts: list[list[int]], max_tokens: list[int]) -> list[list[float]]:
+    from vllm import SamplingParams
+
+    start = time.perf_counter()
+    for i, (prompt, length) in enumerate(zip(prompts, max_tokens, strict=True)):
+        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
+        engine.add_request(f"{name}-{i}", {"prompt_token_ids": prompt}, params)
+    times: dict[str, list[float]] = {f"{name}-{i}": [] for i in range(len(prompts))}
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter() - start
+        for output in outputs:
+            seen = times[output.request_id]
+            seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
+    return list(times.values())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    else:
+        status = 0
+    sys.stderr.flush()
+    os._exit(status)  # an orderly end prints pages about leaks, which would bury a traceback

@@ -1,0 +1,135 @@
+"""vLLM behind a pipe: the worker with a stand-in for vLLM, and with vLLM itself where SWIFTKV_TEST_VLLM_PYTHON names an
+interpreter that has it (minutes: it compiles the model)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks import engine
+from benchmarks.serving import __main__ as serving
+from benchmarks.vllm_client import VLLMWorker, WorkerError, engine_arguments
+from tests.fakes.vllm_package.vllm import DIES, SLEEPS
+
+FAKE = Path(__file__).parents[2] / "fakes" / "vllm_package"
+REAL = os.environ.get("SWIFTKV_TEST_VLLM_PYTHON")
+REASON = "SWIFTKV_TEST_VLLM_PYTHON names no interpreter; vLLM's dependencies differ from ours"
+
+
+@pytest.fixture(scope="module")
+def fake_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This interpreter, with the stand-in on its path."""
+    python = tmp_path_factory.mktemp("fake") / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{FAKE}" exec "{sys.executable}" "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    return python
+
+
+@pytest.fixture(params=["fake", pytest.param("vllm", marks=pytest.mark.skipif(not REAL, reason=REASON))])
+def worker(request: pytest.FixtureRequest, fake_python: Path, tmp_path: Path) -> Iterator[VLLMWorker]:
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=128, num_key_value_heads=2, max_position_embeddings=256, **shape)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    python = fake_python if request.param == "fake" else Path(str(REAL))
+    with started(python, tmp_path) as worker:
+        yield worker
+
+
+def started(python: Path, model: Path = FAKE, **options: float) -> VLLMWorker:
+    arguments = engine_arguments(
+        model, kv_cache_bytes=1 << 20, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64
+    )
+    return VLLMWorker(python, arguments, num_threads=1, **options)  # type: ignore[arg-type]
+
+
+def ended(worker: VLLMWorker) -> bool:
+    return worker._process.poll() is not None
+
+
+def test_answers_come_with_the_time_of_every_token(worker: VLLMWorker) -> None:
+    assert worker.made["max_num_batched_tokens"] == 64
+    assert worker.made["threads"] == 1
+    for lengths in ([1], [5, 3]):
+        times = worker.generate([[7] * 20] * len(lengths), lengths)
+        assert [len(one) for one in times] == lengths
+        assert all(one[0] > 0 and one == sorted(one) for one in times)
+    assert worker.idle_cpu_seconds >= 0
+    worker.close()
+    assert ended(worker)
+
+
+def test_what_vllm_refuses_ends_the_worker_with_its_reason(worker: VLLMWorker) -> None:
+    with pytest.raises(WorkerError, match=r"(?s)exit status 1.*Traceback.*maximum model length"):
+        worker.generate([[7] * 200], [4])
+    assert ended(worker)
+    with pytest.raises(WorkerError, match="has ended"):
+        worker.generate([[7]], [1])
+
+
+def test_a_worker_that_is_killed_is_noticed(fake_python: Path) -> None:
+    with started(fake_python) as worker, pytest.raises(WorkerError, match=r"has ended \(exit status -9\)"):
+        worker.generate([[DIES]], [1])
+
+
+def test_a_silent_worker_is_stopped(fake_python: Path) -> None:
+    with started(fake_python) as worker:
+        worker._answer_seconds = 0.5
+        with pytest.raises(WorkerError, match=r"has not answered for 0\.5 s"):
+            worker.generate([[SLEEPS]], [1])
+    assert ended(worker)
+
+
+def test_an_interpreter_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"--vllm-python is '.*/missing', which does not run \(.*No such file"):
+        started(tmp_path / "missing")
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")
+    bare.chmod(0o755)
+    with pytest.raises(WorkerError, match=r"exit status 1.*\n(?s:.*)No module named"):
+        started(bare)
+
+
+def test_the_benchmark_compares_with_it(fake_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = "--layers 4 --hidden-size 64 --intermediate-size 96 --heads 4 --kv-heads 2 --vocab-size 128"
+    tiny += " --num-key-value-layers 2 --prompt-length 40 --context-length 12 --output-length 4 --short"
+    engine.main([*tiny.split(), "--vllm-python", str(fake_python), "--output", str(tmp_path / "engine.json")])
+    report = json.loads((tmp_path / "engine.json").read_text(encoding="utf-8"))
+    assert report["vllm"]["vllm"] == "fake"
+    for load, figure, tokens in (("prefill", "median_ttft_ms", 41), ("decode", "median_tpot_ms", 8 * 16)):
+        rows = report[load]
+        assert list(rows) == ["dense", "swiftkv", "huggingface", "vllm"]
+        counted = {row["total_input_tokens"] + row["total_output_tokens"] for row in rows.values()}
+        assert counted == {tokens}
+        faster = rows["vllm"][figure] / rows["swiftkv"][figure]
+        found = report["speedups"][load]["vllm"]
+        assert set(found) == {"dense", "swiftkv", "huggingface"}
+        if load == "prefill":
+            assert found["swiftkv"] == pytest.approx(faster)
+    assert "as fast as vllm: dense " in capsys.readouterr().out
+
+
+def test_a_trace_is_played_on_it(fake_python: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "saturation --layers 4 --hidden-size 32 --intermediate-size 48 --heads 4 --kv-heads 2 --vocab-size 128"
+    options += " --num-key-value-layers 2 --kv-cache-mib 8 --length-scale 0.02 --rounds 2 --num-requests 4"
+    options += " --huggingface-rounds 0"
+    serving.main([*options.split(), "--vllm-python", str(fake_python), "--output-dir", str(tmp_path)])
+    report = json.loads((tmp_path / "saturation.json").read_text(encoding="utf-8"))
+    assert report["vllm"]["max_num_batched_tokens"] == 1024
+    assert [len(report["rounds"][name]) for name in ("dense", "vllm")] == [2, 2]
+    found, dense = report["results"]["vllm"], report["results"]["dense"]
+    assert found["total_output_tokens"] == dense["total_output_tokens"]
+    assert "| vLLM, dense |" in capsys.readouterr().out
+
+
+def test_the_option_and_the_system_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    assert engine.parse_arguments([]).systems == ["dense", "swiftkv", "huggingface"]
+    for options in (["--systems", "vllm"], ["--vllm-python", "python", "--systems", "dense"]):
+        with pytest.raises(SystemExit):
+            engine.parse_arguments(options)
+        assert "--vllm-python PATH go together" in capsys.readouterr().err

@@ -42,7 +42,7 @@ class RequestStream:
         self._due: deque[RequestOutput] = deque()
         self._due_at = interval_s if math.isinf(interval_s) else 0.0
         self._arrived, self._urgent = asyncio.Event(), asyncio.Event()
-        self._failed = self._closed = False
+        self._open = self._failed = self._closed = False
 
     def __aiter__(self) -> Self:
         return self
@@ -82,10 +82,16 @@ class RequestStream:
             self._closed = True
             self._engine.forget(self.request_id, abort=self._unfinished > 0)
 
+    def open(self) -> None:
+        """Outputs are this request's from now on."""
+        self._open = True
+
     def put(self, output: RequestOutput | None) -> None:
         """Hand over an output, or None: the engine has failed."""
         if output is None:
             self._failed = True
+        elif not self._open:
+            return
         else:
             self.newest[output.index] = output
             # With an interval the newest output takes the place of the one before it.
@@ -99,7 +105,8 @@ class AsyncLLMEngine:
     """Serves an `LLMEngine` to coroutines of one event loop.
 
     Everything that touches the engine runs in one worker thread, call after call, so nothing needs a lock: a request is
-    added or aborted between two steps. The stepping loop starts with the first request.
+    added or aborted between two steps. While there is work each step queues the next one, behind such calls, and the
+    event loop hears of its outputs: the model never waits for the event loop.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -108,8 +115,10 @@ class AsyncLLMEngine:
         self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
         self._num_compiling = 0
         self._streams: dict[str, RequestStream] = {}
-        self._work = asyncio.Event()
-        self._loop: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stepping = False
+        """A step is queued or runs. As the next one, the worker's own."""
+        self._halted = False
         self._failure: str | None = None
         self._departures = Departures()
 
@@ -159,9 +168,9 @@ class AsyncLLMEngine:
         try:
             constraint = await self._constraint(params)
             await self._in_worker(
-                lambda: self._add(prompt, params, request_id, priority=priority, tenant=tenant, constraint=constraint)
+                lambda: self._add(prompt, params, stream, priority=priority, tenant=tenant, constraint=constraint)
             )
-            self._wake()
+            self.check_health()
         except BaseException:
             stream.close()
             raise
@@ -169,7 +178,6 @@ class AsyncLLMEngine:
 
     async def between_steps(self, call: Callable[[], R]) -> R:
         """Run `call` where nothing else touches the engine; steps wait for it. Raises `EngineDeadError`."""
-        self.check_health()
         return await self._in_worker(call)
 
     @property
@@ -185,34 +193,39 @@ class AsyncLLMEngine:
     async def aclose(self) -> None:
         """Stop after the present step; callers still being served get `EngineDeadError`."""
         self._fail("the engine was shut down")
-        if self._loop is not None:
-            self._loop.cancel()
         self._compiling.shutdown(wait=False)
+        if not self._halted:
+            await asyncio.wrap_future(self._worker.submit(self._halt))
         await asyncio.to_thread(self._worker.shutdown)
         await asyncio.to_thread(self.engine.close)
 
-    async def _run(self) -> None:
-        """Step while there is work; the only place that hands outputs to callers."""
+    def _step(self) -> None:
+        """In the worker: one step, and the next one queued behind whatever else waits for the engine."""
+        assert self._loop is not None
+        if self._halted:
+            return
         try:
-            while True:
-                await self._work.wait()
-                outputs = await self._in_worker(self.engine.step)
-                self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
-                for output in outputs:
-                    stream = self._streams.get(output.request_id)
-                    if stream is not None:
-                        stream.put(output)
-                if not self.engine.has_unfinished_requests:
-                    self._work.clear()
+            outputs = self.engine.step()
         except Exception as error:
-            get_logger().exception("engine_loop_failed")
-            self._fail(f"the engine failed and has to be restarted: {error!r}")
+            self._halted = True
+            get_logger().exception("engine_step_failed")
+            self._loop.call_soon_threadsafe(self._fail, f"the engine failed and has to be restarted: {error!r}")
+            return
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+        self._stepping = self.engine.has_unfinished_requests
+        if self._stepping:
+            self._worker.submit(self._step)
 
-    def _wake(self) -> None:
-        self.check_health()
-        if self._loop is None:
-            self._loop = asyncio.create_task(self._run(), name="engine-loop")
-        self._work.set()
+    def _halt(self) -> None:
+        self._halted = True
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """On the event loop; the only place that hands outputs to callers."""
+        self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
 
     def _fail(self, failure: str) -> None:
         self._failure = self._failure or failure
@@ -272,7 +285,7 @@ class AsyncLLMEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        request_id: str,
+        stream: RequestStream,
         *,
         priority: int,
         tenant: str,
@@ -280,7 +293,14 @@ class AsyncLLMEngine:
     ) -> None:
         """In the worker: requests of the same step have come in between."""
         self._check_waiting_tokens()
-        self.engine.add_request(prompt, params, request_id, priority=priority, tenant=tenant, constraint=constraint)
+        name = stream.request_id
+        self.engine.add_request(prompt, params, name, priority=priority, tenant=tenant, constraint=constraint)
+        # In line with `_deliver`: what still comes of an aborted request of the same id is not for this stream.
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(stream.open)
+        if not self._stepping:
+            self._stepping = True
+            self._worker.submit(self._step)
 
     def _check_waiting_tokens(self) -> None:
         limit = self.engine.config.max_waiting_prompt_tokens
@@ -294,4 +314,6 @@ class AsyncLLMEngine:
             self._worker.submit(self.engine.abort, request_id)
 
     async def _in_worker(self, call: Callable[[], R]) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, call)
+        self.check_health()
+        self._loop = asyncio.get_running_loop()
+        return await self._loop.run_in_executor(self._worker, call)

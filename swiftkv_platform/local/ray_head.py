@@ -74,6 +74,8 @@ class RayHead:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             # Ray renames its processes, which would overwrite the environment by which they are found again.
             "SPT_NOENV": "1",
+            # Ray's own 15 lets every other process of the machine keep a replica waiting for its turn on a core.
+            "RAY_worker_niceness": "0",
             # Serve's proxy tells the router how a prompt begins.
             "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.prefixes:proxy_middlewares",
         }

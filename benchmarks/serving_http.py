@@ -97,7 +97,9 @@ class _Deployment:
 
     def __init__(self, model: Path, config: dict[str, Any]) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # as our images and `swiftkv up`; the engine alone has that too
+        os.environ.setdefault(
+            "RAY_worker_niceness", "0"
+        )  # as our images and `swiftkv up`; the engine alone has that too
         import ray
         from ray import serve as ray_serve
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as ASGIScope
 
 from serve.quotas import Quota, Quotas
+from swiftkv_platform.errors import ForbiddenError
 from swiftkv_platform.keys import KeyRing, Scope
 
 REPLICA_HEADER = "x-replica"
@@ -33,10 +34,15 @@ class Caller:
 
 
 class Gate:
-    """Lets in who has a key for it; with no key ring, everybody."""
+    """Lets in who has a key for it; with no key ring, everybody.
 
-    def __init__(self, key_ring: KeyRing | None) -> None:
+    Args:
+        tenant: whose keys alone are let in; None: any.
+    """
+
+    def __init__(self, key_ring: KeyRing | None, tenant: str | None = None) -> None:
         self._key_ring = key_ring
+        self._tenant = tenant
         self._quotas = Quotas()
 
     def admit(self, request: Request) -> Caller:
@@ -46,6 +52,11 @@ class Gate:
             return Caller(path=path, traceparent=traceparent)
         key = self._key_ring.authenticate(request.headers.get("authorization"))
         key.require(Scope.GENERATE)
+        if self._tenant not in (None, key.tenant):
+            raise ForbiddenError(
+                f"key {key.name!r} is of tenant {key.tenant!r}, and this deployment of another; ask one of your own",
+                field="Authorization",
+            )
         request.state.quota = quota = self._quotas.of(key)
         if quota is not None and request.method == "POST":
             quota.count_request()

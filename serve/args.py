@@ -85,6 +85,8 @@ class ReplicaArgs(BaseModel):
     """`dep_` id."""
     api_keys_file: str | None = None
     """File of hashed API keys on the replicas' machines; None answers everybody who can reach them."""
+    tenant: str | None = None
+    """With a file of keys: the tenant whose keys are answered; None: all that the file holds."""
     log_text: bool = False
     """Write prompts and answers into the request log. They are the callers' own."""
 

@@ -47,11 +47,12 @@ class DetokenizeRequest(BaseModel):
     tokens: list[int]
 
 
-def create_http_app(current: Current, *, key_ring: KeyRing | None = None) -> FastAPI:
-    """The application of one replica; with a key ring nothing is answered without a key but `/health`, `/metrics`."""
+def create_http_app(current: Current, *, key_ring: KeyRing | None = None, tenant: str | None = None) -> FastAPI:
+    """The application of one replica; with a key ring nothing is answered without a key (of `tenant`, if one is given)
+    but `/health`, `/metrics`."""
     app = FastAPI(title="SwiftKV serve", docs_url=None, redoc_url=None)
     add_docs(app)
-    app.state.gate = Gate(key_ring)
+    app.state.gate = Gate(key_ring, tenant)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, refuse=too_large)
     add_problem_handlers(app)

@@ -39,6 +39,9 @@ class Settings(BaseSettings):
     """Address the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = None
     """File of hashed API keys (`swiftkv keys create` writes it); None lets everybody on this machine in."""
+    serve_api_keys_file: Path | None = None
+    """The same file, or another of its kind, where Ray's nodes see it: deployments then answer the keys of their tenant
+    that have the scope `generate`. None: deployments answer everybody who reaches `serve_url`."""
     tenants_file: Path | None = None
     """YAML file of quotas and weights (docs/operations.md); None limits nobody."""
     gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None

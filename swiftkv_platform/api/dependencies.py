@@ -76,7 +76,7 @@ def build_components(settings: Settings) -> Components:
         registry=SqlRegistry(database),
         leases=SqlLeases(database),
         cluster=RayJobs(settings.ray_dashboard_url),
-        serving=RayServe(settings.ray_dashboard_url, settings.serve_url),
+        serving=RayServe(settings.ray_dashboard_url, settings.serve_url, api_keys_file=settings.serve_api_keys_file),
         objects=objects,
         attempts=AttemptStore(objects),
         entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment(settings)),
@@ -131,7 +131,7 @@ def get_caller(
     key_ring: KeyRing | None = request.app.state.key_ring
     if key_ring is None:
         return _LOCAL_CALLER
-    key = key_ring.authenticate(_authorization(request))
+    key = key_ring.authenticate(authorization(request))
     request.app.state.rate_limit.take(key.name)
     for scope in scopes.scopes:
         key.require(Scope(scope))
@@ -140,7 +140,8 @@ def get_caller(
     return Caller(tenant=key.tenant, name=key.name)
 
 
-def _authorization(request: Request) -> str | None:
+def authorization(request: Request) -> str | None:
+    """The caller's `Authorization`, or what the dashboard's cookie makes of it."""
     header, cookie = request.headers.get("authorization"), request.cookies.get(SESSION_COOKIE)
     return f"Bearer {cookie}" if header is None and cookie else header
 

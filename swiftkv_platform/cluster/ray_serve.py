@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,21 +58,25 @@ class RayServe:
         dashboard_url: where Ray's dashboard answers. No connection is made before the first call.
         serve_url: `http://host:port` where clients reach Serve's proxies. Ray reads where they are to listen when the
             first `apply` starts Serve, not later.
+        api_keys_file: of hashed keys, as the cluster's machines see it; None: replicas ask for no key.
 
     Raises:
         InvalidInputError: a `serve_url` that is no such address.
     """
 
-    def __init__(self, dashboard_url: str, serve_url: str = "http://127.0.0.1:8001") -> None:
+    def __init__(
+        self, dashboard_url: str, serve_url: str = "http://127.0.0.1:8001", *, api_keys_file: Path | None = None
+    ) -> None:
         host, port = http_address(serve_url)
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
         self._http_options = {"host": host, "port": port}
+        self._api_keys_file = api_keys_file
         self._revisions = ServedRevisions(serve_url)
 
     def apply(self, deployments: Sequence[DeploymentSpec]) -> None:
         config = {
             "http_options": self._http_options,
-            "applications": [_application(deployment) for deployment in deployments],
+            "applications": [_application(deployment, self._api_keys_file) for deployment in deployments],
         }
         self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
         self._revisions.want({deployment.id: _revision(deployment) for deployment in deployments})
@@ -105,13 +110,14 @@ class RayServe:
         return state
 
 
-def _application(deployment: DeploymentSpec) -> dict[str, Any]:
+def _application(deployment: DeploymentSpec, api_keys_file: Path | None) -> dict[str, Any]:
     """A deployment in Serve's config; the application's name is the deployment's id.
 
     A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
     below.
     """
     asked = deployment.engine.get("tensor_parallel_size")
+    keys = {} if api_keys_file is None else {"api_keys_file": str(api_keys_file), "tenant": deployment.tenant}
     num_ranks = asked if isinstance(asked, int) else 1  # what is no number is refused by the replica, which names it
     return {
         "name": deployment.id,
@@ -119,6 +125,7 @@ def _application(deployment: DeploymentSpec) -> dict[str, Any]:
         "import_path": APPLICATION,
         "args": {
             "id": deployment.id,
+            **keys,
             "num_cpus": num_ranks * (deployment.engine.get("num_threads") or 1),
             "num_gpus": num_ranks * (deployment.engine.get("device") == "cuda"),
         },

@@ -164,6 +164,9 @@ class Stack:
             "SWIFTKV_DATABASE_URL": self._settings.resolved_database_url,
             "SWIFTKV_STORAGE_URI": self._settings.resolved_storage_uri,
         }
+        keys = self._settings.serve_api_keys_file or self._settings.api_keys_file  # Ray is on this machine too
+        if keys is not None:
+            environment["SWIFTKV_SERVE_API_KEYS_FILE"] = str(keys.absolute())
         state = self._start(state, "control-plane", [sys.executable, "-m", "swiftkv_platform.api"], environment)
         self._wait(state, "control-plane")
         report(f"The control plane is up at {state.url}")

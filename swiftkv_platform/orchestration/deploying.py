@@ -65,6 +65,7 @@ class DeploymentService:
             engine=engine,
             candidate=self._with_artifact(candidate, caller),
             shadow=shadow,
+            tenant=caller.tenant,
         )
         _check_shadow(spec)
         return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())))

@@ -320,6 +320,8 @@ class DeploymentSpec:
     """`model`, `artifact_uri` and `share`: a second model in every replica that answers so many of the requests."""
     shadow: Mapping[str, Any] | None = None
     """`against` and `share`: the teacher or the candidate judges so many of the answers."""
+    tenant: str | None = None
+    """Whose keys it answers, where replicas ask for keys; None: everybody's."""
 
 
 @dataclass(frozen=True)

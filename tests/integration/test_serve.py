@@ -14,6 +14,7 @@ import pytest
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.keys import Scope, create_key
 from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from swiftkv_platform.storage.object_store import open_store
@@ -49,13 +50,26 @@ def specs(artifacts: Path) -> list[DeploymentSpec]:
     def spec(name: str, **options: Any) -> DeploymentSpec:
         return DeploymentSpec(f"dep_{name}", f"mdl_{name}", str(artifacts / name), f"/{name}", **options)
 
-    return [spec("good", engine={"max_num_seqs": 1, "max_num_waiting": 0}), spec("corrupt")]
+    return [spec("good", tenant="acme", engine={"max_num_seqs": 1, "max_num_waiting": 0}), spec("corrupt")]
 
 
 @pytest.fixture(scope="module")
-def cluster(dashboard_url: str, serve_port: int, specs: list[DeploymentSpec]) -> Iterator[RayServe]:
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="module")
+def key(keys: Path) -> str:
+    return create_key(keys, name="ann", tenant="acme", scopes=frozenset({Scope.GENERATE}))
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    dashboard_url: str, serve_port: int, specs: list[DeploymentSpec], keys: Path, key: str
+) -> Iterator[RayServe]:
     """Both deployments applied, and at their ends."""
-    with closing(RayServe(dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
+    serve_url = f"http://127.0.0.1:{serve_port}"
+    with closing(RayServe(dashboard_url, serve_url, api_keys_file=keys)) as cluster:
         assert wait_for(lambda: cluster.status() == {})
         cluster.apply(specs)
         wait_for(lambda: all(state.status is not DeploymentStatus.DEPLOYING for state in cluster.status().values()))
@@ -68,8 +82,9 @@ def states(cluster: RayServe) -> Mapping[str, DeploymentState]:
 
 
 @pytest.fixture
-def client(cluster: RayServe, serve_port: int) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{serve_port}/good", timeout=60.0, trust_env=False) as client:
+def client(cluster: RayServe, serve_port: int, key: str) -> Iterator[httpx.Client]:
+    url, headers = f"http://127.0.0.1:{serve_port}/good", {"Authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False) as client:
         yield client
 
 
@@ -91,6 +106,15 @@ def test_a_deployment_is_running_when_it_answers(
     assert health["deployment"] == "dep_good"
     assert health["manifest_digest"] == manifest_digest(read_manifest(open_store(str(artifacts)), "good"))
     assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
+
+
+def test_a_deployment_answers_the_keys_of_its_tenant_alone(client: httpx.Client, keys: Path) -> None:
+    others = create_key(keys, name="bob", tenant="other", scopes=frozenset({Scope.ADMIN}))
+    for header, status in (("Bearer skv_nobody", 401), (f"Bearer {others}", 403)):
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize"):
+            refused = client.post(path, json={"prompt": [1], **GREEDY}, headers={"Authorization": header})
+            assert refused.status_code == status, (path, refused.text)
+    wait_until_free(client)
 
 
 def test_a_corrupt_artifact_is_refused_and_the_status_says_why(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-from fastapi import APIRouter, Response, status
+from fastapi import APIRouter, Request, Response, status
 from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
@@ -17,7 +17,7 @@ from swiftkv_platform.api.catalog_schemas import (
     DeploymentRequest,
     ReplicaMetricsAnswer,
 )
-from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Parts, Reader, TheSettings
+from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Parts, Reader, TheSettings, authorization
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
@@ -87,14 +87,17 @@ def change_deployment(
 
 @router.post("/{deployment_id}/generate", response_class=StreamingResponse)
 async def generate(
-    deployment_id: str, body: dict[str, Any], parts: Parts, caller: Asker, settings: TheSettings
+    deployment_id: str, body: dict[str, Any], request: Request, parts: Parts, caller: Asker, settings: TheSettings
 ) -> StreamingResponse:
     """Ask a deployment, as its own `POST /generate` does: for pages, which may ask no other server than this one."""
     found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
     url = DeploymentAnswer.of(found, settings.serve_url).url
     client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
     try:
-        answer = await client.send(client.build_request("POST", f"{url}/generate", json=body), stream=True)
+        key = authorization(request)  # replicas ask for it where they have the key file
+        headers = {} if key is None else {"Authorization": key}
+        asked = client.build_request("POST", f"{url}/generate", json=body, headers=headers)
+        answer = await client.send(asked, stream=True)
     except httpx.TransportError as error:
         await client.aclose()
         raise ClusterUnavailableError(

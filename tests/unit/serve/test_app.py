@@ -41,8 +41,9 @@ def test_each_rank_of_a_replica_has_its_own_device() -> None:
     spec = DeploymentSpec(
         id="dep_1", model="mdl_1", artifact_uri="/a", engine={"tensor_parallel_size": 2, "device": "cuda"}
     )
-    args = _application(spec)["args"]
+    args = _application(spec, None)["args"]
     assert (args["num_cpus"], args["num_gpus"]) == (2, 2)
+    assert "api_keys_file" not in args
 
 
 def test_without_a_target_the_load_decides() -> None:

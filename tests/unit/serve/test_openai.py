@@ -191,6 +191,18 @@ async def test_keys_open_the_door_and_keep_tenants_apart(current: Current, tmp_p
         await connect(app, "skv_nobody").completions.create(prompt=prompt, **GREEDY)
 
 
+async def test_a_tenants_deployment_answers_its_own_keys_alone(current: Current, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    scopes = frozenset({Scope.ADMIN})
+    own, others = (create_key(path, name=name, tenant=name, scopes=scopes) for name in ("ann", "bob"))
+    app = create_http_app(current, key_ring=KeyRing(path), tenant="ann")
+    assert (await connect(app, own).completions.create(prompt="a", **GREEDY)).choices
+    with pytest.raises(
+        openai.PermissionDeniedError, match="key 'bob' is of tenant 'bob', and this deployment of another"
+    ):
+        await connect(app, others).completions.create(prompt="a", **GREEDY)
+
+
 async def test_tokens_there_and_back(client: openai.AsyncOpenAI) -> None:
     there = await client._client.post("http://serve/tokenize", json={"prompt": "héllo"})
     tokens = there.json()["tokens"]

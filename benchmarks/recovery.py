@@ -1,12 +1,15 @@
 """Knowledge recovery at small budgets: where the student starts, what it is trained on, and which weights are trained.
 
     python -m benchmarks.recovery starts objectives trained [--spec FILE] [--tokens 50000 100000 200000]
-                                  [--other-text FILE] [--output recovery.json]
+                                  [--seeds 1] [--other-text FILE] [--output recovery.json]
 
 - `starts`: calibrated and copied initialisation, every budget a run of its own with a schedule of its own.
 - `objectives` (the paper's table 6a): distillation and the loss on the next token, at the largest budget.
 - `trained` (table 6b): q, k, v and every parameter of layers >= l, at the largest budget, also on text of another
   domain: by default the English prose of `pydoc_data.topics`, which ships with the interpreter and is no training text.
+
+`--seeds N` repeats every run with N seeds (`training.seed`, from the spec's on: other rows calibrate the start, and all
+train in another order) and prints means and sample standard deviations at the end.
 
 Runs are the trainer's own, in this process. What is frozen in a step (layers below l, and the teacher's above) is the
 same in every run over the same rows, so it is computed once and kept in memory: 4 x hidden size bytes a token.
@@ -16,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -29,7 +34,7 @@ from torch import Tensor
 
 from jobs.checkpoints import AttemptCheckpoints
 from jobs.measure import compare, teacher_kept_apart
-from jobs.prepare import Prepared, compute_dtype, load_student, load_tokenizer, prepare
+from jobs.prepare import compute_dtype, load_student, load_tokenizer, prepare
 from jobs.sources import teacher_path
 from swiftkv_platform.attempts import AttemptRequest
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
@@ -43,6 +48,7 @@ from swiftkv_platform.storage.object_store import open_store
 
 SPEC = Path(__file__).parent / "configs" / "recovery.yaml"
 TABLES = ("starts", "objectives", "trained")
+FIGURES = ("kl", "top1_agreement", "perplexity_ratio")
 Row = dict[str, Any]
 
 
@@ -63,21 +69,23 @@ class Bench:
     """Runs of one spec that differ in their budget, start, objective and trained weights."""
 
     def __init__(self, spec: JobSpec, directory: Path, other_text: Path | None) -> None:
-        self.spec = spec
         self.directory = directory
         self.path = teacher_path(spec.model.name_or_path, directory)
-        self.prepared: Prepared = prepare(spec, directory / "rows")[1]
+        plan, self.prepared = prepare(spec, directory / "rows")
+        self.spec = plan.spec  # what the given one left open is settled
         self.other = self._other_rows(other_text or _prose(directory))
         self._frozen: dict[bytes, Tensor] = {}
 
     def run(self, tokens: int, *, start: str = "calibrated", objective: str = "logits", trainable: str = "qkv") -> Row:
         """Train on about `tokens` tokens and measure on both domains."""
         train, batch_size = self.prepared.data.train, self.spec.training.batch_size
+        assert batch_size is not None, "settled in prepare"
         steps = round(tokens * len(train) / train.num_counted_tokens / batch_size)
         loss = self.spec.distillation.model_copy(update={"objective": objective, "trainable": trainable})
         spec = self.spec.model_copy(update={"distillation": loss})
         trained = self._train(spec, start, steps)
-        row = {"tokens": tokens, "steps": steps, "start": start, "objective": objective, "trainable": trainable}
+        row: Row = {"tokens": tokens, "start": start, "objective": objective, "trainable": trainable}
+        row |= {"seed": spec.training.seed, "steps": steps}
         row["num_trained"] = sum(tensor.numel() for tensor in trained.values())
         row |= self.measure(trained)
         print(json.dumps(row), flush=True)
@@ -166,27 +174,69 @@ def run_tables(bench: Bench, tables: list[str], budgets: list[int]) -> list[Row]
     return list(runs.values())
 
 
+def spread(rows: Sequence[Row]) -> list[Row]:
+    """Runs that differ in their seed alone as one row: mean and sample standard deviation of each figure. A single
+    seed has no deviation."""
+    alike: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        alike[tuple(row[name] for name in ("tokens", "start", "objective", "trainable"))].append(row)
+    table = []
+    for (tokens, start, objective, trainable), runs in alike.items():
+        line: Row = {"tokens": tokens, "start": start, "objective": objective, "trainable": trainable}
+        line["seeds"] = [run["seed"] for run in runs]
+        for domain in ("held_out", "other"):
+            values = {name: [run[domain][name] for run in runs] for name in FIGURES}
+            line[domain] = {
+                name: {"mean": statistics.mean(of), "std": statistics.stdev(of) if len(of) > 1 else None}
+                for name, of in values.items()
+            }
+        table.append(line)
+    return table
+
+
+def measure_tables(
+    spec: JobSpec, directory: Path, tables: list[str], budgets: list[int], seeds: int, other_text: Path | None = None
+) -> dict[str, list[Row]]:
+    """The tables with `seeds` seeds: `untrained` (by seed), `runs`, and their `spread`."""
+    untrained: list[Row] = []
+    runs: list[Row] = []
+    for seed in range(spec.training.seed, spec.training.seed + seeds):
+        training = spec.training.model_copy(update={"seed": seed})
+        of_seed = directory / f"seed-{seed}"
+        of_seed.mkdir()
+        bench = Bench(spec.model_copy(update={"training": training}), of_seed, other_text)
+        untrained.append(
+            {"seed": seed, "copied": bench.measure(), "calibrated": bench.measure(bench.prepared.calibrated)}
+        )
+        print(json.dumps(untrained[-1]), flush=True)
+        runs += run_tables(bench, tables, budgets)
+    return {"untrained": untrained, "runs": runs, "spread": spread(runs)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="+", choices=TABLES)
     parser.add_argument("--spec", type=Path, default=SPEC)
     parser.add_argument("--tokens", type=int, nargs="+", default=[50_000, 100_000, 200_000], help="budgets")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument(
         "--other-text", type=Path, help="a file of text or chats that is not the training text's domain"
     )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    spec = load_spec(args.spec)
+    if args.seeds < 1:
+        parser.error(f"--seeds is {args.seeds}; at least 1 would do")
     with tempfile.TemporaryDirectory(prefix="bench-recovery-") as name:
         directory = Path(name)
         dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
-        bench = Bench(spec, directory, args.other_text)
-        untrained = {"copied": bench.measure(), "calibrated": bench.measure(bench.prepared.calibrated)}
-        print(json.dumps(untrained), flush=True)
-        rows = run_tables(bench, args.tables, sorted(args.tokens))
+        figures = measure_tables(
+            load_spec(args.spec), directory, args.tables, sorted(args.tokens), args.seeds, args.other_text
+        )
         dist.destroy_process_group()
+    for line in figures["spread"] if args.seeds > 1 else ():
+        print(json.dumps(line))
     if args.output:
-        args.output.write_text(json.dumps({"untrained": untrained, "runs": rows}, indent=1) + "\n", encoding="utf-8")
+        args.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

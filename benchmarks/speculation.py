@@ -7,7 +7,8 @@ widens its layers without changing what it says, so that a head is as small a sh
 
 Loads are held-out sources of the standard library: `continue` them, and `quote` them (a text, then its beginning, for
 the answer to go on with). Ways take turns within each round, and every round asks all prompts, `batch_size` at a time;
-figures are medians over requests and rounds. Greedy.
+each request's time per token is the median over rounds, and a way's the mean over requests, of which some draft much
+and some nothing. Greedy.
 
 `predicted_ratio` is the cost model over what was counted, in decode passes at batch 1: a pass for each verification,
 and shares of one, by the weights they read, for layers below l, evaluations of the exit head and rows of drafts. `row`
@@ -82,7 +83,7 @@ def main() -> None:
                 predicted = f"{row['predicted_ratio']:.2f}" if batch_size == 1 else ""
                 parted = f"  {row['num_other_texts']} part, at most {row['largest_gap']:.3f} nats apart"
                 print(
-                    f"{load:<10}{batch_size:6d}  {row['drafts']:<10}{row['median_tpot_ms']:9.3f}{row['ratio']:7.3f}"
+                    f"{load:<10}{batch_size:6d}  {row['drafts']:<10}{row['mean_tpot_ms']:9.3f}{row['ratio']:7.3f}"
                     f"{predicted:>11}{row['num_draft_tokens']:9d}{row['num_accepted_tokens']:9d}"
                     f"{parted if row['num_other_texts'] else ''}",
                     flush=True,
@@ -160,15 +161,15 @@ def measure(
                 ]
             if number:  # the first round warms up
                 runs[name].append(Run(outputs, len(calls)))
-    base = statistics.median(tpot for run in runs["off"] for tpot in run.tpots)
+    base = mean_tpot(runs["off"])
     for name, some in runs.items():
-        median = statistics.median(tpot for run in some for tpot in run.tpots)
+        tpot = mean_tpot(some)
         outputs = some[0].outputs
         gaps = parting_gaps(engine, runs["off"][0].outputs, outputs)
         yield {
             "drafts": name,
-            "median_tpot_ms": 1000 * median,
-            "ratio": median / base,
+            "mean_tpot_ms": 1000 * tpot,
+            "ratio": tpot / base,
             "predicted_ratio": predicted_ratio(some[0], costs, from_exit_head=name.startswith("exit")),
             "num_draft_tokens": sum(output.num_draft_tokens for output in outputs),
             "num_accepted_tokens": sum(output.num_accepted_tokens for output in outputs),
@@ -176,6 +177,11 @@ def measure(
             "num_other_texts": len(gaps),
             "largest_gap": max(gaps, default=0.0),
         }
+
+
+def mean_tpot(rounds: list[Run]) -> float:
+    """Seconds a token: over requests, each by its median round."""
+    return statistics.mean(statistics.median(of_one) for of_one in zip(*(run.tpots for run in rounds), strict=True))
 
 
 def parting_gaps(engine: LLMEngine, expected: list[RequestOutput], found: list[RequestOutput]) -> list[float]:
@@ -218,7 +224,7 @@ def predicted_ratio(run: Run, costs: DraftCosts, *, from_exit_head: bool) -> flo
     drafted = sum(output.num_draft_tokens for output in run.outputs)
     accepted = sum(output.num_accepted_tokens for output in run.outputs)
     decoded = sum(len(output.token_ids) - 1 for output in run.outputs)
-    spent = decoded - accepted + drafted * (costs.row + from_exit_head * costs.lower)
+    spent = decoded - accepted + drafted * (costs.lower + costs.exit_row if from_exit_head else costs.row)
     return (spent + run.num_exit_evaluations * costs.exit_head) / decoded
 
 

@@ -86,7 +86,7 @@ def test_no_draft_is_run_that_the_costs_are_above(num_sequences: int) -> None:
         expected = [draw.random() for _ in range(num_sequences)]
         chosen = paying_drafts(expected, COSTS, num_sequences)
         if chosen:
-            cost = (COSTS.lower + COSTS.row * len(chosen)) * num_sequences
+            cost = (COSTS.lower + COSTS.exit_row * len(chosen)) * num_sequences
             assert sum(expected[at] for at in chosen) > cost
 
 
@@ -146,6 +146,6 @@ def test_an_exit_head_that_is_sure_and_wrong_costs_little() -> None:
         history.observe_exit_head(gains.get(0, 0.0))
         spent += COSTS.exit_head
         if gains:
-            spent += COSTS.lower + COSTS.row
+            spent += COSTS.lower + COSTS.exit_row
             drafted(history, 0.95, accepted=False)
     assert 0 < spent < 30

@@ -52,7 +52,7 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: dict[str, list[int]], params: SamplingParams) -> None:
         tokens = prompt["prompt_token_ids"]
         if len(tokens) + params.max_tokens > self._given.max_model_len:
-            raise ValueError(f"{len(tokens)} prompt tokens, longer than the maximum model length")
+            raise ValueError(f"{len(tokens)} prompt tokens are beyond the maximum context length")
         if tokens[0] == DIES:
             os.kill(os.getpid(), signal.SIGKILL)
         if tokens[0] == SLEEPS:

@@ -65,7 +65,7 @@ def test_answers_come_with_the_time_of_every_token(worker: VLLMWorker) -> None:
 
 
 def test_what_vllm_refuses_ends_the_worker_with_its_reason(worker: VLLMWorker) -> None:
-    with pytest.raises(WorkerError, match=r"(?s)exit status 1.*Traceback.*maximum model length"):
+    with pytest.raises(WorkerError, match=r"(?s)exit status 1.*Traceback.*maximum context length"):
         worker.generate([[7] * 200], [4])
     assert ended(worker)
     with pytest.raises(WorkerError, match="has ended"):

@@ -224,7 +224,9 @@ def predicted_ratio(run: Run, costs: DraftCosts, *, from_exit_head: bool) -> flo
     drafted = sum(output.num_draft_tokens for output in run.outputs)
     accepted = sum(output.num_accepted_tokens for output in run.outputs)
     decoded = sum(len(output.token_ids) - 1 for output in run.outputs)
-    spent = decoded - accepted + drafted * (costs.lower + costs.exit_row if from_exit_head else costs.row)
+    # Layers below l have run when a draft of the exit head is verified.
+    of_a_draft = costs.lower + costs.row * (1.0 - costs.lower) if from_exit_head else costs.row
+    spent = decoded - accepted + drafted * of_a_draft
     return (spent + run.num_exit_evaluations * costs.exit_head) / decoded
 
 

@@ -63,11 +63,6 @@ class DraftCosts:
     max_step_tokens: int
     """A step with more tokens is bound by arithmetic; none of them is free, and nothing is drafted."""
 
-    @property
-    def exit_row(self) -> float:
-        """A token drafted by the exit head in the pass that verifies it: layers below l have run."""
-        return self.row * (1.0 - self.lower)
-
 
 class Estimate:
     """A running share, which drifts to where it began while nothing is observed."""
@@ -212,7 +207,7 @@ def lookup_size(history: DraftHistory, costs: DraftCosts, num_sequences: int, li
 def exit_head_pays(history: DraftHistory, costs: DraftCosts, num_sequences: int, num_drafting: int) -> bool:
     """Whether to look at the exit head at all: sequences that draft together share what it costs the others."""
     share = num_sequences / num_drafting
-    even_if_sure = 1.0 - costs.exit_row * num_sequences - costs.lower * share
+    even_if_sure = 1.0 - costs.row * num_sequences - costs.lower * share
     return min(even_if_sure, history.exit_gain.value) > costs.exit_head * share
 
 
@@ -222,7 +217,7 @@ def paying_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int
     Args:
         expected: by draft, the probability that it and those before it are accepted.
     """
-    row = costs.exit_row * num_sequences
+    row = costs.row * num_sequences
     chosen = [at for at, probability in enumerate(expected) if probability > row]
     gain = sum(expected[at] - row for at in chosen) - costs.lower * num_sequences
     return dict.fromkeys(chosen, gain / len(chosen)) if chosen and gain > 0.0 else {}

@@ -181,7 +181,8 @@ def measure(
 
 def mean_tpot(rounds: list[Run]) -> float:
     """Seconds a token: over requests, each by its median round."""
-    return statistics.mean(statistics.median(of_one) for of_one in zip(*(run.tpots for run in rounds), strict=True))
+    times: list[float] = [statistics.median(of_one) for of_one in zip(*(run.tpots for run in rounds), strict=True)]
+    return statistics.mean(times)
 
 
 def parting_gaps(engine: LLMEngine, expected: list[RequestOutput], found: list[RequestOutput]) -> list[float]:

@@ -97,9 +97,8 @@ class _Deployment:
 
     def __init__(self, model: Path, config: dict[str, Any]) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-        os.environ.setdefault(
-            "RAY_worker_niceness", "0"
-        )  # as our images and `swiftkv up`; the engine alone has that too
+        # As our images and `swiftkv up` have it, and this process, in which the engine runs alone.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         import ray
         from ray import serve as ray_serve
 

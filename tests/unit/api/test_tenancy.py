@@ -12,11 +12,13 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
+from swiftkv_platform.api.dependencies import SESSION_COOKIE
 from swiftkv_platform.api.guards import RateLimit
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.keys import Scope, create_key
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
+from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.api.conftest import SPEC, Server, control_plane
 
 OPEN = {"/healthz", "/readyz", "/metrics"}
@@ -102,6 +104,25 @@ def test_a_key_opens_no_more_than_its_scopes(as_: As) -> None:
             assert (refused.status_code, refused.json()["code"]) == (403, "forbidden"), (method, path)
     assert as_("acme", Scope.JOBS_WRITE).post("/jobs", json=SPEC).status_code == 201
     assert as_("acme", Scope.JOBS_WRITE).get("/jobs").status_code == 403
+
+
+@pytest.mark.parametrize("by_cookie", [False, True])
+def test_a_deployment_is_asked_with_the_callers_own_key(server: Server, tmp_path: Path, by_cookie: bool) -> None:
+    """Replicas that have the key file would refuse the control plane itself."""
+    path, script = tmp_path / "keys.json", Script()
+    token = create_key(path, name="ann", tenant="default", scopes=frozenset({Scope.ADMIN}))
+    script.on("POST", "/generate", json_answer({"choices": []}))
+    deployment = server.client.post("/deployments", json={"model": server.succeed()["distilled_model"]}).json()["id"]
+    with serve(script) as url:
+        settings = server.settings.model_copy(update={"api_keys_file": path, "serve_url": url})
+        with control_plane(server.parts, settings, "http://swiftkv.example") as client:
+            if by_cookie:
+                client.cookies.set(SESSION_COOKIE, token)
+            else:
+                client.headers["authorization"] = f"Bearer {token}"
+            assert client.post(f"/deployments/{deployment}/generate", json={"prompt": "x"}).json() == {"choices": []}
+    [asked] = script.sent("POST", "/generate")
+    assert (asked.headers["authorization"], asked.body) == (f"Bearer {token}", {"prompt": "x"})
 
 
 def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:

@@ -44,6 +44,18 @@ async def answer(engine: AsyncLLMEngine, prompt: Prompt, params: SamplingParams 
     return outputs[-1]
 
 
+def paced(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """Lets the engine take one step, and one more for each release."""
+    may_step, step = threading.Semaphore(1), engine.engine.step
+
+    def paced_step() -> list[RequestOutput]:
+        may_step.acquire()
+        return step()
+
+    monkeypatch.setattr(engine.engine, "step", paced_step)
+    return may_step
+
+
 async def check_aborted(engine: AsyncLLMEngine) -> None:
     """The only request, a long one, ends before its last token, and leaves nothing behind."""
     assert isinstance(engine.engine, CountingEngine)
@@ -68,11 +80,15 @@ async def test_every_step_is_yielded(engine: AsyncLLMEngine) -> None:
     assert [output.finished for output in outputs] == [False] * 11 + [True]
 
 
-async def test_tokens_within_an_interval_come_together_the_first_and_the_last_at_once(engine: AsyncLLMEngine) -> None:
+async def test_tokens_within_an_interval_come_together_the_first_and_the_last_at_once(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_step = paced(engine, monkeypatch)
     stream = await engine.submit([1], GREEDY, interval_s=3600.0)
-    outputs = [output async for output in stream]
-    assert len(outputs) <= 2
-    assert len(outputs[-1].token_ids) == 12
+    outputs = [await anext(stream)]
+    may_step.release(100)
+    outputs += [output async for output in stream]
+    assert [len(output.token_ids) for output in outputs] == [1, 12]
     assert stream.newest == {0: outputs[-1]}
     assert [outputs[-1].token_ids] == [(await answer(engine, [1])).token_ids]
 
@@ -80,13 +96,7 @@ async def test_tokens_within_an_interval_come_together_the_first_and_the_last_at
 async def test_an_interval_that_passes_hands_over_what_has_come(
     engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_step, step = threading.Semaphore(1), engine.engine.step
-
-    def paced_step() -> list[RequestOutput]:
-        may_step.acquire()
-        return step()
-
-    monkeypatch.setattr(engine.engine, "step", paced_step)
+    may_step = paced(engine, monkeypatch)
     stream = await engine.submit([1], GREEDY, interval_s=0.05)
     assert len((await anext(stream)).token_ids) == 1
     may_step.release(3)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import tempfile
@@ -28,7 +29,7 @@ from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaLis
 
 from benchmarks.models import add_shape, random_llama
 from benchmarks.vllm_client import VLLMWorker, add_vllm_python, engine_arguments
-from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.model import convert
@@ -309,11 +310,29 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return int(sdpa_flop_count(query, key, value))
 
 
-COUNTED = {
-    torch.ops.mkldnn._linear_pointwise: _linear_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-}
-"""Operators of the engine on a CPU that torch's counter does not know."""
+def _packed_flops(x: Sequence[int], packed: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x[:-1]) * math.prod(packed)
+
+
+def _paged_flops(query: torch.Tensor, *tables: Any, **_: Any) -> int:
+    """Of the keys that each query sees, in full: no window."""
+    positions = tables[3]
+    return 4 * query.shape[1] * query.shape[3] * int((positions + 1).sum())
+
+
+_paged_flops._get_raw = True  # type: ignore[attr-defined]  # torch hands it tensors, not their shapes
+
+
+def counted() -> dict[Any, Any]:
+    """Operators of the engine on a CPU that torch's counter does not know."""
+    formulas: dict[Any, Any] = {
+        torch.ops.mkldnn._linear_pointwise: _linear_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    }
+    if kernels.available():
+        own = torch.ops.swiftkv_cpu
+        formulas |= {own.linear: _packed_flops, own.gated_linear: _packed_flops, own.attend: _paged_flops}
+    return formulas
 
 
 def count(engines: dict[str, LLMEngine], args: argparse.Namespace) -> dict[str, dict[str, int]]:
@@ -334,7 +353,7 @@ def _flops_of_step(engine: LLMEngine, prompts: torch.Tensor, *, num_steps_before
     request_ids = [engine.add_request(prompt, sampling(2 + num_steps_before)) for prompt in prompts.tolist()]
     for _ in range(num_steps_before):
         engine.step()
-    with FlopCounterMode(display=False, custom_mapping=COUNTED) as counter:
+    with FlopCounterMode(display=False, custom_mapping=counted()) as counter:
         engine.step()
     for request_id in request_ids:
         engine.abort(request_id)

@@ -67,10 +67,14 @@ FAMILY_CONFIGS: dict[str, PreTrainedConfig] = {
 """Every row of the family table, by `model_type`, with what differs inside a family after a dash."""
 
 
-def family_teacher(name: str, seed: int = 3) -> PreTrainedModel:
-    """A random float32 teacher of `FAMILY_CONFIGS` whose norms and biases are not the usual ones and zeros."""
+def family_teacher(name: str, seed: int = 3, **changes: Any) -> PreTrainedModel:
+    """A random float32 teacher of `FAMILY_CONFIGS`, whose fields may be changed; its norms and biases are not the usual
+    ones and zeros."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILY_CONFIGS[name])).eval()
+    config = copy.deepcopy(FAMILY_CONFIGS[name])
+    for field, value in changes.items():
+        setattr(config, field, value)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -1,20 +1,23 @@
 """Attention of a flat batch of sequences to their paged contexts: transformers' attention function `swiftkv_paged`.
 
-On a CPU each sequence's context is read where it lies: a run of neighbouring blocks is a view, several runs are
-attended to one by one and merged by the logarithms of their softmax sums. Nothing is copied for a decode step unless a
-context is scattered over so many short runs that a copy is cheaper. It knows no scheduler and no layer.
+`kernels.attend` does it in one operator where it can. Elsewhere, on a CPU, each sequence's context is read where it
+lies: a run of neighbouring blocks is a view, several runs are attended to one by one and merged by the logarithms of
+their softmax sums. Nothing is copied for a decode step unless a context is scattered over so many short runs that a copy is
+cheaper. It knows no scheduler and no layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run
 from swiftkv_platform.model.selection import TokenSelection
 
@@ -65,6 +68,18 @@ class PagedAttention:
     sequences: tuple[SequenceQueries, ...]
     _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)
     """By window; every layer asks for the same."""
+
+    @cached_property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `kernels.attend` calls sequences, positions and runs."""
+        sequences: list[tuple[int, int, int, int]] = []
+        positions: list[int] = []
+        runs: list[Run] = []
+        for sequence in self.sequences:
+            sequences.append((len(positions), len(sequence.positions), len(runs), len(sequence.runs)))
+            positions += sequence.positions
+            runs += sequence.runs
+        return torch.tensor(sequences), torch.tensor(positions), torch.tensor(runs)
 
     @property
     def contexts(self) -> list[Run]:
@@ -136,6 +151,8 @@ def paged_attention(
         return output[..., : value.shape[-1]].transpose(1, 2), None
     assert isinstance(key, PagedTensor)
     assert isinstance(value, PagedTensor)
+    if key.native:
+        return kernels.attend(query, key.rows, value.rows, *paged.tables, scaling=scaling, window=sliding_window), None
     if query.device.type == "cpu" and key.rows.dtype == query.dtype:
         spans = paged.decode_spans(sliding_window)
         if spans is not None:

@@ -58,6 +58,9 @@ class EngineConfig(BaseModel):
     fuse_weights: bool = True
     """One matrix product for q, k and v and one for gate and up; on a CPU in bfloat16 also prepacked weights, which
     replace the originals in memory."""
+    native_kernels: bool = True
+    """On a CPU in bfloat16: attention, norms, RoPE and SiLU by operators of the engine's own, compiled on first use.
+    Without a C++ compiler, or on a processor without AVX-512, PyTorch's are used, as with false."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 64
     """Requests that may wait for their turn in `AsyncLLMEngine`; one more is refused at once."""
     max_waiting_prompt_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.model.quantization import SCALE_DTYPE, pack, unpack
 
 Run = tuple[int, int]
@@ -38,6 +39,11 @@ class StorageFormat:
     payload: torch.dtype | None = None
     """Of quantised numbers: float8_e4m3fn or int8."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether numbers are stored as they are computed."""
+        return self.stored == self.computed
+
     def row_size(self, dim: int) -> int:
         """Elements that `dim` numbers take."""
         return dim if self.payload is None else dim * self.payload.itemsize + SCALE_DTYPE.itemsize
@@ -54,7 +60,9 @@ class PagedTensor:
     block tables expect.
     """
 
-    def __init__(self, shape: TensorShape, num_slots: int, format_: StorageFormat, device: torch.device) -> None:
+    def __init__(
+        self, shape: TensorShape, num_slots: int, format_: StorageFormat, device: torch.device, *, native: bool = False
+    ) -> None:
         heads, size, dtype = shape.num_heads, format_.row_size(shape.dim), format_.stored
         if device.type == "cpu":
             self.rows = torch.empty(heads, num_slots, size, dtype=dtype, device=device)
@@ -62,6 +70,8 @@ class PagedTensor:
             self.rows = torch.empty(num_slots, heads, size, dtype=dtype, device=device).transpose(0, 1)
         """[num_heads, num_slots, dim], or [.., bytes of payload and scale]."""
         self._format = format_
+        self.native = native
+        """The engine's kernels write and read it: on a CPU, in bfloat16."""
 
     @property
     def quantized(self) -> bool:
@@ -70,6 +80,9 @@ class PagedTensor:
 
     def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
         """Put `x` [num_heads, num_tokens, dim] into `slots` [num_tokens]."""
+        if self.native:
+            kernels.write(self.rows, slots, x)
+            return
         payload = self._format.payload
         self.rows.index_copy_(1, slots, x.to(self.rows.dtype) if payload is None else pack(x, payload))
 
@@ -93,6 +106,7 @@ class KVCache:
         format_: StorageFormat,
         device: torch.device,
         expanded: bool = False,
+        native: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -101,7 +115,10 @@ class KVCache:
         """The model makes keys and values of what is cached, so it is handed the contexts and not the storage."""
         num_slots = num_blocks * block_size
         self.layers = [
-            (PagedTensor(first, num_slots, format_, device), PagedTensor(second, num_slots, format_, device))
+            (
+                PagedTensor(first, num_slots, format_, device, native=native),
+                PagedTensor(second, num_slots, format_, device, native=native),
+            )
             for first, second in shapes
         ]
 

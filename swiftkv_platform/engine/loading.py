@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.engine.ranks import Ranks, rank_device
 from swiftkv_platform.engine.sharding import check_divides, shard
-from swiftkv_platform.engine.weights import lay_out
+from swiftkv_platform.engine.weights import lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import load_dense  # importing it registers the SwiftKV classes with the Auto classes
 
@@ -169,6 +170,9 @@ def _prepared(model: PreTrainedModel, config: EngineConfig, device: Any = None) 
         raise ModelError("device is 'cuda', but torch sees no GPU; 'auto' and 'cpu' are accepted", field="device")
     module: torch.nn.Module = model  # whose `to`, unlike transformers' wrapper, is typed
     module.to(device)
+    native = config.native_kernels and kernels.serve(model)
     if config.fuse_weights:
-        lay_out(model)
+        lay_out(model, native=native)
+    if native:
+        use_kernels(model)
     return model

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import torch
 
+from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.engine.kv_cache import KVCache, LayerShape, StorageFormat, TensorShape, bytes_per_block
 from swiftkv_platform.engine.loading import LoadedModel
@@ -42,6 +43,11 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
         format_=format_,
         device=device,
         expanded=_is_latent(loaded.model.config),
+        native=config.native_kernels
+        and not _is_latent(loaded.model.config)
+        and format_.plain
+        and all(tensor.dim % kernels.HEAD_DIM_MULTIPLE == 0 for layer in shapes for tensor in layer)
+        and kernels.serve(loaded.model),
     )
 
 

@@ -1,18 +1,23 @@
 """Weights laid out for inference: projections of one input become one matrix product. Knows no family and no request.
 
 The model's code stays as it is: each projection is replaced by a part of a fused one, which computes all parts when the
-first is asked for. On a CPU in bfloat16 the weights are also reordered once for oneDNN, which would otherwise do it in
-every call; then the reordered copy is the only one.
+first is asked for. On a CPU in bfloat16 the weights are also reordered once, for the engine's kernels or for oneDNN,
+which would otherwise do it in every call; then the reordered copy is the only one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.activations import SiLUActivation
+
+from swiftkv_platform.engine import kernels
+from swiftkv_platform.engine.native import NativeAttention, NativeLinear, NativeMLP, NativeRMSNorm
+from swiftkv_platform.model.attention import HeadAttentionMixin
 
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -21,34 +26,73 @@ SIBLINGS = (
     ("gate_proj", "up_proj"),
 )
 """Names of linear modules of one parent that read the same input, in the order they are called in."""
+SILU = (nn.SiLU, SiLUActivation)
 PACKING_HINT = 16
 """Tokens of a decode step, roughly: what oneDNN chooses a layout for."""
 
 
-def lay_out(model: Any) -> None:
+def lay_out(model: Any, *, native: bool = False) -> None:
     """Fuse and, where it pays, reorder the weights of a causal language model of ours, in place; and drop what only its
-    teacher runs."""
+    teacher runs. `native`: in the order of the engine's kernels."""
     decoder = model.model
     _drop_teacher(decoder)
-    pack = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    make_linear = _linear_class(model, native=native)
+    if native:
+        _replace(model, _is_gated_mlp, NativeMLP)
     leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
     shared = [projection for leader in leaders for projection in leader.input_projections]
     if shared:
-        _fuse(decoder, shared, pack=pack)
+        _fuse(decoder, shared, make_linear)
     for module in list(decoder.modules()):
         for siblings in _siblings(module):
-            _fuse(module, siblings, pack=pack)
+            _fuse(module, siblings, make_linear)
     norm_class = type(decoder.norm)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is norm_class:
-                setattr(parent, name, _RMSNorm(child.weight, child.variance_epsilon))
-    if pack:
+    _replace(model, lambda child: type(child) is norm_class, lambda norm: _RMSNorm(norm.weight, norm.variance_epsilon))
+    if make_linear is not _Linear:
         embedding = decoder.embed_tokens.weight
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and child.weight is not embedding:
-                    setattr(parent, name, _Linear(child.weight, child.bias, pack=True))
+        _replace(
+            model,
+            lambda child: type(child) is nn.Linear and child.weight is not embedding,
+            lambda linear: make_linear(linear.weight, linear.bias),
+        )
+
+
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Any]
+"""Weight and bias to a module that multiplies by them."""
+
+
+def _linear_class(model: Any, *, native: bool) -> MakeLinear:
+    if native:
+        return NativeLinear
+    return _OneDNNLinear if model.device.type == "cpu" and model.dtype == torch.bfloat16 else _Linear
+
+
+def _replace(root: nn.Module, wanted: Callable[[Any], bool], make: Callable[[Any], nn.Module]) -> None:
+    """Put what `make` makes of them in the place of all modules below `root` that are wanted."""
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            if wanted(child):
+                setattr(parent, name, make(child))
+
+
+def use_kernels(model: Any) -> None:
+    """Put the engine's kernels where PyTorch takes many operators, in place: norms and RoPE. For a model that
+    `kernels.serve`."""
+    norm_classes = (type(model.model.norm), _RMSNorm)
+    _replace(model, lambda child: type(child) in norm_classes, NativeRMSNorm)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        if isinstance(attention, HeadAttentionMixin):
+            attention.rotate = kernels.rotate
+        elif all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")):
+            layer.self_attn = NativeAttention(attention)
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or not isinstance(children["act_fn"], SILU):
+        return False
+    return all(type(children[name]) is nn.Linear and children[name].bias is None for name in ("gate_proj", "up_proj"))
 
 
 def _drop_teacher(decoder: Any) -> None:
@@ -66,37 +110,41 @@ def _siblings(module: nn.Module) -> Iterator[list[nn.Linear]]:
             yield linear
 
 
-def _fuse(root: nn.Module, projections: Sequence[nn.Linear], *, pack: bool) -> None:
+def _fuse(root: nn.Module, projections: Sequence[nn.Linear], make_linear: MakeLinear) -> None:
     """Replace `projections`, modules below `root` that read one input, by parts of one."""
     weight = torch.cat([projection.weight.detach() for projection in projections])
     biases = [projection.bias.detach() for projection in projections if projection.bias is not None]
     assert len(biases) in (0, len(projections)), "some of the projections have a bias, others do not"
-    fused = _Fused(
-        _Linear(weight, torch.cat(biases) if biases else None, pack=pack), [p.out_features for p in projections]
-    )
+    fused = _Fused(make_linear(weight, torch.cat(biases) if biases else None), [p.out_features for p in projections])
     parts = {id(projection): _Part(fused, at) for at, projection in enumerate(projections)}
-    for parent in list(root.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in parts:
-                setattr(parent, name, parts[id(child)])
+    _replace(root, lambda child: id(child) in parts, lambda child: parts[id(child)])
 
 
 class _Linear(nn.Module):
     """y = x W^T + b."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        self._packed = pack
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKING_HINT) if pack else weight.detach()
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if self._packed:
-            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return y
         return F.linear(x, self.weight, self.bias)
+
+
+class _OneDNNLinear(_Linear):
+    """The same with a weight in oneDNN's order."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKING_HINT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y
 
 
 class _RMSNorm(nn.Module):
@@ -105,17 +153,17 @@ class _RMSNorm(nn.Module):
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         super().__init__()
         self.weight = weight.detach().float()
-        self.epsilon = epsilon
+        self.variance_epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]; in float32 inside."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.variance_epsilon).to(x.dtype)
 
 
 class _Fused:
     """One projection whose output several modules share."""
 
-    def __init__(self, linear: _Linear, sizes: list[int]) -> None:
+    def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         self.linear = linear
         self.sizes = sizes
         self._input: torch.Tensor | None = None

@@ -9,7 +9,7 @@ interface; which tokens are computed is the decoder's business. Source: paper, s
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -148,10 +148,19 @@ class _SharedHeads(nn.Module):
         self.is_causal = True
 
 
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2."""
+    cos, sin = (part.unsqueeze(1) for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
 class HeadAttentionMixin(SwiftKVAttentionMixin):
     """Keys and values by head (MHA, GQA, MQA), RoPE over the whole head, norms on heads where the family has them."""
 
     key_value_modules = ("k_proj", "v_proj")
+    rotate: Callable[[torch.Tensor, Rotation], torch.Tensor] = staticmethod(rotate)
+    """An instance may be given a faster one."""
     head_dim: int
     q_proj_swiftkv: nn.Linear
     k_proj_swiftkv: nn.Linear
@@ -185,19 +194,12 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
         keys, values = (self._split_heads(part) for part in projected)
-        return rotate(self.k_norm(keys), rotation), values
+        return self.rotate(self.k_norm(keys), rotation), values
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        return rotate(self.q_norm(self._split_heads(self.q_proj_swiftkv(hidden_states))), rotation)
+        return self.rotate(self.q_norm(self._split_heads(self.q_proj_swiftkv(hidden_states))), rotation)
 
     def _split_heads(self, projected: torch.Tensor) -> torch.Tensor:
         """[batch, num_tokens, num_heads * head_dim] -> [batch, num_heads, num_tokens, head_dim]."""
         heads: torch.Tensor = projected.unflatten(-1, (-1, self.head_dim))
         return heads.transpose(1, 2)
-
-
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Apply RoPE to `x` [batch, num_heads, num_tokens, head_dim]; dimension j pairs with j + head_dim / 2."""
-    cos, sin = (part.unsqueeze(1) for part in rotation)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, kernels
 from swiftkv_platform.model import convert, load_dense
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
@@ -68,3 +68,22 @@ def test_students_with_their_own_number_of_heads_are_served(sharing: int, tmp_pa
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for output in LLMEngine.from_pretrained(tmp_path, CONFIG).generate(prompts(), PARAMS):
         check(plain, output)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_CONFIGS if not name.startswith("deepseek")])
+@pytest.mark.parametrize("g", [2, None], ids=["student", "dense"])
+def test_in_bfloat16_the_kernels_are_as_exact_as_torch(name: str, g: int | None, tmp_path: Path) -> None:
+    model: Any = family_teacher(name, head_dim=32)
+    if g is not None:
+        model = disturb(convert(model, num_key_value_layers=2, key_value_group_size=g))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+
+    def logprobs(**options: Any) -> torch.Tensor:
+        engine = LLMEngine.from_pretrained(tmp_path, CONFIG.model_copy(update=options))
+        found = [output.prompt_logprobs for output in engine.generate(prompts(), PARAMS)]
+        engine.check()
+        return torch.tensor([next(iter(one.values())) for some in found if some for one in some if one is not None])
+
+    exact, native, by_torch = logprobs(dtype="float32"), logprobs(), logprobs(native_kernels=False)
+    assert torch.equal(native, by_torch) != kernels.available()
+    assert (native - exact).square().mean().sqrt() < 1.3 * (by_torch - exact).square().mean().sqrt()

@@ -10,9 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from swiftkv_platform.engine import LLMEngine
+from swiftkv_platform.engine import LLMEngine, kernels
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
+
+
+@pytest.fixture
+def native_kernels() -> None:
+    """Skips where this machine cannot build or run them."""
+    if not kernels.available():
+        pytest.skip("this machine has no C++ compiler or no bfloat16 products; the log says which")
 
 
 @pytest.fixture(scope="session")

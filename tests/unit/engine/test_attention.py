@@ -39,24 +39,28 @@ class Case:
         *,
         dtype: torch.dtype = torch.float32,
         query_size: float = 1.0,
+        dim: int = DIM,
+        native: bool = False,
     ) -> None:
         torch.manual_seed(0)
         draw, taken = random.Random(0), set[int]()
         storage = StorageFormat(dtype, dtype)
-        self.key, self.value = (PagedTensor(TensorShape(KV_HEADS, DIM), SLOTS, storage, CPU) for _ in "kv")
+        self.key, self.value = (
+            PagedTensor(TensorShape(KV_HEADS, dim), SLOTS, storage, CPU, native=native) for _ in "kv"
+        )
         sequences, self.keys, self.values, start = [], [], [], 0
         for length, positions in contexts:
             runs = scattered(length, run_size, draw, taken)
             slots = torch.tensor([slot for first, end in runs for slot in range(first, end)])
             for tensor, kept in ((self.key, self.keys), (self.value, self.values)):
-                rows = torch.randn(KV_HEADS, length, DIM).to(dtype)
+                rows = torch.randn(KV_HEADS, length, dim).to(dtype)
                 tensor.write(slots, rows)
                 kept.append(rows.float())
             sequences.append(SequenceQueries(positions, runs, start))
             start += length
         self.paged = PagedAttention(tuple(sequences))
         num_queries = sum(len(positions) for _, positions in contexts)
-        self.query = (torch.randn(1, HEADS, num_queries, DIM) * query_size).to(dtype)
+        self.query = (torch.randn(1, num_queries, HEADS, dim) * query_size).to(dtype).transpose(1, 2)
 
     def expected(self, window: int | None) -> torch.Tensor:
         outputs, row = [], 0
@@ -126,6 +130,39 @@ def test_large_chunks_in_bfloat16_go_through_products_that_are_about_as_exact_as
     assert not torch.equal(by_products, fused)
     assert errors[0] < 2.5 * errors[1]
     assert errors[0] < 0.01 * expected.square().mean().sqrt()
+
+
+LARGE: dict[str, list[tuple[int, list[int]]]] = {
+    "one sequence": [(600, list(range(600)))],
+    "a later chunk, a decode, a first chunk": [(700, list(range(500, 700))), (1, [0]), (300, list(range(300)))],
+    "long decodes": [(900, [899]), (513, [512]), (700, list(range(690, 700)))],
+    "selected": [(900, [3, 4, 9, 400, 700, 899]), (700, [*range(100), *range(300, 350), 699])],
+}
+
+
+@pytest.mark.parametrize("dim", [32, 96])
+@pytest.mark.parametrize("window", [None, 7, 300])
+@pytest.mark.parametrize("run_size", [16, 1000])
+@pytest.mark.parametrize("name", [*CONTEXTS, *LARGE])
+def test_the_kernel_is_exact_to_the_last_bits_of_bfloat16(
+    name: str, run_size: int, window: int | None, dim: int, native_kernels: None
+) -> None:
+    case = Case((CONTEXTS | LARGE)[name], run_size, dtype=torch.bfloat16, query_size=4.0, dim=dim, native=True)
+    actual, expected = case.actual(window), case.expected(window)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=1 / 64)
+    assert (actual.float() - expected).square().mean() < 1e-5 * expected.square().mean()
+
+
+@pytest.mark.parametrize("name", ["decodes", "first chunk"])
+def test_a_nan_stays_with_its_sequence_and_its_head(name: str, native_kernels: None) -> None:
+    case = Case([*CONTEXTS[name], (20, [*range(20)])], 200, dtype=torch.bfloat16, dim=32, native=True)
+    first, _ = case.paged.sequences[-1].runs[0]
+    case.key.rows[1, first + 3] = float("nan")
+    poisoned = case.actual(None).isnan()  # [1, num_queries, HEADS, dim]
+    expected = torch.zeros_like(poisoned)
+    expected[:, -17:, HEADS // 2 :] = True  # queries at 3 and later see it
+    assert torch.equal(poisoned, expected)
 
 
 def test_a_selection_makes_new_metadata() -> None:

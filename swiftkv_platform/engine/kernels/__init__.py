@@ -1,0 +1,188 @@
+"""C++ operators for what the engine computes on a CPU in bfloat16 (`cpu.cpp`).
+
+Between matrix products PyTorch runs many small operators, each a pass over memory and a call; together they cost as
+much as the products. And a decode step's products wait for weights that nobody asked memory for in time.
+
+The source is compiled on first use, in seconds, for the processor it runs on, and kept in a cache directory. Where it
+cannot be (no compiler, no bfloat16 products in the processor) the engine runs on PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils import cpp_extension
+
+from swiftkv_platform.logs import get_logger
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+CACHE_VARIABLE = "SWIFTKV_KERNEL_CACHE"
+"""Directory that compiled kernels are kept in; `~/.cache/swiftkv/kernels` where it is not set."""
+VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
+"""What torch's vector headers are told, by what torch finds in the processor. bfloat16 products come with AVX-512."""
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w")
+BUILD_TIMEOUT_S = 600
+HEAD_DIM_MULTIPLE = 32
+"""`attend` takes heads of a multiple of so many numbers."""
+NO_WINDOW = torch.iinfo(torch.int64).max >> 1
+COLUMNS = 32
+"""Outputs of a block of packed weights."""
+
+
+def serve(model: Any) -> bool:
+    """Whether they compute what this model computes: on a CPU, in bfloat16, where they are available."""
+    return bool(model.device.type == "cpu" and model.dtype == torch.bfloat16) and available()
+
+
+@functools.cache
+def available() -> bool:
+    """Compile and load the kernels, once a process. False, and a line in the log that says why, where that fails."""
+    try:
+        torch.ops.load_library(str(_compiled()))
+        _check()
+    except (_UnavailableError, OSError, RuntimeError) as error:
+        get_logger().warning("native_kernels_unavailable", reason=str(error), instead="PyTorch's operators")
+        return False
+    return True
+
+
+class _UnavailableError(Exception):
+    """Why there are no kernels."""
+
+
+def _compiled() -> Path:
+    """The shared library, named by all it depends on. Processes that build it at the same time do not meet."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in VECTOR_FLAGS:
+        raise _UnavailableError(f"the processor offers {capability}; {' or '.join(VECTOR_FLAGS)} is needed")
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise _UnavailableError("no C++ compiler; install g++ or set CXX")
+    flags = [*FLAGS, *VECTOR_FLAGS[capability]]
+    target = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(SOURCE.read_bytes() + target + repr([compiler, flags, torch.__version__]).encode())
+    library = _cache_directory() / f"cpu-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        _build(compiler, flags, library)
+    return library
+
+
+def _cache_directory() -> Path:
+    given = os.environ.get(CACHE_VARIABLE)
+    return Path(given) if given else Path.home() / ".cache" / "swiftkv" / "kernels"
+
+
+def _build(compiler: str, flags: list[str], library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu", "-lc10"]
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        built = Path(directory) / library.name
+        command = [compiler, *flags, *includes, str(SOURCE), "-o", str(built), *libraries]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise _UnavailableError(f"{compiler} was not done after {BUILD_TIMEOUT_S} s") from error
+        if run.returncode:
+            raise _UnavailableError(f"{compiler} failed: {run.stderr[-2000:]}")
+        built.replace(library)
+
+
+def _check() -> None:
+    """Raises where a product or a sum is not PyTorch's: a processor may lack what the products are made of."""
+    query = torch.linspace(-1, 1, 2 * 20 * 32).sin().bfloat16().view(1, 2, 20, 32)
+    keys, values = query[0].flip(1), query[0].flip(2)
+    tables = torch.tensor([[0, 20, 0, 1]]), torch.arange(20), torch.tensor([[0, 20]])
+    found = attend(query, keys, values, *tables, scaling=1.0).float().transpose(1, 2)
+    wanted = F.scaled_dot_product_attention(
+        query.float(), keys[None].float(), values[None].float(), is_causal=True, scale=1.0
+    )
+    if not torch.allclose(found, wanted, atol=0.02):
+        raise _UnavailableError("attention computed with them is wrong")
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """[..., size] -> [..., size]; `weight` is what `padded` made of a norm's."""
+    y: torch.Tensor = torch.ops.swiftkv_cpu.rms_norm(x, weight, epsilon)
+    return y
+
+
+def padded(vector: torch.Tensor) -> torch.Tensor:
+    """A norm's weight or a bias [size] as the kernels read it: in float32, up to a whole block."""
+    return F.pad(vector.detach().float(), (0, -vector.numel() % COLUMNS))
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [size_out, size_in], size_in even, as `linear` reads it: [blocks of outputs, size_in / 2, outputs of a
+    block, 2]."""
+    blocks = F.pad(weight.detach(), (0, 0, 0, -weight.shape[0] % COLUMNS)).unflatten(0, (-1, COLUMNS))
+    return torch.unflatten(blocks, 2, (-1, 2)).transpose(1, 2).contiguous()
+
+
+def pack_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Two weights [size_out, size_in] as `gated_linear` reads them: their blocks in turn."""
+    return torch.stack([pack(gate), pack(up)], dim=1).flatten(0, 1)
+
+
+def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, size_out: int) -> torch.Tensor:
+    """x [..., size_in] times a packed weight, plus a bias as `padded` makes it -> [..., size_out]."""
+    y = torch.ops.swiftkv_cpu.linear(x.flatten(0, -2), packed, bias, size_out)
+    return torch.unflatten(y, 0, x.shape[:-1])
+
+
+def gated_linear(x: torch.Tensor, packed: torch.Tensor, size_out: int) -> torch.Tensor:
+    """silu(x gate^T) * x up^T, x [..., size_in] -> [..., size_out]."""
+    y = torch.ops.swiftkv_cpu.gated_linear(x.flatten(0, -2), packed, size_out)
+    return torch.unflatten(y, 0, x.shape[:-1])
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """`model.attention.rotate` for one row: x [1, num_heads, num_tokens, head_dim]."""
+    cos, sin = rotation
+    y: torch.Tensor = torch.ops.swiftkv_cpu.rotate(x, cos, sin)
+    return y
+
+
+def write(rows: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """Put x [num_heads, num_tokens, dim] into `slots` [num_tokens] of `rows` [num_heads, num_slots, dim]."""
+    torch.ops.swiftkv_cpu.write(rows, slots, x)
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sequences: torch.Tensor,
+    positions: torch.Tensor,
+    runs: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of a flat batch of sequences to their paged contexts.
+
+    Args:
+        query: [1, num_heads, num_tokens, head_dim].
+        keys: of all slots, [num_kv_heads, num_slots, head_dim].
+        values: likewise.
+        sequences: first query, number of queries, first run and number of runs of each, int64 [num_sequences, 4].
+        positions: of each query in its sequence, ascending there, int64 [num_tokens].
+        runs: first slot of neighbouring ones and the one behind the last, int64 [num_runs, 2].
+        window: tokens that a query sees, itself included; None: all before it.
+
+    Returns:
+        [1, num_tokens, num_heads, head_dim].
+    """
+    y: torch.Tensor = torch.ops.swiftkv_cpu.attend(
+        query, keys, values, sequences, positions, runs, scaling, NO_WINDOW if window is None else window
+    )
+    return y

@@ -1,0 +1,576 @@
+// What the engine computes between matrix products, on a CPU in bfloat16: one pass over memory each, in float32 inside.
+// PyTorch's own operators are the reference (tests/engine/test_kernels.py); engine/kernels/__init__.py builds and checks.
+//
+// `attend` takes heads of a multiple of 32 numbers, the others any size. A token's or a head's numbers lie together.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using at::BFloat16;
+using at::Tensor;
+using Floats = at::vec::Vectorized<float>;
+using Halves = at::vec::Vectorized<BFloat16>;
+
+constexpr int64_t kFloats = Floats::size();
+constexpr int64_t kHalves = Halves::size();
+constexpr int64_t kGrain = 16384;  // elements that are worth a thread
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+constexpr int64_t kMinProductQueries = 16;  // fewer queries of a sequence read the keys one by one
+constexpr int64_t kQueryBlock = 128;        // queries of a tile of scores
+constexpr int64_t kKeyBlock = 256;          // keys of a tile of scores; float32, it stays in the second-level cache
+constexpr int64_t kKeyStep = 64;            // the last tile of a block is cut to a multiple of this
+constexpr int64_t kRowStep = 16;            // rows of a product are a multiple of this: each shape is a kernel of its own
+constexpr int64_t kColumns = 32;            // outputs of a block of packed weights
+constexpr int64_t kFewRows = 32;             // so many rows of a product, and fewer, are multiplied as the weights come
+constexpr int64_t kFetchedAhead = 4096;     // bytes between the weights in use and those that memory is asked for
+constexpr int64_t kCachedNumbers = 1 << 18; // inputs that stay in the second-level cache beside a block of weights
+
+std::tuple<Floats, Floats> load(const BFloat16* from, int64_t count = kHalves) {
+  return at::vec::convert_bfloat16_float(count < kHalves ? Halves::loadu(from, count) : Halves::loadu(from));
+}
+
+void store(BFloat16* to, Floats low, Floats high, int64_t count = kHalves) {
+  at::vec::convert_float_bfloat16(low, high).store(to, count);
+}
+
+// How many of the numbers from i on fit into one vector.
+int64_t rest(int64_t size, int64_t i) {
+  return std::min(kHalves, size - i);
+}
+
+float sum(Floats x) {
+  return at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return a + b; }, x);
+}
+
+float largest(Floats x) {
+  return at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return at::vec::maximum(a, b); }, x);
+}
+
+int64_t rows_at_a_time(int64_t row_size) {
+  return std::max<int64_t>(1, kGrain / row_size);
+}
+
+// x [..., size], weight float32 [size rounded up to whole vectors] -> [..., size].
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
+  const Tensor input = x.contiguous();
+  Tensor output = at::empty(input.sizes(), input.options());
+  const int64_t size = input.size(-1);
+  const auto* in = input.const_data_ptr<BFloat16>();
+  const auto* scale = weight.const_data_ptr<float>();
+  auto* out = output.data_ptr<BFloat16>();
+  at::parallel_for(0, input.numel() / size, rows_at_a_time(size), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const BFloat16* from = in + row * size;
+      BFloat16* to = out + row * size;
+      Floats squares(0.0f);
+      for (int64_t i = 0; i < size; i += kHalves) {
+        const auto [low, high] = load(from + i, rest(size, i));
+        squares = at::vec::fmadd(low, low, squares);
+        squares = at::vec::fmadd(high, high, squares);
+      }
+      const Floats factor(1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + static_cast<float>(epsilon)));
+      for (int64_t i = 0; i < size; i += kHalves) {
+        const auto [low, high] = load(from + i, rest(size, i));
+        store(to + i, low * factor * Floats::loadu(scale + i), high * factor * Floats::loadu(scale + i + kFloats),
+              rest(size, i));
+      }
+    }
+  });
+  return output;
+}
+
+Floats silu(Floats x) {
+  return x / (Floats(1.0f) + x.neg().exp_u20());
+}
+
+using Pair [[gnu::may_alias]] = int32_t;  // two neighbouring inputs
+
+// Products of a few rows with one block of packed weights [size_in / 2, kColumns, 2], which is fetched from memory ahead of
+// its use: what a decode step waits for.
+template <int kRows>
+void multiply_few(const BFloat16* x, int64_t stride, int64_t size_in, const BFloat16* block, float* sums,
+                  int64_t sums_stride) {
+  __m512 low[kRows], high[kRows];
+  for (int r = 0; r < kRows; ++r) low[r] = high[r] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < size_in; k += 2, block += 2 * kColumns) {
+    _mm_prefetch(reinterpret_cast<const char*>(block) + kFetchedAhead, _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(block + kColumns) + kFetchedAhead, _MM_HINT_T0);
+    const auto weights_low = reinterpret_cast<__m512bh>(_mm512_loadu_si512(block));
+    const auto weights_high = reinterpret_cast<__m512bh>(_mm512_loadu_si512(block + kColumns));
+    for (int r = 0; r < kRows; ++r) {
+      const auto inputs =
+          reinterpret_cast<__m512bh>(_mm512_set1_epi32(*reinterpret_cast<const Pair*>(x + r * stride + k)));
+      low[r] = _mm512_dpbf16_ps(low[r], weights_low, inputs);
+      high[r] = _mm512_dpbf16_ps(high[r], weights_high, inputs);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    _mm512_storeu_ps(sums + r * sums_stride, low[r]);
+    _mm512_storeu_ps(sums + r * sums_stride + kFloats, high[r]);
+  }
+}
+
+// Products of rows of x with one block of packed weights.
+void multiply_block(const BFloat16* x, int64_t stride, int64_t num_rows, int64_t size_in, const BFloat16* block,
+                    float* sums, int64_t sums_stride) {
+  if (num_rows <= kFewRows) {
+    using Multiply = decltype(&multiply_few<1>);
+    static constexpr Multiply by_rows[] = {multiply_few<1>, multiply_few<2>, multiply_few<3>, multiply_few<4>,
+                                           multiply_few<5>, multiply_few<6>, multiply_few<7>, multiply_few<8>};
+    for (int64_t row = 0; row < num_rows; row += 8) {
+      by_rows[std::min<int64_t>(8, num_rows - row) - 1](x + row * stride, stride, size_in, block, sums + row * sums_stride,
+                                                        sums_stride);
+    }
+    return;
+  }
+  const int64_t whole = num_rows / kRowStep * kRowStep;
+  at::native::cpublas::brgemm(whole, kColumns, size_in, stride, kColumns, sums_stride, false, x, block, sums);
+  if (whole < num_rows) {
+    multiply_block(x + whole * stride, stride, num_rows - whole, size_in, block, sums + whole * sums_stride, sums_stride);
+  }
+}
+
+// Rows of x [num_tokens, size_in] times all blocks of `packed` [num_blocks, size_in / 2, kColumns, 2], `kJoined` blocks at
+// a time: finish(row, first block, sums [kJoined, kColumns]).
+template <int kJoined, typename Finish>
+void multiply_blocks(const Tensor& x, const Tensor& packed, const Finish& finish) {
+  const int64_t num_tokens = x.size(0), size_in = x.size(1), num_blocks = packed.size(0) / kJoined;
+  const auto* in = x.const_data_ptr<BFloat16>();
+  const auto* weights = packed.const_data_ptr<BFloat16>();
+  const int64_t most = std::max(kRowStep, kCachedNumbers / size_in / kRowStep * kRowStep);
+  // Threads share the rows, or where there are few of them the blocks.
+  const int64_t row_parts = (num_tokens + most - 1) / most, threads = at::get_num_threads();
+  const int64_t block_parts = row_parts >= 4 * threads ? 1 : std::min(num_blocks, threads);
+  at::parallel_for(0, row_parts * block_parts, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> sums(std::min(most, num_tokens) * kJoined * kColumns);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task % row_parts * most, num_rows = std::min(most, num_tokens - first);
+      const int64_t part = task / row_parts, last_block = (part + 1) * num_blocks / block_parts;
+      for (int64_t block = part * num_blocks / block_parts; block < last_block; ++block) {
+        for (int64_t joined = 0; joined < kJoined; ++joined) {
+          multiply_block(in + first * x.stride(0), x.stride(0), num_rows, size_in,
+                         weights + (block * kJoined + joined) * size_in * kColumns, sums.data() + joined * kColumns,
+                         kJoined * kColumns);
+        }
+        for (int64_t row = 0; row < num_rows; ++row) finish(first + row, block, sums.data() + row * kJoined * kColumns);
+      }
+    }
+    at::native::cpublas::brgemm_release();
+  });
+}
+
+// x [num_tokens, size_in] times packed weights, plus float32 bias [size_out rounded up to blocks] -> [num_tokens,
+// size_out].
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t size_out) {
+  Tensor output = at::empty({x.size(0), size_out}, x.options());
+  auto* out = output.data_ptr<BFloat16>();
+  const float* added = bias ? bias->const_data_ptr<float>() : nullptr;
+  multiply_blocks<1>(x, packed, [&](int64_t row, int64_t block, const float* sums) {
+    const int64_t first = block * kColumns;
+    for (int64_t i = 0; i < std::min(kColumns, size_out - first); i += kHalves) {
+      Floats low = Floats::loadu(sums + i), high = Floats::loadu(sums + i + kFloats);
+      if (added) {
+        low = low + Floats::loadu(added + first + i);
+        high = high + Floats::loadu(added + first + i + kFloats);
+      }
+      store(out + row * size_out + first + i, low, high, rest(size_out, first + i));
+    }
+  });
+  return output;
+}
+
+// silu(gate) * up of x [num_tokens, size_in]; blocks of packed weights are gate and up in turn -> [num_tokens, size_out].
+Tensor gated_linear(const Tensor& x, const Tensor& packed, int64_t size_out) {
+  Tensor output = at::empty({x.size(0), size_out}, x.options());
+  auto* out = output.data_ptr<BFloat16>();
+  multiply_blocks<2>(x, packed, [&](int64_t row, int64_t block, const float* sums) {
+    const int64_t first = block * kColumns;
+    for (int64_t i = 0; i < std::min(kColumns, size_out - first); i += kHalves) {
+      const float* up = sums + kColumns + i;
+      store(out + row * size_out + first + i, silu(Floats::loadu(sums + i)) * Floats::loadu(up),
+            silu(Floats::loadu(sums + i + kFloats)) * Floats::loadu(up + kFloats), rest(size_out, first + i));
+    }
+  });
+  return output;
+}
+
+// RoPE: x [1, num_heads, num_tokens, head_dim], cos and sin [1, num_tokens, head_dim]; dimension j pairs with
+// j + head_dim / 2 -> [1, num_heads, num_tokens, head_dim], tokens first in memory.
+Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  const int64_t num_heads = x.size(1), num_tokens = x.size(2), dim = x.size(3), half = dim / 2;
+  Tensor output = at::empty({1, num_tokens, num_heads, dim}, x.options());
+  const auto* in = x.const_data_ptr<BFloat16>();
+  const auto* cosines = cos.const_data_ptr<BFloat16>();
+  const auto* sines = sin.const_data_ptr<BFloat16>();
+  auto* out = output.data_ptr<BFloat16>();
+  at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const BFloat16* c = cosines + token * cos.stride(1);
+      const BFloat16* s = sines + token * sin.stride(1);
+      for (int64_t head = 0; head < num_heads; ++head) {
+        const BFloat16* from = in + head * x.stride(1) + token * x.stride(2);
+        BFloat16* to = out + (token * num_heads + head) * dim;
+        for (int64_t i = 0; i < half; i += kHalves) {
+          const int64_t count = rest(half, i);
+          const auto [a_low, a_high] = load(from + i, count);
+          const auto [b_low, b_high] = load(from + half + i, count);
+          const auto [ca_low, ca_high] = load(c + i, count);
+          const auto [cb_low, cb_high] = load(c + half + i, count);
+          const auto [sa_low, sa_high] = load(s + i, count);
+          const auto [sb_low, sb_high] = load(s + half + i, count);
+          store(to + i, a_low * ca_low - b_low * sa_low, a_high * ca_high - b_high * sa_high, count);
+          store(to + half + i, b_low * cb_low + a_low * sb_low, b_high * cb_high + a_high * sb_high, count);
+        }
+      }
+    }
+  });
+  return output.transpose(1, 2);
+}
+
+// Puts x [num_heads, num_tokens, dim] into the slots [num_tokens] of rows [num_heads, num_slots, dim].
+void write(Tensor& rows, const Tensor& slots, const Tensor& x) {
+  const int64_t num_heads = x.size(0), num_tokens = x.size(1), dim = x.size(2);
+  const auto* at = slots.const_data_ptr<int64_t>();
+  const auto* in = x.const_data_ptr<BFloat16>();
+  auto* out = rows.data_ptr<BFloat16>();
+  at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t head = 0; head < num_heads; ++head) {
+        const BFloat16* from = in + head * x.stride(0) + token * x.stride(1);
+        std::copy(from, from + dim, out + head * rows.stride(0) + at[token] * rows.stride(1));
+      }
+    }
+  });
+}
+
+// One sequence's queries and context; see `attend`.
+struct Sequence {
+  int64_t first_query, num_queries, first_run, num_runs;
+};
+
+struct Run {
+  int64_t first, end;
+};
+
+struct Attention {
+  const BFloat16* query;
+  int64_t query_head, query_token;  // strides
+  const BFloat16* keys;
+  const BFloat16* values;
+  int64_t key_head, value_head;  // strides; a head's slots lie one behind the other
+  const int64_t* positions;
+  const Run* runs;
+  BFloat16* output;
+  int64_t num_heads, heads_per_key, dim, window;
+  float scaling;
+
+  const BFloat16* query_at(int64_t row, int64_t head) const {
+    return query + row * query_token + head * query_head;
+  }
+  BFloat16* output_at(int64_t row, int64_t head) const {
+    return output + (row * num_heads + head) * dim;
+  }
+  int64_t first_seen(int64_t row) const {
+    return std::max<int64_t>(0, positions[row] + 1 - window);
+  }
+
+  // Calls visit(position, slot, count) for the stretches of neighbouring slots that hold positions begin to end - 1.
+  template <typename Visit>
+  void each_run(const Sequence& sequence, int64_t begin, int64_t end, const Visit& visit) const {
+    int64_t position = 0;
+    for (int64_t i = sequence.first_run; i < sequence.first_run + sequence.num_runs && position < end; ++i) {
+      const int64_t length = runs[i].end - runs[i].first;
+      const int64_t low = std::max(begin, position), high = std::min(end, position + length);
+      if (low < high) visit(low, runs[i].first + low - position, high - low);
+      position += length;
+    }
+  }
+
+  void finish(BFloat16* to, const float* sums, float total) const {
+    const Floats factor(1.0f / total);
+    for (int64_t d = 0; d < dim; d += kHalves) {
+      store(to + d, Floats::loadu(sums + d) * factor, Floats::loadu(sums + d + kFloats) * factor);
+    }
+  }
+};
+
+// A running softmax: the largest score so far, the sum of exponentials relative to it.
+struct Softmax {
+  float largest = kMinusInfinity;
+  float total = 0.0f;
+};
+
+// Turns count scores into exponentials (count a multiple of kFloats; what is masked is minus infinity, not all of it) and
+// returns the factor for what was summed before them.
+float exponentiate(Softmax& state, float* scores, int64_t count, float scaling) {
+  Floats top(kMinusInfinity);
+  for (int64_t i = 0; i < count; i += kFloats) top = at::vec::maximum(top, Floats::loadu(scores + i));
+  const float now = std::max(state.largest, largest(top) * scaling);
+  const Floats scale(scaling), shift(now);
+  Floats total(0.0f);
+  for (int64_t i = 0; i < count; i += kFloats) {
+    const Floats weight = (Floats::loadu(scores + i) * scale - shift).exp_u20();
+    weight.store(scores + i);
+    total = total + weight;
+  }
+  const float factor = std::exp(state.largest - now);
+  state.total = state.total * factor + sum(total);
+  state.largest = now;
+  return factor;
+}
+
+void multiply(float* x, int64_t size, float factor) {
+  if (factor == 1.0f) return;
+  for (int64_t i = 0; i < size; i += kFloats) (Floats::loadu(x + i) * Floats(factor)).store(x + i);
+}
+
+// outputs[r] += sum over j of weights[r][j] * values[j], for kRows rows r and the numbers d to d + kHalves - 1 of a head.
+template <int kRows>
+void add_values(float* outputs, int64_t dim, int64_t d, const float* weights, const BFloat16* values, int64_t count) {
+  Floats low[kRows], high[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    low[r] = Floats::loadu(outputs + r * dim + d);
+    high[r] = Floats::loadu(outputs + r * dim + d + kFloats);
+  }
+  for (int64_t j = 0; j < count; ++j) {
+    const auto [value_low, value_high] = load(values + j * dim + d);
+    for (int r = 0; r < kRows; ++r) {
+      const Floats weight(weights[r * kKeyBlock + j]);
+      low[r] = at::vec::fmadd(weight, value_low, low[r]);
+      high[r] = at::vec::fmadd(weight, value_high, high[r]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    low[r].store(outputs + r * dim + d);
+    high[r].store(outputs + r * dim + d + kFloats);
+  }
+}
+
+float dot(const BFloat16* a, const BFloat16* b, int64_t dim) {
+  __m512 products = _mm512_setzero_ps();
+  for (int64_t d = 0; d < dim; d += kHalves) {
+    products = _mm512_dpbf16_ps(products, reinterpret_cast<__m512bh>(_mm512_loadu_si512(a + d)),
+                                reinterpret_cast<__m512bh>(_mm512_loadu_si512(b + d)));
+  }
+  return _mm512_reduce_add_ps(products);
+}
+
+// A few queries of one sequence, with the query heads that share one key head: keys and values are read where they lie.
+void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, std::vector<float>& scratch) {
+  const int64_t dim = a.dim, num_rows = sequence.num_queries * a.heads_per_key;
+  scratch.resize(num_rows * (dim + kKeyBlock));
+  float* outputs = scratch.data();               // [num_rows, dim]
+  float* scores = outputs + num_rows * dim;      // [num_rows, kKeyBlock]
+  std::fill(outputs, scores, 0.0f);
+  std::vector<Softmax> state(num_rows);
+  const auto row_of = [&](int64_t r) { return sequence.first_query + r / a.heads_per_key; };
+  const auto head_of = [&](int64_t r) { return key_head * a.heads_per_key + r % a.heads_per_key; };
+
+  const int64_t end = a.positions[sequence.first_query + sequence.num_queries - 1] + 1;
+  a.each_run(sequence, a.first_seen(sequence.first_query), end, [&](int64_t position, int64_t slot, int64_t length) {
+    for (int64_t done = 0; done < length; done += kKeyBlock) {
+      const int64_t count = std::min(kKeyBlock, length - done), start = position + done;
+      const int64_t padded = (count + kFloats - 1) / kFloats * kFloats;
+      const BFloat16* keys = a.keys + key_head * a.key_head + (slot + done) * dim;
+      const BFloat16* values = a.values + key_head * a.value_head + (slot + done) * dim;
+      for (int64_t r = 0; r < num_rows; ++r) {
+        const BFloat16* query = a.query_at(row_of(r), head_of(r));
+        float* own = scores + r * kKeyBlock;
+        const int64_t low = std::clamp<int64_t>(a.first_seen(row_of(r)) - start, 0, count);
+        const int64_t high = std::clamp<int64_t>(a.positions[row_of(r)] + 1 - start, 0, count);
+        if (low >= high) {
+          std::fill(own, own + padded, 0.0f);
+          continue;
+        }
+        std::fill(own, own + low, kMinusInfinity);
+        for (int64_t j = low; j < high; ++j) own[j] = dot(query, keys + j * dim, dim);
+        std::fill(own + high, own + padded, kMinusInfinity);
+        multiply(outputs + r * dim, dim, exponentiate(state[r], own, padded, a.scaling));
+      }
+      for (int64_t d = 0; d < dim; d += kHalves) {
+        int64_t r = 0;
+        for (; r + 4 <= num_rows; r += 4) {
+          add_values<4>(outputs + r * dim, dim, d, scores + r * kKeyBlock, values, count);
+        }
+        for (; r + 2 <= num_rows; r += 2) {
+          add_values<2>(outputs + r * dim, dim, d, scores + r * kKeyBlock, values, count);
+        }
+        if (r < num_rows) add_values<1>(outputs + r * dim, dim, d, scores + r * kKeyBlock, values, count);
+      }
+    }
+  });
+  for (int64_t r = 0; r < num_rows; ++r) {
+    a.finish(a.output_at(row_of(r), head_of(r)), outputs + r * dim, state[r].total);
+  }
+}
+
+// Keys and values of one head, laid out for products in tiles of kKeyBlock positions: pairs of what is summed over lie
+// together, [dim / 2, kKeyBlock, 2] of keys and [kKeyBlock / 2, dim, 2] of values. Behind the last position are zeros.
+class Tiles {
+ public:
+  void pack(const Attention& a, const Sequence& sequence, int64_t key_head, int64_t begin, int64_t end) {
+    begin_ = begin;
+    tile_ = kKeyBlock * a.dim;
+    const int64_t size = (end - begin + kKeyBlock - 1) / kKeyBlock * tile_;
+    keys_.resize(size);
+    values_.resize(size);
+    std::fill(keys_.end() - tile_, keys_.end(), BFloat16(0.0f));
+    std::fill(values_.end() - tile_, values_.end(), BFloat16(0.0f));
+    const int64_t dim = a.dim, pairs = dim / 2;
+    a.each_run(sequence, begin, end, [&](int64_t position, int64_t slot, int64_t length) {
+      for (int64_t j = 0; j < length; ++j) {
+        const int64_t at = position + j - begin, in_tile = at % kKeyBlock;
+        const BFloat16* key = a.keys + key_head * a.key_head + (slot + j) * dim;
+        const BFloat16* value = a.values + key_head * a.value_head + (slot + j) * dim;
+        BFloat16* keys = keys_.data() + at / kKeyBlock * tile_ + in_tile * 2;
+        BFloat16* values = values_.data() + at / kKeyBlock * tile_ + in_tile / 2 * dim * 2 + in_tile % 2;
+        for (int64_t d = 0; d < pairs; ++d) {
+          keys[d * kKeyBlock * 2] = key[2 * d];
+          keys[d * kKeyBlock * 2 + 1] = key[2 * d + 1];
+        }
+        for (int64_t d = 0; d < dim; ++d) values[2 * d] = value[d];
+      }
+    });
+  }
+
+  const BFloat16* keys(int64_t position) const { return keys_.data() + (position - begin_) / kKeyBlock * tile_; }
+  const BFloat16* values(int64_t position) const { return values_.data() + (position - begin_) / kKeyBlock * tile_; }
+
+ private:
+  int64_t begin_ = 0, tile_ = 0;
+  std::vector<BFloat16> keys_, values_;
+};
+
+struct Workspace {
+  Tiles tiles;
+  std::vector<float> scratch;
+  std::vector<BFloat16> queries, weights;
+};
+
+// A chunk of a prompt, with the query heads that share one key head: tiles of scores by matrix products, softmax as the
+// tiles come.
+void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head, Workspace& space) {
+  using at::native::cpublas::brgemm;
+  const int64_t dim = a.dim, last_query = sequence.first_query + sequence.num_queries;
+  const int64_t begin = a.first_seen(sequence.first_query);
+  space.tiles.pack(a, sequence, key_head, begin, a.positions[last_query - 1] + 1);
+  space.scratch.resize(kQueryBlock * (dim + kKeyBlock));
+  space.queries.resize(kQueryBlock * dim);
+  space.weights.resize(kQueryBlock * kKeyBlock);
+  float* scores = space.scratch.data();                // [kQueryBlock, kKeyBlock]
+  float* outputs = scores + kQueryBlock * kKeyBlock;   // [kQueryBlock, dim]
+  BFloat16* queries = space.queries.data();            // [kQueryBlock, dim], as many rows as products have kernels for
+  BFloat16* weights = space.weights.data();            // [kQueryBlock, kKeyBlock]
+  for (int64_t first = sequence.first_query; first < last_query; first += kQueryBlock) {
+    const int64_t num_queries = std::min(kQueryBlock, last_query - first);
+    const int64_t end = a.positions[first + num_queries - 1] + 1;
+    const int64_t num_rows = (num_queries + kRowStep - 1) / kRowStep * kRowStep;
+    const int64_t skipped = (a.first_seen(first) - begin) / kKeyBlock * kKeyBlock;
+    for (int64_t head = key_head * a.heads_per_key; head < (key_head + 1) * a.heads_per_key; ++head) {
+      Softmax state[kQueryBlock];
+      std::fill(outputs, outputs + num_rows * dim, 0.0f);
+      for (int64_t r = 0; r < num_queries; ++r) {
+        std::copy_n(a.query_at(first + r, head), dim, queries + r * dim);
+      }
+      for (int64_t start = begin + skipped; start < end; start += kKeyBlock) {
+        const int64_t count = std::min(kKeyBlock, (end - start + kKeyStep - 1) / kKeyStep * kKeyStep);
+        brgemm(num_rows, count, dim, dim, kKeyBlock, kKeyBlock, false, queries, space.tiles.keys(start), scores);
+        for (int64_t r = 0; r < num_queries; ++r) {
+          float* own = scores + r * kKeyBlock;
+          BFloat16* to = weights + r * kKeyBlock;
+          const int64_t low = std::clamp<int64_t>(a.first_seen(first + r) - start, 0, count);
+          const int64_t high = std::clamp<int64_t>(a.positions[first + r] + 1 - start, 0, count);
+          if (low >= high) {
+            std::fill(to, to + count, BFloat16(0.0f));
+            continue;
+          }
+          std::fill(own, own + low, kMinusInfinity);
+          std::fill(own + high, own + count, kMinusInfinity);
+          multiply(outputs + r * dim, dim, exponentiate(state[r], own, count, a.scaling));
+          for (int64_t i = 0; i < count; i += kHalves) store(to + i, Floats::loadu(own + i), Floats::loadu(own + i + kFloats));
+        }
+        brgemm(num_rows, dim, count, kKeyBlock, dim, dim, true, weights, space.tiles.values(start), outputs);
+      }
+      for (int64_t r = 0; r < num_queries; ++r) {
+        a.finish(a.output_at(first + r, head), outputs + r * dim, state[r].total);
+      }
+    }
+  }
+}
+
+// Attention of a flat batch to paged contexts.
+//   query      [1, num_heads, num_tokens, head_dim]
+//   keys       [num_kv_heads, num_slots, head_dim], values likewise
+//   sequences  int64 [num_sequences, 4]: first query, number of queries, first run, number of runs
+//   positions  int64 [num_tokens], of each query in its sequence, ascending
+//   runs       int64 [num_runs, 2]: first slot of neighbouring ones and the one behind the last, in the contexts' order
+//   window     tokens that a query sees, itself included
+// -> [1, num_tokens, num_heads, head_dim]
+Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& sequences,
+              const Tensor& positions, const Tensor& runs, double scaling, int64_t window) {
+  const int64_t num_heads = query.size(1), dim = query.size(3), num_kv_heads = keys.size(0);
+  Tensor output = at::empty({1, query.size(2), num_heads, dim}, query.options());
+  const Attention attention{
+      query.const_data_ptr<BFloat16>(), query.stride(1), query.stride(2),
+      keys.const_data_ptr<BFloat16>(), values.const_data_ptr<BFloat16>(), keys.stride(0), values.stride(0),
+      positions.const_data_ptr<int64_t>(), reinterpret_cast<const Run*>(runs.const_data_ptr<int64_t>()),
+      output.data_ptr<BFloat16>(), num_heads, num_heads / num_kv_heads, dim, window, static_cast<float>(scaling)};
+  const auto* all = reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int64_t>());
+  const int64_t num_tasks = sequences.size(0) * num_kv_heads;
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    Workspace space;
+    bool products = false;
+    for (int64_t task = next++; task < num_tasks; task = next++) {
+      const Sequence& sequence = all[task / num_kv_heads];
+      if (sequence.num_queries < kMinProductQueries) {
+        attend_few(attention, sequence, task % num_kv_heads, space.scratch);
+      } else {
+        attend_chunk(attention, sequence, task % num_kv_heads, space);
+        products = true;
+      }
+    }
+    if (products) at::native::cpublas::brgemm_release();
+  };
+  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), num_tasks), 1, work);
+  return output;
+}
+
+TORCH_LIBRARY(swiftkv_cpu, library) {
+  library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+  library.def("linear(Tensor x, Tensor packed, Tensor? bias, int size_out) -> Tensor");
+  library.def("gated_linear(Tensor x, Tensor packed, int size_out) -> Tensor");
+  library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+  library.def("write(Tensor(a!) rows, Tensor slots, Tensor x) -> ()");
+  library.def(
+      "attend(Tensor query, Tensor keys, Tensor values, Tensor sequences, Tensor positions, Tensor runs, float scaling, "
+      "int window) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(swiftkv_cpu, CPU, library) {
+  library.impl("rms_norm", rms_norm);
+  library.impl("linear", linear);
+  library.impl("gated_linear", gated_linear);
+  library.impl("rotate", rotate);
+  library.impl("write", write);
+  library.impl("attend", attend);
+}
+
+}  // namespace

@@ -1,0 +1,122 @@
+"""The engine's C++ operators compute what PyTorch's do; without a compiler the engine does without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch.nn import functional as F
+
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
+from swiftkv_platform.model.attention import rotate
+
+BF16 = torch.bfloat16
+
+
+def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale).to(BF16)
+
+
+def assert_rounded(actual: torch.Tensor, exact: torch.Tensor) -> None:
+    """`actual` is `exact` to bfloat16's last bit or so."""
+    assert actual.dtype == BF16
+    torch.testing.assert_close(actual.float(), exact, atol=1e-3, rtol=1 / 128)
+
+
+@pytest.mark.parametrize("size", [8, 40, 64, 1000])
+def test_rms_norm(size: int, native_kernels: None) -> None:
+    x, weight = numbers(1, 70, size), torch.randn(size)
+    actual = kernels.rms_norm(x, kernels.padded(weight), 1e-5)
+    assert_rounded(actual, F.rms_norm(x.float(), (size,), weight, 1e-5))
+
+
+@pytest.mark.parametrize("size", [8, 40, 64, 1000])
+def test_rms_norm_of_heads_that_lie_apart(size: int, native_kernels: None) -> None:
+    x, weight = numbers(1, 5, 3, 2 * size).transpose(1, 2)[..., :size], torch.randn(size)
+    actual = kernels.rms_norm(x, kernels.padded(weight), 1e-5)
+    assert_rounded(actual, F.rms_norm(x.float(), (size,), weight, 1e-5))
+
+
+SHAPES = [(64, 40), (96, 1), (1024, 96), (2816, 64)]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("size_in", "size_out"), SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 32, 33, 47, 64, 300])
+def test_linear(num_tokens: int, size_in: int, size_out: int, biased: bool, native_kernels: None) -> None:
+    x, weight = numbers(1, num_tokens, size_in), numbers(size_out, size_in, scale=size_in**-0.5)
+    bias = torch.randn(size_out) if biased else None
+    actual = kernels.linear(x, kernels.pack(weight), None if bias is None else kernels.padded(bias), size_out)
+    assert_rounded(actual, F.linear(x.float(), weight.float(), bias))
+
+
+@pytest.mark.parametrize(("size_in", "size_out"), SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 8, 33, 300])
+def test_gated_linear(num_tokens: int, size_in: int, size_out: int, native_kernels: None) -> None:
+    x = numbers(1, num_tokens, size_in)
+    gate, up = (numbers(size_out, size_in, scale=size_in**-0.5) for _ in range(2))
+    up = up.flip(0)
+    actual = kernels.gated_linear(x, kernels.pack_gated(gate, up), size_out)
+    assert_rounded(actual, F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float()))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads_gives_the_same(threads: int, native_kernels: None) -> None:
+    """Few rows, whose blocks are shared out, and many, which are shared out themselves."""
+    weight, before = numbers(200, 64, scale=0.1), torch.get_num_threads()
+    for num_tokens in (2, 700, 40_000):
+        x = numbers(num_tokens, 64)
+        once = kernels.linear(x, kernels.pack(weight), None, 200)
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(kernels.linear(x, kernels.pack(weight), None, 200), once)
+        finally:
+            torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 128])
+def test_rotate_parts_of_a_fused_projection(dim: int, native_kernels: None) -> None:
+    heads = numbers(1, 30, 5 * dim).split([2 * dim, 3 * dim], dim=-1)[1].unflatten(-1, (-1, dim)).transpose(1, 2)
+    rotation = numbers(1, 30, dim), numbers(1, 30, dim, scale=0.5)
+    actual = kernels.rotate(heads, rotation)
+    assert actual.shape == heads.shape
+    cos, sin = rotation
+    torch.testing.assert_close(
+        actual.float(), rotate(heads.float(), (cos.float(), sin.float())), atol=0.02, rtol=1 / 128
+    )
+
+
+def test_write(native_kernels: None) -> None:
+    rows, x = numbers(3, 50, 40), numbers(1, 20, 3, 40)[0].transpose(0, 1)
+    slots = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:20]
+    expected = rows.index_copy(1, slots, x)
+    kernels.write(rows, slots, x)
+    assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_that_works_they_are_not_available(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv(kernels.CACHE_VARIABLE, str(tmp_path))
+    with capture_logs() as logs:
+        assert not kernels.available.__wrapped__()
+    assert [line["event"] for line in logs] == ["native_kernels_unavailable"]
+    assert "C++ compiler" in logs[0]["reason"] or "false failed" in logs[0]["reason"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_processor_without_the_products_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with capture_logs() as logs:
+        assert not kernels.available.__wrapped__()
+    assert "the processor offers AVX2; AVX512 is needed" in logs[0]["reason"]
+
+
+def test_an_engine_does_without(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    engine = LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(dtype="bfloat16"))
+    assert len(engine.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids) == 5

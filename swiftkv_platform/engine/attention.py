@@ -2,8 +2,8 @@
 
 `kernels.attend` does it in one operator where it can. Elsewhere, on a CPU, each sequence's context is read where it
 lies: a run of neighbouring blocks is a view, several runs are attended to one by one and merged by the logarithms of
-their softmax sums. Nothing is copied for a decode step unless a context is scattered over so many short runs that a copy is
-cheaper. It knows no scheduler and no layer.
+their softmax sums. Nothing is copied for a decode step unless a context is scattered over so many short runs that a
+copy is cheaper. It knows no scheduler and no layer.
 """
 
 from __future__ import annotations

@@ -48,14 +48,27 @@ class NativeMLP(nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self.weight = kernels.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight)
-        self.intermediate_size = mlp.gate_proj.out_features
+        self.gate_up = _GatedLinear(mlp.gate_proj.weight, mlp.up_proj.weight)
         self.down_proj = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] -> the same."""
-        y: torch.Tensor = self.down_proj(kernels.gated_linear(x, self.weight, self.intermediate_size))
+        y: torch.Tensor = self.down_proj(self.gate_up(x))
         return y
+
+
+class _GatedLinear(nn.Module):
+    """silu(x G^T) * x U^T."""
+
+    def __init__(self, gate: torch.Tensor, up: torch.Tensor) -> None:
+        super().__init__()
+        self._size, self.in_features = gate.shape
+        self.out_features = 2 * self._size  # of its products
+        self.weight = kernels.pack_gated(gate, up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., intermediate_size]."""
+        return kernels.gated_linear(x, self.weight, self._size)
 
 
 class NativeAttention(nn.Module):

@@ -33,7 +33,7 @@ constexpr int64_t kGrain = 16384;  // elements that are worth a thread
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 constexpr int64_t kMinProductQueries = 16;  // fewer queries of a sequence read the keys one by one
-constexpr int64_t kQueryBlock = 128;        // queries of a tile of scores
+constexpr int64_t kQueryBlock = 64;         // queries of a tile of scores
 constexpr int64_t kKeyBlock = 256;          // keys of a tile of scores; float32, it stays in the second-level cache
 constexpr int64_t kKeyStep = 64;            // the last tile of a block is cut to a multiple of this
 constexpr int64_t kRowStep = 16;            // rows of a product are a multiple of this: each shape is a kernel of its own
@@ -317,21 +317,32 @@ struct Softmax {
   float total = 0.0f;
 };
 
-// Turns count scores into exponentials (count a multiple of kFloats; what is masked is minus infinity, not all of it) and
-// returns the factor for what was summed before them.
-float exponentiate(Softmax& state, float* scores, int64_t count, float scaling) {
-  Floats top(kMinusInfinity);
-  for (int64_t i = 0; i < count; i += kFloats) top = at::vec::maximum(top, Floats::loadu(scores + i));
-  const float now = std::max(state.largest, largest(top) * scaling);
-  const Floats scale(scaling), shift(now);
-  Floats total(0.0f);
-  for (int64_t i = 0; i < count; i += kFloats) {
-    const Floats weight = (Floats::loadu(scores + i) * scale - shift).exp_u20();
-    weight.store(scores + i);
-    total = total + weight;
+void store(float* to, Floats low, Floats high) {
+  low.store(to);
+  high.store(to + kFloats);
+}
+
+// The exponentials of count scores (a multiple of kHalves; what is masked is minus infinity, not all of it), and as result
+// the factor for what was summed before them.
+template <typename Weight>
+float exponentiate(Softmax& state, const float* scores, Weight* weights, int64_t count, float scaling) {
+  Floats top(kMinusInfinity), other_top(kMinusInfinity);
+  for (int64_t i = 0; i < count; i += kHalves) {
+    top = at::vec::maximum(top, Floats::loadu(scores + i));
+    other_top = at::vec::maximum(other_top, Floats::loadu(scores + i + kFloats));
+  }
+  const float now = std::max(state.largest, largest(at::vec::maximum(top, other_top)) * scaling);
+  const Floats scale(scaling), shift(-now);
+  Floats total(0.0f), other_total(0.0f);
+  for (int64_t i = 0; i < count; i += kHalves) {
+    const Floats low = at::vec::fmadd(Floats::loadu(scores + i), scale, shift).exp_u20();
+    const Floats high = at::vec::fmadd(Floats::loadu(scores + i + kFloats), scale, shift).exp_u20();
+    store(weights + i, low, high);
+    total = total + low;
+    other_total = other_total + high;
   }
   const float factor = std::exp(state.largest - now);
-  state.total = state.total * factor + sum(total);
+  state.total = state.total * factor + sum(total + other_total);
   state.largest = now;
   return factor;
 }
@@ -387,7 +398,7 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
   a.each_run(sequence, a.first_seen(sequence.first_query), end, [&](int64_t position, int64_t slot, int64_t length) {
     for (int64_t done = 0; done < length; done += kKeyBlock) {
       const int64_t count = std::min(kKeyBlock, length - done), start = position + done;
-      const int64_t padded = (count + kFloats - 1) / kFloats * kFloats;
+      const int64_t padded = (count + kHalves - 1) / kHalves * kHalves;
       const BFloat16* keys = a.keys + key_head * a.key_head + (slot + done) * dim;
       const BFloat16* values = a.values + key_head * a.value_head + (slot + done) * dim;
       for (int64_t r = 0; r < num_rows; ++r) {
@@ -402,7 +413,7 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
         std::fill(own, own + low, kMinusInfinity);
         for (int64_t j = low; j < high; ++j) own[j] = dot(query, keys + j * dim, dim);
         std::fill(own + high, own + padded, kMinusInfinity);
-        multiply(outputs + r * dim, dim, exponentiate(state[r], own, padded, a.scaling));
+        multiply(outputs + r * dim, dim, exponentiate(state[r], own, own, padded, a.scaling));
       }
       for (int64_t d = 0; d < dim; d += kHalves) {
         int64_t r = 0;
@@ -503,8 +514,7 @@ void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head
           }
           std::fill(own, own + low, kMinusInfinity);
           std::fill(own + high, own + count, kMinusInfinity);
-          multiply(outputs + r * dim, dim, exponentiate(state[r], own, count, a.scaling));
-          for (int64_t i = 0; i < count; i += kHalves) store(to + i, Floats::loadu(own + i), Floats::loadu(own + i + kFloats));
+          multiply(outputs + r * dim, dim, exponentiate(state[r], own, to, count, a.scaling));
         }
         brgemm(num_rows, dim, count, kKeyBlock, dim, dim, true, weights, space.tiles.values(start), outputs);
       }

@@ -10,6 +10,8 @@ from structlog.testing import capture_logs
 from torch.nn import functional as F
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
+from swiftkv_platform.engine.loading import load_model
+from swiftkv_platform.engine.speculative import draft_costs
 from swiftkv_platform.model.attention import rotate
 
 BF16 = torch.bfloat16
@@ -114,6 +116,15 @@ def test_a_processor_without_the_products_is_told(monkeypatch: pytest.MonkeyPatc
     with capture_logs() as logs:
         assert not kernels.available.__wrapped__()
     assert "the processor offers AVX2; AVX512 is needed" in logs[0]["reason"]
+
+
+def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: None) -> None:
+    """What a draft costs is told by them."""
+    costs = [
+        draft_costs(load_model(swiftkv_dir, EngineConfig(dtype=dtype, native_kernels=native)).model)
+        for dtype, native in (("float32", False), ("bfloat16", False), ("bfloat16", True))
+    ]
+    assert costs[0] == costs[1] == costs[2]
 
 
 def test_an_engine_does_without(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

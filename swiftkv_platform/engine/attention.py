@@ -152,7 +152,10 @@ def paged_attention(
     assert isinstance(key, PagedTensor)
     assert isinstance(value, PagedTensor)
     if key.native:
-        return kernels.attend(query, key.rows, value.rows, *paged.tables, scaling=scaling, window=sliding_window), None
+        output = kernels.attend(
+            query, key.rows, value.rows, *paged.tables, scaling=scaling, window=sliding_window, payload=key.payload
+        )
+        return output, None
     if query.device.type == "cpu" and key.rows.dtype == query.dtype:
         spans = paged.decode_spans(sliding_window)
         if spans is not None:
@@ -183,7 +186,7 @@ class _Stored:
     def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         runs = self.sequence.slots(first, end)
         scattered = end - first < MIN_RUN_TOKENS * len(runs)
-        together = [runs] if scattered or self.key.quantized else [[run] for run in runs]
+        together = [runs] if scattered or self.key.payload is not None else [[run] for run in runs]
         return [(self.key.read(some)[None], self.value.read(some)[None]) for some in together]
 
 

@@ -40,9 +40,9 @@ class StorageFormat:
     """Of quantised numbers: float8_e4m3fn or int8."""
 
     @property
-    def plain(self) -> bool:
-        """Whether numbers are stored as they are computed."""
-        return self.stored == self.computed
+    def converts(self) -> bool:
+        """Whether numbers are stored in another plain type than they are computed in."""
+        return self.payload is None and self.stored != self.computed
 
     def row_size(self, dim: int) -> int:
         """Elements that `dim` numbers take."""
@@ -74,16 +74,16 @@ class PagedTensor:
         """The engine's kernels write and read it: on a CPU, in bfloat16."""
 
     @property
-    def quantized(self) -> bool:
-        """Whether `rows` are bytes."""
-        return self._format.payload is not None
+    def payload(self) -> torch.dtype | None:
+        """The type of quantised numbers; None where `rows` hold plain ones."""
+        return self._format.payload
 
     def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:
         """Put `x` [num_heads, num_tokens, dim] into `slots` [num_tokens]."""
+        payload = self.payload
         if self.native:
-            kernels.write(self.rows, slots, x)
+            kernels.write(self.rows, slots, x, payload)
             return
-        payload = self._format.payload
         self.rows.index_copy_(1, slots, x.to(self.rows.dtype) if payload is None else pack(x, payload))
 
     def read(self, runs: Sequence[Run]) -> torch.Tensor:

@@ -45,7 +45,7 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
         expanded=_is_latent(loaded.model.config),
         native=config.native_kernels
         and not _is_latent(loaded.model.config)
-        and format_.plain
+        and not format_.converts
         and all(tensor.dim % kernels.HEAD_DIM_MULTIPLE == 0 for layer in shapes for tensor in layer)
         and kernels.serve(loaded.model),
     )

@@ -33,6 +33,8 @@ FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "
 BUILD_TIMEOUT_S = 600
 HEAD_DIM_MULTIPLE = 32
 """`attend` takes heads of a multiple of so many numbers."""
+_FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
+"""`Format` in the source, by the payload of a quantised cache."""
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1
 COLUMNS = 32
 """Outputs of a block of packed weights."""
@@ -152,9 +154,10 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor | tuple[torch.Tensor, ...]) -
     return y
 
 
-def write(rows: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """Put x [num_heads, num_tokens, dim] into `slots` [num_tokens] of `rows` [num_heads, num_slots, dim]."""
-    torch.ops.swiftkv_cpu.write(rows, slots, x)
+def write(rows: torch.Tensor, slots: torch.Tensor, x: torch.Tensor, payload: torch.dtype | None = None) -> None:
+    """Put x [num_heads, num_tokens, dim] into `slots` [num_tokens] of `rows` [num_heads, num_slots, dim]; or, with a
+    payload, what `model.quantization.pack` makes of it into [num_heads, num_slots, dim + 2]."""
+    torch.ops.swiftkv_cpu.write(rows, slots, x, _FORMATS[payload])
 
 
 def attend(
@@ -167,12 +170,13 @@ def attend(
     *,
     scaling: float,
     window: int | None = None,
+    payload: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Attention of a flat batch of sequences to their paged contexts.
 
     Args:
         query: [1, num_heads, num_tokens, head_dim].
-        keys: of all slots, [num_kv_heads, num_slots, head_dim].
+        keys: of all slots, [num_kv_heads, num_slots, head_dim]; with a payload, as `write` stores them.
         values: likewise.
         sequences: first query, number of queries, first run and number of runs of each, int64 [num_sequences, 4].
         positions: of each query in its sequence, ascending there, int64 [num_tokens].
@@ -183,6 +187,14 @@ def attend(
         [1, num_tokens, num_heads, head_dim].
     """
     y: torch.Tensor = torch.ops.swiftkv_cpu.attend(
-        query, keys, values, sequences, positions, runs, scaling, NO_WINDOW if window is None else window
+        query,
+        keys,
+        values,
+        sequences,
+        positions,
+        runs,
+        scaling,
+        NO_WINDOW if window is None else window,
+        _FORMATS[payload],
     )
     return y

@@ -9,12 +9,14 @@
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Float8_e4m3fn.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -244,21 +246,99 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return output.transpose(1, 2);
 }
 
-// Puts x [num_heads, num_tokens, dim] into the slots [num_tokens] of rows [num_heads, num_slots, dim].
-void write(Tensor& rows, const Tensor& slots, const Tensor& x) {
-  const int64_t num_heads = x.size(0), num_tokens = x.size(1), dim = x.size(2);
+// How a row of the cache stores the numbers that one head has of one token (model/quantization.py).
+enum class Format : int64_t {
+  kBFloat16,
+  kFloat8,  // e4m3, then a bfloat16 scale
+  kInt8,    // likewise
+};
+
+constexpr float kFloat8Shift = 0x1p120f;  // what e4m3 gains when its bits are read as bfloat16's
+constexpr float kLargest = 0x1.fep127f * (1.0f - 1.0f / 16.0f);  // larger numbers saturate: a scale is rounded up
+
+void quantize(const BFloat16* from, int64_t dim, Format format, uint8_t* row) {
+  float largest = 0.0f;
+  bool finite = true;
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = from[d];
+    finite = finite && std::isfinite(x);
+    largest = std::max(largest, std::abs(x));
+  }
+  const float top = format == Format::kFloat8 ? 448.0f : 127.0f;
+  uint32_t bits = c10::detail::fp32_to_bits(std::max(std::min(largest, kLargest) / top, 0x1p-126f));
+  const float scale = c10::detail::fp32_from_bits((bits + 0xFFFF) & ~uint32_t{0xFFFF});
+  for (int64_t d = 0; d < dim; ++d) {
+    const float x = std::clamp<float>(from[d], -kLargest, kLargest) / scale;
+    row[d] = !finite                      ? 0
+             : format == Format::kFloat8 ? c10::Float8_e4m3fn(x).x
+                                          : static_cast<uint8_t>(static_cast<int8_t>(std::nearbyint(x)));
+  }
+  const BFloat16 stored(finite ? scale : std::numeric_limits<float>::quiet_NaN());
+  std::memcpy(row + dim, &stored, sizeof stored);
+}
+
+void dequantize(const uint8_t* row, int64_t dim, Format format, BFloat16* to) {
+  BFloat16 stored;
+  std::memcpy(&stored, row + dim, sizeof stored);
+  const Floats scale{static_cast<float>(stored)};
+  for (int64_t d = 0; d < dim; d += kHalves) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d));
+    if (format == Format::kFloat8) {
+      const __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4);
+      const auto [low, high] =
+          at::vec::convert_bfloat16_float(Halves(_mm512_and_si512(bits, _mm512_set1_epi16(-0x8000 | 0x07F0))));
+      store(to + d, low * Floats(kFloat8Shift) * scale, high * Floats(kFloat8Shift) * scale);
+    } else {
+      const Floats low(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes))));
+      const Floats high(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1))));
+      store(to + d, low * scale, high * scale);
+    }
+  }
+}
+
+// Puts x [num_heads, num_tokens, dim] into the slots [num_tokens] of rows [num_heads, num_slots, dim, or its bytes].
+void write(Tensor& rows, const Tensor& slots, const Tensor& x, int64_t format) {
+  const int64_t num_heads = x.size(0), num_tokens = x.size(1), dim = x.size(2), size = rows.element_size();
   const auto* at = slots.const_data_ptr<int64_t>();
   const auto* in = x.const_data_ptr<BFloat16>();
-  auto* out = rows.data_ptr<BFloat16>();
+  auto* out = static_cast<uint8_t*>(rows.data_ptr());
   at::parallel_for(0, num_tokens, rows_at_a_time(num_heads * dim), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t head = 0; head < num_heads; ++head) {
         const BFloat16* from = in + head * x.stride(0) + token * x.stride(1);
-        std::copy(from, from + dim, out + head * rows.stride(0) + at[token] * rows.stride(1));
+        uint8_t* row = out + (head * rows.stride(0) + at[token] * rows.stride(1)) * size;
+        if (static_cast<Format>(format) == Format::kBFloat16) {
+          std::memcpy(row, from, dim * sizeof *from);
+        } else {
+          quantize(from, dim, static_cast<Format>(format), row);
+        }
       }
     }
   });
 }
+
+// The keys, or the values, of all slots.
+struct Rows {
+  const uint8_t* data;
+  int64_t head_bytes, row_bytes, dim;
+  Format format;
+
+  Rows(const Tensor& rows, int64_t dim, Format format)
+      : data(static_cast<const uint8_t*>(rows.const_data_ptr())),
+        head_bytes(rows.stride(0) * rows.element_size()),
+        row_bytes(rows.stride(1) * rows.element_size()),
+        dim(dim),
+        format(format) {}
+
+  // A head's numbers of neighbouring slots, [count, dim]; in `buffer` where they are stored otherwise.
+  const BFloat16* read(int64_t head, int64_t slot, int64_t count, std::vector<BFloat16>& buffer) const {
+    const uint8_t* first = data + head * head_bytes + slot * row_bytes;
+    if (format == Format::kBFloat16) return reinterpret_cast<const BFloat16*>(first);
+    buffer.resize(count * dim);
+    for (int64_t i = 0; i < count; ++i) dequantize(first + i * row_bytes, dim, format, buffer.data() + i * dim);
+    return buffer.data();
+  }
+};
 
 // One sequence's queries and context; see `attend`.
 struct Sequence {
@@ -272,9 +352,7 @@ struct Run {
 struct Attention {
   const BFloat16* query;
   int64_t query_head, query_token;  // strides
-  const BFloat16* keys;
-  const BFloat16* values;
-  int64_t key_head, value_head;  // strides; a head's slots lie one behind the other
+  Rows keys, values;
   const int64_t* positions;
   const Run* runs;
   BFloat16* output;
@@ -352,6 +430,51 @@ void multiply(float* x, int64_t size, float factor) {
   for (int64_t i = 0; i < size; i += kFloats) (Floats::loadu(x + i) * Floats(factor)).store(x + i);
 }
 
+// Keys and values of one head, laid out for products in tiles of kKeyBlock positions: pairs of what is summed over lie
+// together, [dim / 2, kKeyBlock, 2] of keys and [kKeyBlock / 2, dim, 2] of values. Behind the last position are zeros.
+class Tiles {
+ public:
+  void pack(const Attention& a, const Sequence& sequence, int64_t key_head, int64_t begin, int64_t end) {
+    begin_ = begin;
+    tile_ = kKeyBlock * a.dim;
+    const int64_t size = (end - begin + kKeyBlock - 1) / kKeyBlock * tile_;
+    keys_.resize(size);
+    values_.resize(size);
+    std::fill(keys_.end() - tile_, keys_.end(), BFloat16(0.0f));
+    std::fill(values_.end() - tile_, values_.end(), BFloat16(0.0f));
+    const int64_t dim = a.dim, pairs = dim / 2;
+    a.each_run(sequence, begin, end, [&](int64_t position, int64_t slot, int64_t length) {
+      const BFloat16* all_keys = a.keys.read(key_head, slot, length, key_buffer_);
+      const BFloat16* all_values = a.values.read(key_head, slot, length, value_buffer_);
+      for (int64_t j = 0; j < length; ++j) {
+        const int64_t at = position + j - begin, in_tile = at % kKeyBlock;
+        const BFloat16* key = all_keys + j * dim;
+        const BFloat16* value = all_values + j * dim;
+        BFloat16* keys = keys_.data() + at / kKeyBlock * tile_ + in_tile * 2;
+        BFloat16* values = values_.data() + at / kKeyBlock * tile_ + in_tile / 2 * dim * 2 + in_tile % 2;
+        for (int64_t d = 0; d < pairs; ++d) {
+          keys[d * kKeyBlock * 2] = key[2 * d];
+          keys[d * kKeyBlock * 2 + 1] = key[2 * d + 1];
+        }
+        for (int64_t d = 0; d < dim; ++d) values[2 * d] = value[d];
+      }
+    });
+  }
+
+  const BFloat16* keys(int64_t position) const { return keys_.data() + (position - begin_) / kKeyBlock * tile_; }
+  const BFloat16* values(int64_t position) const { return values_.data() + (position - begin_) / kKeyBlock * tile_; }
+
+ private:
+  int64_t begin_ = 0, tile_ = 0;
+  std::vector<BFloat16> keys_, values_, key_buffer_, value_buffer_;
+};
+
+struct Workspace {
+  Tiles tiles;
+  std::vector<float> scratch;
+  std::vector<BFloat16> keys, values, queries, weights;
+};
+
 // outputs[r] += sum over j of weights[r][j] * values[j], for kRows rows r and the numbers d to d + kHalves - 1 of a head.
 template <int kRows>
 void add_values(float* outputs, int64_t dim, int64_t d, const float* weights, const BFloat16* values, int64_t count) {
@@ -384,10 +507,10 @@ float dot(const BFloat16* a, const BFloat16* b, int64_t dim) {
 }
 
 // A few queries of one sequence, with the query heads that share one key head: keys and values are read where they lie.
-void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, std::vector<float>& scratch) {
+void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, Workspace& space) {
   const int64_t dim = a.dim, num_rows = sequence.num_queries * a.heads_per_key;
-  scratch.resize(num_rows * (dim + kKeyBlock));
-  float* outputs = scratch.data();               // [num_rows, dim]
+  space.scratch.resize(num_rows * (dim + kKeyBlock));
+  float* outputs = space.scratch.data();         // [num_rows, dim]
   float* scores = outputs + num_rows * dim;      // [num_rows, kKeyBlock]
   std::fill(outputs, scores, 0.0f);
   std::vector<Softmax> state(num_rows);
@@ -399,8 +522,8 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
     for (int64_t done = 0; done < length; done += kKeyBlock) {
       const int64_t count = std::min(kKeyBlock, length - done), start = position + done;
       const int64_t padded = (count + kHalves - 1) / kHalves * kHalves;
-      const BFloat16* keys = a.keys + key_head * a.key_head + (slot + done) * dim;
-      const BFloat16* values = a.values + key_head * a.value_head + (slot + done) * dim;
+      const BFloat16* keys = a.keys.read(key_head, slot + done, count, space.keys);
+      const BFloat16* values = a.values.read(key_head, slot + done, count, space.values);
       for (int64_t r = 0; r < num_rows; ++r) {
         const BFloat16* query = a.query_at(row_of(r), head_of(r));
         float* own = scores + r * kKeyBlock;
@@ -431,49 +554,6 @@ void attend_few(const Attention& a, const Sequence& sequence, int64_t key_head, 
     a.finish(a.output_at(row_of(r), head_of(r)), outputs + r * dim, state[r].total);
   }
 }
-
-// Keys and values of one head, laid out for products in tiles of kKeyBlock positions: pairs of what is summed over lie
-// together, [dim / 2, kKeyBlock, 2] of keys and [kKeyBlock / 2, dim, 2] of values. Behind the last position are zeros.
-class Tiles {
- public:
-  void pack(const Attention& a, const Sequence& sequence, int64_t key_head, int64_t begin, int64_t end) {
-    begin_ = begin;
-    tile_ = kKeyBlock * a.dim;
-    const int64_t size = (end - begin + kKeyBlock - 1) / kKeyBlock * tile_;
-    keys_.resize(size);
-    values_.resize(size);
-    std::fill(keys_.end() - tile_, keys_.end(), BFloat16(0.0f));
-    std::fill(values_.end() - tile_, values_.end(), BFloat16(0.0f));
-    const int64_t dim = a.dim, pairs = dim / 2;
-    a.each_run(sequence, begin, end, [&](int64_t position, int64_t slot, int64_t length) {
-      for (int64_t j = 0; j < length; ++j) {
-        const int64_t at = position + j - begin, in_tile = at % kKeyBlock;
-        const BFloat16* key = a.keys + key_head * a.key_head + (slot + j) * dim;
-        const BFloat16* value = a.values + key_head * a.value_head + (slot + j) * dim;
-        BFloat16* keys = keys_.data() + at / kKeyBlock * tile_ + in_tile * 2;
-        BFloat16* values = values_.data() + at / kKeyBlock * tile_ + in_tile / 2 * dim * 2 + in_tile % 2;
-        for (int64_t d = 0; d < pairs; ++d) {
-          keys[d * kKeyBlock * 2] = key[2 * d];
-          keys[d * kKeyBlock * 2 + 1] = key[2 * d + 1];
-        }
-        for (int64_t d = 0; d < dim; ++d) values[2 * d] = value[d];
-      }
-    });
-  }
-
-  const BFloat16* keys(int64_t position) const { return keys_.data() + (position - begin_) / kKeyBlock * tile_; }
-  const BFloat16* values(int64_t position) const { return values_.data() + (position - begin_) / kKeyBlock * tile_; }
-
- private:
-  int64_t begin_ = 0, tile_ = 0;
-  std::vector<BFloat16> keys_, values_;
-};
-
-struct Workspace {
-  Tiles tiles;
-  std::vector<float> scratch;
-  std::vector<BFloat16> queries, weights;
-};
 
 // A chunk of a prompt, with the query heads that share one key head: tiles of scores by matrix products, softmax as the
 // tiles come.
@@ -527,19 +607,19 @@ void attend_chunk(const Attention& a, const Sequence& sequence, int64_t key_head
 
 // Attention of a flat batch to paged contexts.
 //   query      [1, num_heads, num_tokens, head_dim]
-//   keys       [num_kv_heads, num_slots, head_dim], values likewise
+//   keys       [num_kv_heads, num_slots, head_dim, or its bytes in that format], values likewise
 //   sequences  int64 [num_sequences, 4]: first query, number of queries, first run, number of runs
 //   positions  int64 [num_tokens], of each query in its sequence, ascending
 //   runs       int64 [num_runs, 2]: first slot of neighbouring ones and the one behind the last, in the contexts' order
 //   window     tokens that a query sees, itself included
 // -> [1, num_tokens, num_heads, head_dim]
 Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& sequences,
-              const Tensor& positions, const Tensor& runs, double scaling, int64_t window) {
+              const Tensor& positions, const Tensor& runs, double scaling, int64_t window, int64_t format) {
   const int64_t num_heads = query.size(1), dim = query.size(3), num_kv_heads = keys.size(0);
   Tensor output = at::empty({1, query.size(2), num_heads, dim}, query.options());
   const Attention attention{
       query.const_data_ptr<BFloat16>(), query.stride(1), query.stride(2),
-      keys.const_data_ptr<BFloat16>(), values.const_data_ptr<BFloat16>(), keys.stride(0), values.stride(0),
+      Rows(keys, dim, static_cast<Format>(format)), Rows(values, dim, static_cast<Format>(format)),
       positions.const_data_ptr<int64_t>(), reinterpret_cast<const Run*>(runs.const_data_ptr<int64_t>()),
       output.data_ptr<BFloat16>(), num_heads, num_heads / num_kv_heads, dim, window, static_cast<float>(scaling)};
   const auto* all = reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int64_t>());
@@ -551,7 +631,7 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
     for (int64_t task = next++; task < num_tasks; task = next++) {
       const Sequence& sequence = all[task / num_kv_heads];
       if (sequence.num_queries < kMinProductQueries) {
-        attend_few(attention, sequence, task % num_kv_heads, space.scratch);
+        attend_few(attention, sequence, task % num_kv_heads, space);
       } else {
         attend_chunk(attention, sequence, task % num_kv_heads, space);
         products = true;
@@ -568,10 +648,10 @@ TORCH_LIBRARY(swiftkv_cpu, library) {
   library.def("linear(Tensor x, Tensor packed, Tensor? bias, int size_out) -> Tensor");
   library.def("gated_linear(Tensor x, Tensor packed, int size_out) -> Tensor");
   library.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
-  library.def("write(Tensor(a!) rows, Tensor slots, Tensor x) -> ()");
+  library.def("write(Tensor(a!) rows, Tensor slots, Tensor x, int format) -> ()");
   library.def(
       "attend(Tensor query, Tensor keys, Tensor values, Tensor sequences, Tensor positions, Tensor runs, float scaling, "
-      "int window) -> Tensor");
+      "int window, int format) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(swiftkv_cpu, CPU, library) {

@@ -11,6 +11,7 @@ import torch
 from swiftkv_platform.engine import attention
 from swiftkv_platform.engine.attention import PagedAttention, SequenceQueries, paged_attention
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run, StorageFormat, TensorShape
+from swiftkv_platform.model.quantization import pack, unpack
 from swiftkv_platform.model.selection import TokenSelection
 
 HEADS, KV_HEADS, DIM, SLOTS, SCALE = 6, 2, 8, 6000, 0.3
@@ -41,10 +42,11 @@ class Case:
         query_size: float = 1.0,
         dim: int = DIM,
         native: bool = False,
+        payload: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(0)
         draw, taken = random.Random(0), set[int]()
-        storage = StorageFormat(dtype, dtype)
+        storage = StorageFormat(dtype, torch.uint8 if payload else dtype, payload)
         self.key, self.value = (
             PagedTensor(TensorShape(KV_HEADS, dim), SLOTS, storage, CPU, native=native) for _ in "kv"
         )
@@ -55,7 +57,7 @@ class Case:
             for tensor, kept in ((self.key, self.keys), (self.value, self.values)):
                 rows = torch.randn(KV_HEADS, length, dim).to(dtype)
                 tensor.write(slots, rows)
-                kept.append(rows.float())
+                kept.append((unpack(pack(rows, payload), payload, dtype) if payload else rows).float())
             sequences.append(SequenceQueries(positions, runs, start))
             start += length
         self.paged = PagedAttention(tuple(sequences))
@@ -140,14 +142,16 @@ LARGE: dict[str, list[tuple[int, list[int]]]] = {
 }
 
 
+@pytest.mark.parametrize("payload", [None, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("dim", [32, 96])
 @pytest.mark.parametrize("window", [None, 7, 300])
 @pytest.mark.parametrize("run_size", [16, 1000])
 @pytest.mark.parametrize("name", [*CONTEXTS, *LARGE])
 def test_the_kernel_is_exact_to_the_last_bits_of_bfloat16(
-    name: str, run_size: int, window: int | None, dim: int, native_kernels: None
+    name: str, run_size: int, window: int | None, dim: int, payload: torch.dtype | None, native_kernels: None
 ) -> None:
-    case = Case((CONTEXTS | LARGE)[name], run_size, dtype=torch.bfloat16, query_size=4.0, dim=dim, native=True)
+    contexts, bf16 = (CONTEXTS | LARGE)[name], torch.bfloat16
+    case = Case(contexts, run_size, dtype=bf16, query_size=4.0, dim=dim, native=True, payload=payload)
     actual, expected = case.actual(window), case.expected(window)
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, atol=0.02, rtol=1 / 64)

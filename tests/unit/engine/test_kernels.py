@@ -13,6 +13,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, ker
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.speculative import draft_costs
 from swiftkv_platform.model.attention import rotate
+from swiftkv_platform.model.quantization import pack, unpack
 
 BF16 = torch.bfloat16
 
@@ -96,6 +97,27 @@ def test_write(native_kernels: None) -> None:
     expected = rows.index_copy(1, slots, x)
     kernels.write(rows, slots, x)
     assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("payload", [torch.float8_e4m3fn, torch.int8])
+def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_kernels: None) -> None:
+    x = torch.cat([numbers(3, 40, 32, scale=scale) for scale in (1e-30, 1e-3, 1.0, 1e4, 1e30)], dim=1)
+    x[0, 0] = 0.0
+    x[0, 1, 5] = torch.finfo(BF16).max
+    x[1, 2, 3] = -x[1, 2].abs().amax()
+    slots = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:200]
+    rows = torch.zeros(3, 300, 34, dtype=torch.uint8)
+    kernels.write(rows, slots, x, payload)
+    assert torch.equal(rows[:, slots], pack(x, payload))
+
+
+@pytest.mark.parametrize("payload", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_comes_back_as_nan(payload: torch.dtype, broken: float, native_kernels: None) -> None:
+    x, rows = numbers(1, 1, 32), torch.zeros(1, 1, 34, dtype=torch.uint8)
+    x[0, 0, 7] = broken
+    kernels.write(rows, torch.tensor([0]), x, payload)
+    assert unpack(rows, payload, BF16).isnan().all()
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

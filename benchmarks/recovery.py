@@ -43,7 +43,7 @@ from swiftkv_platform.distillation.fork import Fork, load_trained, trained_param
 from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, Wish
-from swiftkv_platform.specs import DataSourceSpec, DataSpec, JobSpec, load_spec
+from swiftkv_platform.specs import DataSourceSpec, DataSpec, DistillationSpec, JobSpec, load_spec
 from swiftkv_platform.storage.object_store import open_store
 
 SPEC = Path(__file__).parent / "configs" / "recovery.yaml"
@@ -87,16 +87,16 @@ class Bench:
         row: Row = {"tokens": tokens, "start": start, "objective": objective, "trainable": trainable}
         row |= {"seed": spec.training.seed, "steps": steps}
         row["num_trained"] = sum(tensor.numel() for tensor in trained.values())
-        row |= self.measure(trained)
+        row |= self.measure(trained, loss)
         print(json.dumps(row), flush=True)
         return row
 
-    def measure(self, tensors: dict[str, Tensor] | None = None) -> Row:
+    def measure(self, tensors: dict[str, Tensor] | None = None, loss: DistillationSpec | None = None) -> Row:
         """A student with `tensors` against its teacher on held-out text, and on the other."""
         figures: Row = {}
         for name, rows in (("held_out", self.prepared.data.held_out), ("other", self.other)):
             student = load_student(self.spec, self.path)
-            with teacher_kept_apart(student):
+            with teacher_kept_apart(student, loss or self.spec.distillation):
                 load_trained(student, tensors or {})
                 totals = compare(student, rows, self.spec.evaluation)
             figures[name] = totals.student.model_dump() | {
@@ -120,8 +120,11 @@ class Bench:
     @contextmanager
     def _remembering(self, fork: Fork) -> Iterator[None]:
         """Let the fork look up what its frozen layers make of rows that an earlier run has had."""
-        decoder = fork.student.model
-        teacher = fork.tail_teacher or decoder
+        teacher = fork.kept_teacher or fork.student.model
+        decoder = fork.kept_teacher if fork.trains_lower else fork.student.model
+        if decoder is None:  # every layer is trained, and nothing asks for a teacher
+            yield
+            return
         lower, upper = decoder.lower, teacher.teacher_upper
 
         def remembered(name: bytes, context: Any, compute: Callable[[], Tensor]) -> Tensor:
@@ -164,7 +167,7 @@ def run_tables(bench: Bench, tables: list[str], budgets: list[int]) -> list[Row]
     if "objectives" in tables:
         wanted += [{"tokens": budgets[-1], "objective": objective} for objective in ("logits", "lm")]
     if "trained" in tables:
-        wanted += [{"tokens": budgets[-1], "trainable": trainable} for trainable in ("qkv", "tail")]
+        wanted += [{"tokens": budgets[-1], "trainable": trainable} for trainable in ("qkv", "tail", "all")]
     runs: dict[str, Row] = {}
     for arguments in wanted:
         full = {"start": "calibrated", "objective": "logits", "trainable": "qkv", **arguments}

@@ -151,8 +151,8 @@ class _Student:
 
     @contextmanager
     def _trained(self) -> Iterator[None]:
-        kept_apart = self.spec.distillation.trainable == "tail"
-        with teacher_kept_apart(self.model) if kept_apart else nullcontext():
+        spec = self.spec.distillation
+        with teacher_kept_apart(self.model, spec) if spec.trainable != "qkv" else nullcontext():
             load_trained(self.model, read_trained(self.workspace / "checkpoint"))
             yield
 

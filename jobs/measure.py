@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.distillation.continuation import compare_continuations
 from swiftkv_platform.distillation.evaluation import Totals, evaluate
-from swiftkv_platform.distillation.fork import copy_upper
+from swiftkv_platform.distillation.fork import keep_teacher
 from swiftkv_platform.distillation.harness import Task, run_tasks
 from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.prefill_cost import measure_prefill
 from swiftkv_platform.distillation.report import Report
 from swiftkv_platform.model.export import drop_teacher
-from swiftkv_platform.specs import EvaluationSpec
+from swiftkv_platform.specs import DistillationSpec, EvaluationSpec
 
 _TOKENS_PER_FORWARD = 8192
 _PROMPTS_PER_BATCH = 16
@@ -71,10 +71,15 @@ def measure_student(
 
 
 @contextmanager
-def teacher_kept_apart(student: Any) -> Iterator[None]:
-    """While a trained tail is measured, the layers it started as answer for the teacher; after that there is none."""
+def teacher_kept_apart(student: Any, spec: DistillationSpec) -> Iterator[None]:
+    """While a student with trained layers is measured, what those started as answers for the teacher; afterwards there
+    is none."""
     decoder = student.model
-    decoder.teacher_upper = copy_upper(decoder).teacher_upper
+    teacher = keep_teacher(decoder, spec)
+    decoder.teacher_upper = teacher.teacher_upper
+    if spec.trainable == "all":
+        decoder.teacher_lower = teacher.lower
     yield
     del decoder.teacher_upper
+    decoder.teacher_lower = None
     drop_teacher(student)

@@ -131,13 +131,14 @@ def measure(model: Any, rows: PackedRows, indices: Sequence[int], *, batch_size:
 
 
 def _measure_batch(model: Any, batch: dict[str, torch.Tensor]) -> Totals:
-    """One forward pass, the layers below l computed once; tensors are [rows, max_length]."""
+    """One forward pass, the layers below l computed once where they are the same; tensors are [rows, max_length]."""
     decoder = model.model
     context = decoder.begin(batch["input_ids"], position_ids=batch["position_ids"])
     x = decoder.lower(context)
     counted = batch["loss_mask"]
     targets = batch["input_ids"].roll(-1, dims=1)[counted]  # [num_positions]
-    teacher = decoder.teacher_upper(x, context)[counted]  # [num_positions, hidden_size]
+    teacher_x = x if decoder.teacher_lower is None else decoder.teacher_lower(context)
+    teacher = decoder.teacher_upper(teacher_x, context)[counted]  # [num_positions, hidden_size]
     student = decoder.student_upper(x, context)[counted]
     exits = x[counted] if model.config.early_exit else None
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)

@@ -4,7 +4,8 @@ and no workers.
     layers < l   once, no gradient ──▶ x ─┬─▶ layers >= l as pretrained, no gradient ──▶ teacher
                                           └─▶ layers >= l over shared K and V ─────────▶ student
 
-The layers below l are the same in both models and frozen, so they run once; no gradient ever enters them.
+The layers below l are the same in both models and frozen, so they run once; no gradient ever enters them. Only where
+the student's are trained as well (`trainable: all`) does the teacher run its own.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ class Fork(nn.Module):
         self._spec = spec
         self._first = student.config.num_key_value_layers
         self._hidden_index = hidden_loss_index(student.config, spec) if spec.hidden_loss_weight else None
-        # With a trained tail the student's upper layers stop being the teacher's: those are kept apart.
-        keeps_teacher = spec.trainable == "tail" and self._needs_teacher
-        self.tail_teacher = copy_upper(student.model) if keeps_teacher else None
+        self._first_trained = first_trained_layer(student.config, spec)
+        # Layers of the student that are trained stop being the teacher's: those are kept apart.
+        keeps_teacher = spec.trainable != "qkv" and self._needs_teacher
+        self.kept_teacher = keep_teacher(student.model, spec) if keeps_teacher else None
         self._freeze(dtype)
         if gradient_checkpointing:
             student.activation_checkpointing_enable({"use_reentrant": False})
             student.disable_input_require_grads()
-            for layer in student.model.layers[self._first :]:
+            for layer in student.model.layers[min(self._first, self._first_trained) :]:
                 layer.training = True  # transformers asks this flag; the submodules stay without dropout
 
     def _freeze(self, dtype: torch.dtype) -> None:
@@ -67,6 +69,11 @@ class Fork(nn.Module):
         for parameter in trained.values():
             parameter.data = parameter.data.float()
             parameter.requires_grad_(True)
+
+    @property
+    def trains_lower(self) -> bool:
+        """Whether layers < l are trained, and the teacher has its own."""
+        return bool(self._first_trained < self._first)
 
     @property
     def loss_weights(self) -> dict[str, float]:
@@ -86,8 +93,11 @@ class Fork(nn.Module):
         # K and V of all groups run before the layers that own their projections.
         yield [module for leader in leaders for module in leader.shared_modules()]
         yield from decoder.layers
-        if self.tail_teacher is not None:
-            yield from self.tail_teacher.layers[self._first :]
+        yield from self.teacher_layers()
+
+    def teacher_layers(self) -> list[nn.Module]:
+        """The layers that are the kept teacher's alone."""
+        return [] if self.kept_teacher is None else list(self.kept_teacher.layers[self._first_trained :])
 
     def heads(self) -> list[nn.Module]:
         """Whose weights the losses use themselves."""
@@ -109,11 +119,14 @@ class Fork(nn.Module):
             if self.sequence is not None:
                 own = self.sequence.own(input_ids.shape[1])
                 context, targets, loss_mask = self.sequence.shard(context), targets[:, own], loss_mask[:, own]
+        with torch.set_grad_enabled(self.trains_lower and torch.is_grad_enabled()):
             x = decoder.lower(context)
-            teacher = None
-            if self._needs_teacher:
-                upper = self.tail_teacher or decoder
-                teacher = upper.teacher_upper(x, context, record=teacher_states if recorded else None)
+        teacher = None
+        if self._needs_teacher:
+            kept = self.kept_teacher or decoder
+            with torch.no_grad():
+                teacher_x = kept.lower(context) if self.trains_lower else x
+                teacher = kept.teacher_upper(teacher_x, context, record=teacher_states if recorded else None)
         student = decoder.student_upper(x, context, record=student_states if recorded else None)
 
         sums = {}
@@ -127,7 +140,7 @@ class Fork(nn.Module):
             states = [*student_states[:-1], student], [*teacher_states[:-1], teacher]
             sums["hidden_loss"] = hidden_loss(*(side[self._hidden_index][loss_mask] for side in states))
         if self.student.config.early_exit:
-            exit_hidden = self.student.exit_norm(x[loss_mask])
+            exit_hidden = self.student.exit_norm(x.detach()[loss_mask])  # the head learns to read x, x not to be read
             sums["exit_loss"] = self._kl(exit_hidden, self.student.exit_head.weight, teacher[loss_mask])
         return sums
 
@@ -145,22 +158,27 @@ def compile_layers(fork: Fork) -> None:
 
     Before the fork is spread over workers: a layer is what FSDP2 gathers, and is compiled without its communication.
     """
-    tail = [] if fork.tail_teacher is None else fork.tail_teacher.layers[fork.student.config.num_key_value_layers :]
-    for layer in [*fork.student.model.layers, *tail]:
+    for layer in [*fork.student.model.layers, *fork.teacher_layers()]:
         layer.compile(dynamic=False)
+
+
+def first_trained_layer(config: Any, spec: DistillationSpec) -> int:
+    """The first layer of which every parameter that the student runs is trained; the number of layers where none is."""
+    first: int = {"qkv": config.num_hidden_layers, "tail": config.num_key_value_layers, "all": 0}[spec.trainable]
+    return first
 
 
 def trained_parameters(student: Any, spec: DistillationSpec) -> dict[str, nn.Parameter]:
     """What `spec.trainable` names: the SwiftKV projections, norm and exit head, or with them every parameter of the
-    student's layers >= l (table 6b)."""
+    student's layers >= l (table 6b), or of all its layers."""
     trained: dict[str, nn.Parameter] = dict(student.swiftkv_parameters())
-    if spec.trainable == "tail":
-        first = student.config.num_key_value_layers
-        for i, layer in enumerate(student.model.layers[first:], start=first):
-            idle = tuple(f"self_attn.{name}." for name in layer.self_attn.teacher_modules())
-            for name, parameter in layer.named_parameters():
-                if not name.startswith(idle):  # the student does not run them
-                    trained[f"model.layers.{i}.{name}"] = parameter
+    first = first_trained_layer(student.config, spec)
+    for i, layer in enumerate(student.model.layers[first:], start=first):
+        upper = i >= student.config.num_key_value_layers
+        idle = tuple(f"self_attn.{name}." for name in layer.self_attn.teacher_modules()) if upper else ()
+        for name, parameter in layer.named_parameters():
+            if not name.startswith(idle):  # the student does not run them
+                trained[f"model.layers.{i}.{name}"] = parameter
     return trained
 
 
@@ -191,8 +209,9 @@ def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
     return index
 
 
-def copy_upper(decoder: Any) -> Any:
-    """A decoder with layers >= l of its own, which shares everything else with `decoder`."""
+def keep_teacher(decoder: Any, spec: DistillationSpec) -> Any:
+    """The teacher that a decoder is before it is trained: one with its own copy of the layers that `spec` trains, which
+    shares everything else."""
     shared = [decoder.embed_tokens, decoder.norm, decoder.norm_swiftkv, decoder.rotary_emb]
-    shared += decoder.layers[: decoder.layer_map.num_key_value_layers]
+    shared += decoder.layers[: first_trained_layer(decoder.config, spec)]
     return copy.deepcopy(decoder, memo={id(module): module for module in shared})

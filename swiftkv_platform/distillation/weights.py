@@ -20,7 +20,7 @@ from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
 
-_TAIL = "tail_teacher."
+_KEPT = "kept_teacher."
 
 
 class LazyStudent:
@@ -65,8 +65,8 @@ class LazyStudent:
         """Learn which parameter of the fork is which: it has others than the student had, and more."""
         count: dict[int, int] = defaultdict(int)
         for name, parameter in fork.named_parameters(remove_duplicate=False):
-            prefix = "model." if name.startswith(_TAIL) else ""
-            self._names.setdefault(id(parameter), prefix + name.removeprefix(_TAIL).removeprefix("student."))
+            prefix = "model." if name.startswith(_KEPT) else ""
+            self._names.setdefault(id(parameter), prefix + name.removeprefix(_KEPT).removeprefix("student."))
             count[id(parameter)] += 1
         # Kept alive, so that no other object gets their identity.
         self._fork_parameters = list(fork.parameters())

@@ -90,6 +90,8 @@ class SwiftKVDecoderMixin(nn.Module):
         if self.layer_map.leaders:  # a dense model has no layer that would read it
             self.norm_swiftkv = type(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
         self.swiftkv_enabled = True
+        self.teacher_lower: Callable[[DecoderContext], torch.Tensor] | None = None
+        """The teacher's layers < l, while a student that trained its own is compared with it; None: the same."""
         self._fused_key_value: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.post_init()
 
@@ -145,7 +147,7 @@ class SwiftKVDecoderMixin(nn.Module):
         return output
 
     def lower(self, context: DecoderContext) -> torch.Tensor:
-        """x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size]. The same in both modes."""
+        """x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size]."""
         hidden = context.hidden
         for i in range(self.layer_map.num_key_value_layers):
             hidden = self._run(i, hidden, context)
@@ -276,7 +278,8 @@ class SwiftKVDecoderMixin(nn.Module):
             past_key_values=past_key_values,
             **kwargs,
         )
-        x = self.lower(context)
+        lower = self.lower if self.swiftkv_enabled or self.teacher_lower is None else self.teacher_lower
+        x = lower(context)
         kept = kept(x) if callable(kept) else kept
         if self.swiftkv_enabled:
             hidden = self.student_upper(x, context, kept=kept)

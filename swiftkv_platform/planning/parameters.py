@@ -8,7 +8,7 @@ from typing import Literal
 from swiftkv_platform.planning.architecture import Architecture, Layer
 from swiftkv_platform.planning.layers import LayerMap
 
-Trainable = Literal["qkv", "tail"]
+Trainable = Literal["qkv", "tail", "all"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Parameters:
     """Of one student; tied embeddings count once."""
 
     frozen: int
-    """With a trained tail, the teacher's own copy of layers >= l is among them."""
+    """The teacher's own copy of layers that are trained is among them."""
     trained: int
     root: int
     """Those outside the layers: embeddings, heads, norms."""
@@ -52,10 +52,14 @@ def student_parameters(
         layer.attention.query_parameters + layer.attention.key_value_parameters for layer in upper
     )
     trained = added
-    if trainable == "tail":
+    if trainable != "qkv":
         tail = sum(_layer(model, layer) for layer in upper)
         trained += tail - teacher_projections
         total += tail + query + key_value  # the teacher's copy is of whole layers, the student's projections with them
+    if trainable == "all":
+        lower = sum(_layer(model, layer) for layer in model.layers[: layer_map.num_key_value_layers])
+        trained += lower
+        total += lower
     largest = max(_layer(model, layer) for layer in model.layers)
     own = model.shared_attention.query_parameters + model.shared_attention.key_value_parameters
     return Parameters(

@@ -171,7 +171,10 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     lower = sum(_layer(layer, setup) for layer in model.layers[:first])
     teacher = setup.needs_teacher * sum(_layer(layer, setup) for layer in model.layers[first:])
     student = backward = recomputed = 0.0
-    own, tail = model.shared_attention, setup.trainable == "tail"
+    own, tail = model.shared_attention, setup.trainable != "qkv"
+    if setup.trainable == "all":  # the teacher runs layers of its own
+        teacher += setup.needs_teacher * lower
+        backward, recomputed = 2 * lower, lower
     for i, layer in enumerate(model.layers[first:], start=first):
         query, attention = _maps(own.query), _attention(layer, setup)
         key_value = (i in layer_map.leaders) * _maps((*own.key_value, *own.expansion))

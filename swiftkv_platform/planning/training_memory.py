@@ -113,16 +113,18 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     mask = setup.sequence_length * setup.sequence_parallel_size  # whole on every worker, by its own tokens
     # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
     per_token = (3 * narrow + WIDE) * hidden
-    for i, layer in enumerate(model.layers[first:], start=first):
+    begin = 0 if setup.trainable == "all" else first
+    for i, layer in enumerate(model.layers[begin:], start=begin):
         masked = setup.packing or layer.window is not None
         # Heads and tokens are swapped in every layer: where workers divide sequences, layers share no K and V.
         swapped = setup.sequence_parallel_size > 1 and not setup.gradient_checkpointing
-        if (i in layer_map.leaders or swapped) and (setup.gradient_checkpointing or not masked):
+        shared = (i in layer_map.leaders or swapped) and (setup.gradient_checkpointing or not masked)
+        if shared or (i < first and not setup.gradient_checkpointing and not masked):
             per_token += narrow * (heads if own.expansion else cached)
         if setup.gradient_checkpointing:
             per_token += narrow * hidden
             continue
-        per_token += _layer(model, layer, setup, narrow, has_gradient=i > first)
+        per_token += _layer(model, layer, setup, narrow, has_gradient=i > begin)
         if masked:
             # Keys and values repeated for all query heads, and the mask as numbers.
             per_token += narrow * (heads + mask)
@@ -145,7 +147,7 @@ def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int,
         if hidden in (linear.in_features, linear.out_features)
     )
     routed = sum(linear.active * hidden for linear in layer.mlp if linear.copies > 1) // 3
-    tail = narrow * (2 * hidden + inner // 3) if setup.trainable == "tail" else 0
+    tail = narrow * (2 * hidden + inner // 3) if setup.trainable != "qkv" else 0
     return norms + query + attention + narrow * (inner + routed) + tail
 
 

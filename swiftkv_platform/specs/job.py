@@ -67,8 +67,8 @@ class DistillationSpec(Spec):
     """Index into the hidden states, as in the reference; -2 is the output of the layer before the last."""
     objective: Literal["logits", "lm"] = "logits"
     """`lm` trains on the next token instead of the teacher (table 6a)."""
-    trainable: Literal["qkv", "tail"] = "qkv"
-    """The SwiftKV projections and norm, or every parameter of layers >= l (table 6b)."""
+    trainable: Literal["qkv", "tail", "all"] = "qkv"
+    """The SwiftKV projections and norm, or with them every parameter of layers >= l (table 6b), or of all layers."""
 
 
 class OptimizerSpec(Spec):

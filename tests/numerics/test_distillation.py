@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from swiftkv_platform.attempts import checkpoints_prefix
 from swiftkv_platform.distillation.checkpoint import read_trained
-from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained
+from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.distillation.trainer import Wish
 from swiftkv_platform.errors import InvalidInputError, LossNotFiniteError
 from swiftkv_platform.specs import DistillationSpec
@@ -62,10 +62,11 @@ def _naive_losses(student: Any, batch: dict[str, torch.Tensor], temperature: flo
 
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("objective", ["logits", "lm"])
-def test_the_fork_equals_two_full_forward_passes(objective: str, group_size: int) -> None:
+@pytest.mark.parametrize("trainable", ["qkv", "tail", "all"])
+def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str, group_size: int) -> None:
     """Losses and gradients; rows are packed, so this also holds attention and positions to the samples' borders."""
     student = tiny_student(group_size=group_size, early_exit=True)
-    spec = DistillationSpec.model_validate({"objective": objective})
+    spec = DistillationSpec.model_validate({"objective": objective, "trainable": trainable})
     fork = Fork(student, spec, dtype=torch.float32)
     batch = tiny_rows().batch([0, 1, 2])
 
@@ -80,7 +81,7 @@ def test_the_fork_equals_two_full_forward_passes(objective: str, group_size: int
     assert sums.keys() == fork.loss_weights.keys()
     for name in sums:
         torch.testing.assert_close(sums[name], expected_sums[name], rtol=1e-5, atol=1e-5)
-    assert actual.keys() == expected.keys() == student.swiftkv_parameters().keys()
+    assert actual.keys() == expected.keys() == trained_parameters(student, spec).keys()
     for name in actual:
         scale = expected[name].abs().max()
         assert scale > 0, name
@@ -138,10 +139,11 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
         torch.testing.assert_close(gradients[1][name], gradients[0][name], msg=name)
 
 
-def test_a_trained_tail_keeps_the_teacher() -> None:
-    """All of layers >= l learn, and the teacher they are compared with stays what it was."""
+@pytest.mark.parametrize("trainable", ["tail", "all"])
+def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
+    """All of layers >= l learn, or all layers, and the teacher they are compared with stays what it was."""
     student = tiny_student()
-    fork = Fork(student, DistillationSpec(trainable="tail"), dtype=torch.float32)
+    fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
     batch = tiny_rows().batch([0, 1])
     with torch.no_grad():
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
@@ -152,15 +154,17 @@ def test_a_trained_tail_keeps_the_teacher() -> None:
     upper = student.model.layers[NUM_KEY_VALUE_LAYERS]
     assert upper.mlp.down_proj.weight.grad is not None
     assert upper.self_attn.o_proj.weight.grad is not None
+    lower = student.model.layers[0].mlp.down_proj.weight.grad
+    assert (lower is not None) == (trainable == "all")
     assert student.model.embed_tokens.weight.grad is None
     with torch.no_grad():
         for parameter in fork.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.sign(), alpha=0.1)
-        kept = fork.tail_teacher
+        kept = fork.kept_teacher
         assert kept is not None
         context = student.model.begin(**inputs)
-        hidden = kept.teacher_upper(student.model.lower(context), context)
+        hidden = kept.teacher_upper(kept.lower(context), context)
     torch.testing.assert_close(student.lm_head(hidden), teacher)
 
 

@@ -124,7 +124,7 @@ def test_other_heads_above_layer_l(sharing: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("trainable", ["qkv", "tail"])
+@pytest.mark.parametrize("trainable", ["qkv", "tail", "all"])
 def test_parameters_are_those_of_the_fork(name: str, trainable: Any) -> None:
     teacher = make_teacher(name)
     model = read_architecture(teacher.config.to_dict())

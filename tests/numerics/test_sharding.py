@@ -89,10 +89,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Outcome]:
     for sharding in ("fsdp2", "zero3"):
         scenario = _scenario(path / f"lazy-{sharding}", sharding, WORKERS, MICRO_BATCH)
         runs[2]["lazy", sharding] = replace(scenario, teacher=str(path / "teacher"))
-    for sharding in ("ddp", "fsdp2"):
-        runs[2]["tail", sharding] = replace(
-            scenario := _scenario(path / f"tail-{sharding}", sharding, WORKERS, MICRO_BATCH),
-            spec=scenario.spec | {"distillation": {"trainable": "tail"}},
+    for sharding, trainable in product(("ddp", "fsdp2"), ("tail", "all")):
+        runs[2][trainable, sharding] = replace(
+            scenario := _scenario(path / f"{trainable}-{sharding}", sharding, WORKERS, MICRO_BATCH),
+            spec=scenario.spec | {"distillation": {"trainable": trainable}},
         )
     for sharding, again in product(("ddp", "fsdp2"), (False, True)):
         scenario = _scenario(path / f"muon-{sharding}", sharding, WORKERS, MICRO_BATCH)
@@ -174,11 +174,13 @@ def test_no_worker_holds_the_whole_model(outcomes: dict[Any, Outcome], sharding:
     assert outcome.largest_share < 0.7
 
 
-def test_a_tail_trains_sharded(outcomes: dict[Any, Outcome]) -> None:
-    sharded, replicated = outcomes["tail", "fsdp2"], outcomes["tail", "ddp"]
+@pytest.mark.parametrize("trainable", ["tail", "all"])
+def test_whole_layers_train_sharded(outcomes: dict[Any, Outcome], trainable: str) -> None:
+    sharded, replicated = outcomes[trainable, "fsdp2"], outcomes[trainable, "ddp"]
 
     _assert_same_losses(sharded, replicated)
     assert any("mlp" in name for name in sharded.trained)
+    assert any(name.startswith("model.layers.0.") for name in sharded.trained) == (trainable == "all")
     assert sharded.frozen_changed == []
 
 

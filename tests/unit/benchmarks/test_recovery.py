@@ -63,10 +63,12 @@ def test_seeds_train_on_other_orders_of_the_same_rows(tmp_path: Path) -> None:
     assert [(run["seed"], run["trainable"]) for run in figures["runs"]] == [
         (5, "qkv"),
         (5, "tail"),
+        (5, "all"),
         (6, "qkv"),
         (6, "tail"),
+        (6, "all"),
     ]
-    assert len({run["held_out"]["kl"] for run in figures["runs"]}) == 4
-    assert [line["seeds"] for line in figures["spread"]] == [[5, 6], [5, 6]]
-    for line, first, second in zip(figures["spread"], figures["runs"][:2], figures["runs"][2:], strict=True):
+    assert len({run["held_out"]["kl"] for run in figures["runs"]}) == 6
+    assert [line["seeds"] for line in figures["spread"]] == [[5, 6]] * 3
+    for line, first, second in zip(figures["spread"], figures["runs"][:3], figures["runs"][3:], strict=True):
         assert line["other"]["kl"]["mean"] == pytest.approx((first["other"]["kl"] + second["other"]["kl"]) / 2)

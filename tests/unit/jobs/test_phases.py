@@ -197,10 +197,11 @@ def test_the_artifact_is_the_trained_student_with_its_teacher(
     assert prepared.data.fingerprint in (tmp_path / "artifact" / "evaluation.html").read_text()
 
 
-def test_a_trained_tail_is_measured_against_the_teacher_it_came_from_and_published_without_it(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
+@pytest.mark.parametrize("trainable", ["tail", "all"])
+def test_trained_layers_are_measured_against_the_teacher_they_came_from_and_published_without_it(
+    trainable: str, tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
 ) -> None:
-    spec = _spec(tiny_teacher, corpus, distillation={"trainable": "tail"})
+    spec = _spec(tiny_teacher, corpus, distillation={"trainable": trainable})
     _, prepared = prepare(spec)
     checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, noise=0.05)
     manifest = _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")

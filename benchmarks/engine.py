@@ -62,7 +62,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    config = EngineConfig(kv_cache_bytes=KV_CACHE_BYTES, enable_prefix_caching=False, seed=0)
+    config = EngineConfig(
+        kv_cache_bytes=KV_CACHE_BYTES, enable_prefix_caching=False, seed=0, native_kernels=args.native_kernels
+    )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         dense_path, swiftkv_path = save_models(args, directory)
@@ -115,6 +117,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, default=128, help="prompt tokens of decode")
     parser.add_argument("--output-length", type=int, default=64, help="tokens a request generates in decode")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
+    parser.add_argument(
+        "--native-kernels", action=argparse.BooleanOptionalAction, default=True, help="or PyTorch's operators"
+    )
     add_vllm_python(parser)
     add_shape(parser)
     parser.add_argument("--num-key-value-layers", type=int, default=8)

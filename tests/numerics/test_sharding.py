@@ -89,7 +89,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Outcome]:
     for sharding in ("fsdp2", "zero3"):
         scenario = _scenario(path / f"lazy-{sharding}", sharding, WORKERS, MICRO_BATCH)
         runs[2]["lazy", sharding] = replace(scenario, teacher=str(path / "teacher"))
-    for sharding, trainable in product(("ddp", "fsdp2"), ("tail", "all")):
+    for sharding, trainable in product(("ddp", "fsdp2", "zero3"), ("tail", "all")):
         runs[2][trainable, sharding] = replace(
             scenario := _scenario(path / f"{trainable}-{sharding}", sharding, WORKERS, MICRO_BATCH),
             spec=scenario.spec | {"distillation": {"trainable": trainable}},
@@ -174,9 +174,10 @@ def test_no_worker_holds_the_whole_model(outcomes: dict[Any, Outcome], sharding:
     assert outcome.largest_share < 0.7
 
 
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero3"])
 @pytest.mark.parametrize("trainable", ["tail", "all"])
-def test_whole_layers_train_sharded(outcomes: dict[Any, Outcome], trainable: str) -> None:
-    sharded, replicated = outcomes[trainable, "fsdp2"], outcomes[trainable, "ddp"]
+def test_whole_layers_train_sharded(outcomes: dict[Any, Outcome], trainable: str, sharding: str) -> None:
+    sharded, replicated = outcomes[trainable, sharding], outcomes[trainable, "ddp"]
 
     _assert_same_losses(sharded, replicated)
     assert any("mlp" in name for name in sharded.trained)

@@ -1,7 +1,8 @@
-// What the engine computes between matrix products, on a CPU in bfloat16: one pass over memory each, in float32 inside.
-// PyTorch's own operators are the reference (tests/engine/test_kernels.py); engine/kernels/__init__.py builds and checks.
+// The engine's operators on a CPU in bfloat16; sums are float32. `__init__.py` builds and checks them, PyTorch's operators
+// are what they are tested against (tests/unit/engine/test_kernels.py, test_attention.py).
 //
-// `attend` takes heads of a multiple of 32 numbers, the others any size. A token's or a head's numbers lie together.
+// `attend` takes heads of a multiple of 32 numbers, products an even number of inputs, the others any size. The numbers of
+// a token, or of its head, lie together.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -34,15 +35,16 @@ constexpr int64_t kHalves = Halves::size();
 constexpr int64_t kGrain = 16384;  // elements that are worth a thread
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-constexpr int64_t kMinProductQueries = 16;  // fewer queries of a sequence read the keys one by one
-constexpr int64_t kQueryBlock = 64;         // queries of a tile of scores
-constexpr int64_t kKeyBlock = 256;          // keys of a tile of scores; float32, it stays in the second-level cache
-constexpr int64_t kKeyStep = 64;            // the last tile of a block is cut to a multiple of this
-constexpr int64_t kRowStep = 16;            // rows of a product are a multiple of this: each shape is a kernel of its own
-constexpr int64_t kColumns = 32;            // outputs of a block of packed weights
+constexpr int64_t kMinProductQueries = 16;   // fewer queries of a sequence read the keys one by one
+constexpr int64_t kQueryBlock = 64;          // queries of a tile of scores
+constexpr int64_t kKeyBlock = 256;           // keys of a tile of scores; float32, it stays in the second-level cache
+constexpr int64_t kKeyStep = 64;             // the last tile of a block is cut to a multiple of this
+constexpr int64_t kRowStep = 16;             // rows of a product are a multiple of this: each shape is a kernel of its own
+constexpr int64_t kColumns = 32;             // outputs of a block of packed weights
 constexpr int64_t kFewRows = 32;             // so many rows of a product, and fewer, are multiplied as the weights come
-constexpr int64_t kFetchedAhead = 4096;     // bytes between the weights in use and those that memory is asked for
-constexpr int64_t kCachedNumbers = 1 << 18; // inputs that stay in the second-level cache beside a block of weights
+constexpr int64_t kFetchedAhead = 4096;      // bytes between the weights in use and those that memory is asked for
+constexpr int64_t kCachedInputs = 1 << 18;   // inputs that stay in the second-level cache beside a block of weights
+constexpr int64_t kMinCachedRows = 64;       // rows that share a block of weights even if they do not
 
 std::tuple<Floats, Floats> load(const BFloat16* from, int64_t count = kHalves) {
   return at::vec::convert_bfloat16_float(count < kHalves ? Halves::loadu(from, count) : Halves::loadu(from));
@@ -156,7 +158,7 @@ void multiply_blocks(const Tensor& x, const Tensor& packed, const Finish& finish
   const int64_t num_tokens = x.size(0), size_in = x.size(1), num_blocks = packed.size(0) / kJoined;
   const auto* in = x.const_data_ptr<BFloat16>();
   const auto* weights = packed.const_data_ptr<BFloat16>();
-  const int64_t most = std::max(kRowStep, kCachedNumbers / size_in / kRowStep * kRowStep);
+  const int64_t most = std::max(kMinCachedRows, kCachedInputs / size_in / kRowStep * kRowStep);
   // Threads share the rows, or where there are few of them the blocks.
   const int64_t row_parts = (num_tokens + most - 1) / most, threads = at::get_num_threads();
   const int64_t block_parts = row_parts >= 4 * threads ? 1 : std::min(num_blocks, threads);

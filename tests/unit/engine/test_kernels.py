@@ -42,7 +42,7 @@ def test_rms_norm_of_heads_that_lie_apart(size: int, native_kernels: None) -> No
     assert_rounded(actual, F.rms_norm(x.float(), (size,), weight, 1e-5))
 
 
-SHAPES = [(64, 40), (96, 1), (1024, 96), (2816, 64)]
+SHAPES = [(64, 40), (96, 1), (1024, 96), (2816, 64), (9000, 33)]
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -206,13 +206,12 @@ class AsyncLLMEngine:
             return
         try:
             outputs = self.engine.step()
+            self._stepping = self.engine.has_unfinished_requests
         except Exception as error:
             self._halted = True
-            get_logger().exception("engine_step_failed")
-            self._loop.call_soon_threadsafe(self._fail, f"the engine failed and has to be restarted: {error!r}")
+            self._loop.call_soon_threadsafe(self._break_down, error)
             return
         self._loop.call_soon_threadsafe(self._deliver, outputs)
-        self._stepping = self.engine.has_unfinished_requests
         if self._stepping:
             self._worker.submit(self._step)
 
@@ -221,11 +220,20 @@ class AsyncLLMEngine:
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """On the event loop; the only place that hands outputs to callers."""
-        self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put(output)
+        try:
+            self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
+            for output in outputs:
+                stream = self._streams.get(output.request_id)
+                if stream is not None:
+                    stream.put(output)
+        except Exception as error:
+            self._halted = True
+            self._break_down(error)
+
+    def _break_down(self, error: Exception) -> None:
+        """A step, or what came of it, failed: nobody waits for an answer that cannot come."""
+        get_logger().error("engine_failed", exc_info=error)
+        self._fail(f"the engine failed and has to be restarted: {error!r}")
 
     def _fail(self, failure: str) -> None:
         self._failure = self._failure or failure

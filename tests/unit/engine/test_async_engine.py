@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, Prompt, RequestOutput, SamplingParams
+from swiftkv_platform.engine.async_engine import RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -251,6 +252,22 @@ async def test_a_failed_step_is_told_to_every_caller_and_to_the_health_check(
         engine.check_health()
     with pytest.raises(EngineDeadError):
         await answer(engine, [1])
+
+
+async def test_outputs_that_cannot_be_handed_out_are_told_as_well(
+    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_put(stream: RequestStream, output: RequestOutput | None) -> None:
+        if output is not None:
+            raise RuntimeError("no room for an output")
+        put(stream, None)
+
+    put = RequestStream.put
+    monkeypatch.setattr(RequestStream, "put", failing_put)
+    results = await asyncio.gather(*(answer(engine, [i]) for i in range(2)), return_exceptions=True)
+    assert all(isinstance(result, EngineDeadError) and "no room" in str(result) for result in results)
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
 
 
 async def test_closing_tells_callers(engine: AsyncLLMEngine) -> None:

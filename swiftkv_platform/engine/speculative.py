@@ -31,7 +31,7 @@ from swiftkv_platform.engine.sampler import SamplingRow, sample
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence as EngineSequence
 
-MAX_STEP_TOKENS = {"cpu": 24, "cuda": 128}
+MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}
 """About where the arithmetic of a step takes as long as reading the weights does."""
 
 LowerPass = Callable[[Layout], torch.Tensor]

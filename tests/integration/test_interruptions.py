@@ -248,7 +248,9 @@ def test_a_job_that_loses_its_control_plane_a_worker_and_its_driver_in_turn_ends
         wait_for(lambda: ledger.reached(orphaned, 2))
         plane.start()
         plane.wait_for_step(job_id, widowed)
+        orphans = train_workers()
         _driver(job_id).kill()
+        psutil.wait_procs(orphans, timeout=60)  # Ray ends them; one that is released before goes on for a step
         ledger.release(orphaned, 2)
         job = plane.client.jobs.wait(job_id, timeout=300)
 

@@ -42,7 +42,8 @@ from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.fork import Fork, load_trained, trained_parameters
 from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.parallel import parallelize
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, Wish
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, DistillationSpec, JobSpec, load_spec
 from swiftkv_platform.storage.object_store import open_store
 

@@ -150,6 +150,14 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
     }
 
 
+def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
+    """The training itself, on every worker, see `jobs.train_loop`. Who starts the workers needs neither model nor
+    trainer, whose imports take seconds."""
+    from jobs.train_loop import train_loop_per_worker as run
+
+    return run(config)
+
+
 def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation) -> Manifest:
     """The task after the training of a sweep's trial, see `jobs.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", trial=request.spec.name)

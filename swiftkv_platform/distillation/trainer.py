@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.optimizer import learning_rate
 from swiftkv_platform.distillation.packing import PackedRows, batch_rows, rank_rows
 from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.errors import LossNotFiniteError
 from swiftkv_platform.specs import JobSpec
 
@@ -47,20 +47,6 @@ class StepMetrics:
             "tokens_per_second": self.tokens_per_second,
             "world_size": self.world_size,
         }
-
-
-class Wish(IntEnum):
-    """What somebody outside wants of a run; the largest wish of all workers counts."""
-
-    NONE = 0
-    SAVE = 1
-    """A checkpoint now, out of turn."""
-    LEAVE = 2
-    """A checkpoint, then the end of these workers, one of which has to go; others take over from it."""
-    STOP = 3
-    """A checkpoint, then the end: the machines are taken away."""
-    PAUSE = 4
-    """A checkpoint, then the end: the job is to go on later."""
 
 
 class TrainerListener(Protocol):

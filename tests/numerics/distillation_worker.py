@@ -23,8 +23,9 @@ from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, Wish
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store

@@ -8,16 +8,18 @@ from swiftkv_platform.specs import JobSpec
 
 BATCH_SIZE = 32
 """Rows of a step where there are enough of them (paper, appendix B.1)."""
-FEWEST_STEPS = 100
-"""A batch is made smaller rather than a run shorter than this."""
+FEWEST_STEPS = 400
+"""A batch is made smaller rather than a run shorter than this: docs/performance.md has what that gains."""
 LEARNING_RATE, FULL_WIDTH = 3e-4, 2048
 """The paper's rate, for models of at least this hidden size."""
 HIGHEST_LEARNING_RATE = 3e-3
+SHARE_FOR_ALL_LAYERS = 1 / 3
+"""Of that rate, where every layer is trained: the lower ones are good already."""
 
 
 def settle(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
     """The spec with what the model decides: rows are no longer than its context, and the learning rate, where none is
-    given, is in inverse proportion to its hidden size.
+    given, is in inverse proportion to its hidden size, and lower where all layers are trained.
 
     Args:
         context_length: the model's `max_position_embeddings`; None where its configuration has none.
@@ -27,6 +29,7 @@ def settle(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> Jo
     rate = spec.optimizer.learning_rate
     if rate is None:
         rate = min(LEARNING_RATE * max(1.0, FULL_WIDTH / hidden_size), HIGHEST_LEARNING_RATE)
+        rate *= SHARE_FOR_ALL_LAYERS if spec.distillation.trainable == "all" else 1.0
     data = spec.data.model_copy(update={"max_length": length})
     return spec.model_copy(
         update={"data": data, "optimizer": spec.optimizer.model_copy(update={"learning_rate": rate})}
@@ -34,7 +37,7 @@ def settle(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> Jo
 
 
 def settle_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:
-    """The spec with a batch size: 32, halved while `num_epochs` over the rows make fewer than 100 steps, and a multiple
+    """The spec with a batch size: 32, halved while `num_epochs` over the rows make fewer than 400 steps, and a multiple
     of what the workers take in one pass."""
     training = spec.training
     if training.batch_size is not None:

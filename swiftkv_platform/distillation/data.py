@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from swiftkv_platform.distillation.completions import PromptSource, WrittenBy
 from swiftkv_platform.distillation.data_reading import SourceReading
@@ -53,7 +54,7 @@ def prepare_data(
         StorageError: the hub does not answer.
     """
     encoder = DocumentEncoder(tokenizer, max_length=spec.max_length, train_on=spec.train_on)
-    collector = DocumentCollector(directory, vocab_size=len(tokenizer))
+    collector = DocumentCollector(directory, vocab_size=max(tokenizer.get_vocab().values()) + 1)
     sources = []
     for index, source in enumerate(spec.sources):
         reading = SourceReading(source, index, encoder, collector)
@@ -64,29 +65,26 @@ def prepare_data(
             prompts = PromptSource(source, index, encoder, teacher=written.teacher, seed=seed, remote=remote)
             sources.append(reading.read_written(prompts.answers(written.store)))
     documents = collector.finish()
-    held_out = documents.held_out | _hold_out(documents, spec.validation_fraction)
-    chosen = _weigh(documents, ~held_out, [source.weight for source in spec.sources], seed)
+    held_out = _held_out_samples(documents, spec.validation_fraction)
+    of_document = np.repeat(np.arange(len(documents)), documents.num_samples)
+    trained = np.bincount(of_document[~held_out], minlength=len(documents)) > 0
+    chosen = _weigh(documents, trained, [source.weight for source in spec.sources], seed)
     if not len(chosen):
         raise DataError(
             f"data.sources leaves nothing to train on: of {sum(s.rows for s in sources)} rows {len(documents)} have a "
-            f"position that counts under data.train_on {spec.train_on!r}, and {held_out.sum()} of these are held out; "
+            f"position that counts under data.train_on {spec.train_on!r}, {(~trained).sum()} of them held out; "
             "more samples, or data.train_on: all, would do",
             field="data.sources",
         )
     pad_token_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    samples = documents.samples_of(chosen)
     train, evaluation = (
-        pack(
-            documents.samples,
-            documents.samples_of(side),
-            max_length=spec.max_length,
-            pad_token_id=pad_token_id,
-            packing=spec.packing,
-        )
-        for side in (chosen, np.flatnonzero(held_out))
+        pack(documents.samples, side, max_length=spec.max_length, pad_token_id=pad_token_id, packing=spec.packing)
+        for side in (samples[~held_out[samples]], np.flatnonzero(held_out))
     )
     statistics = DataStatistics(
         train=RowStatistics.of(train, len(chosen)),
-        held_out=RowStatistics.of(evaluation, int(held_out.sum())),
+        held_out=RowStatistics.of(evaluation, len(np.unique(of_document[held_out]))),
         sources=tuple(sources),
     )
     prepared = PreparedData(train, evaluation, statistics, fingerprint(spec, directory, train, evaluation))
@@ -94,17 +92,31 @@ def prepare_data(
     return prepared
 
 
-def _hold_out(documents: Documents, fraction: float) -> BoolArray:
-    """Documents held out by `fraction`: those whose digest lies in the lowest part of its range, so that a document is
-    on the same side in every data set. Of two or more different documents each side gets at least one.
+def _held_out_samples(documents: Documents, fraction: float) -> BoolArray:
+    """[num_samples]: held out by the source, or by `fraction`: where a document's digest lies in the lowest part of its
+    range, so that it is on the same side in every data set. Where `fraction` of the documents is less than one, as of a
+    long text or a few, samples are held out instead. Of two or more different ones each side gets at least one.
     """
-    eligible = ~documents.is_settled
-    digests = np.unique(documents.digests[eligible])
-    if fraction == 0.0 or len(digests) < 2:
-        return np.zeros(len(documents), dtype=np.bool_)
-    limit = np.clip(np.searchsorted(digests, np.uint64(fraction * 2.0**64)), 1, len(digests) - 1)
-    below: BoolArray = documents.digests < digests[limit]
-    return eligible & below
+    counts = documents.num_samples
+    held_out, eligible = np.repeat(documents.held_out, counts), np.repeat(~documents.is_settled, counts)
+    digests = np.repeat(documents.digests, counts)
+    if fraction * len(np.unique(documents.digests[~documents.is_settled])) < 1.0:
+        within = np.arange(len(digests)) - np.repeat(documents.first_samples[:-1], counts)
+        digests = digests ^ _scattered(within)
+    different = np.unique(digests[eligible])
+    if fraction == 0.0 or len(different) < 2:
+        return held_out
+    limit = np.clip(np.searchsorted(different, np.uint64(fraction * 2.0**64)), 1, len(different) - 1)
+    below: BoolArray = digests < different[limit]
+    return held_out | (eligible & below)
+
+
+def _scattered(numbers: IntArray) -> npt.NDArray[np.uint64]:
+    """Numbers from 0 as 64 bits that look random, 0 as 0 (the finaliser of splitmix64)."""
+    bits = numbers.astype(np.uint64)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
 
 
 def _weigh(documents: Documents, training: BoolArray, weights: Sequence[float], seed: int) -> IntArray:

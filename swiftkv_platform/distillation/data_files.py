@@ -67,6 +67,8 @@ def _parse_line(line: bytes, file: Path, number: int, field: str) -> Row:
         raise _not_utf8(file, number, error.start, error.reason, field) from error
     except json.JSONDecodeError as error:
         _not_json(file, number, error.colno, error.msg, field)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
+        _not_json(file, number, 1, str(error), field)
     if not isinstance(row, dict):
         raise _no_object(file, f"line {number}", row, field)
     return row
@@ -141,6 +143,8 @@ class _Window:
                 if len(self._text) - self._at > _LONGEST_ELEMENT or not self._read():
                     self._advance(self._at + offset)
                     self.fail(error.msg)
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nested as deeply
+                self.fail(str(error))
             else:
                 # A number at the end of the window may go on.
                 if end == len(self._text) and self._read():

@@ -13,12 +13,30 @@ from swiftkv_platform.errors import DataError
 Row = dict[str, Any]
 Message = dict[str, Any]
 """`role` and `content` (str), and whatever else a chat template may read, such as `tool_calls`."""
-Conversation = list[Message]
-Content = str | Conversation
 
 
 class RowError(ValueError):
     """A row that its format cannot read; the caller knows which row of what it is."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is said, and what the assistant may call."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """Functions as chat templates read them."""
+
+    def __bool__(self) -> bool:
+        return bool(self.messages)
+
+    def as_json(self) -> str:
+        """The same for equal conversations."""
+        said = self.messages if self.tools is None else {"messages": self.messages, "tools": self.tools}
+        return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
+
+
+Content = str | Conversation
 
 
 @dataclass(frozen=True)
@@ -83,10 +101,13 @@ def content_digest(content: Content) -> int:
     """64 bits of what a sample says, whatever file, format or tokenizer it comes through.
 
     Raises:
-        UnicodeEncodeError: half of a surrogate pair, which JSON can write but no text holds.
+        RowError: half of a surrogate pair, which JSON can write but no text holds.
     """
-    data = content if isinstance(content, str) else json.dumps(content, sort_keys=True, ensure_ascii=False)
-    return int.from_bytes(hashlib.blake2b(data.encode("utf-8"), digest_size=8).digest(), "big")
+    data = content if isinstance(content, str) else content.as_json()
+    try:
+        return int.from_bytes(hashlib.blake2b(data.encode("utf-8"), digest_size=8).digest(), "big")
+    except UnicodeEncodeError as error:
+        raise RowError(f"character {error.start} is half of a surrogate pair; whole characters would do") from error
 
 
 def _text(value: Any, what: str) -> str:
@@ -118,7 +139,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _conversation(turns: Any, what: str, roles: dict[str, str] | None = None) -> Conversation:
+def _messages(turns: Any, what: str, roles: dict[str, str] | None = None) -> list[Message]:
     """Messages of {role, content} or {from, value}; `roles` translates the roles and refuses others."""
     if turns is None:
         return []
@@ -131,45 +152,74 @@ def _conversation(turns: Any, what: str, roles: dict[str, str] | None = None) ->
         if not isinstance(role, str) or (roles is not None and role not in roles):
             accepted = "a string" if roles is None else ", ".join(roles)
             raise RowError(f"a message has the role {role!r}; {accepted} would do")
-        others = {key: value for key, value in turn.items() if key not in {role_key, content_key}}
-        content = _message_text(turn.get(content_key))
-        messages.append({"role": roles[role] if roles else role, "content": content, **_without_nulls(others)})
+        others = _without_nulls({key: value for key, value in turn.items() if key not in {role_key, content_key}})
+        # Templates tell a call without words from an empty answer.
+        is_call = turn.get(content_key) is None and others.get("tool_calls")
+        content = None if is_call else _message_text(turn.get(content_key))
+        messages.append({"role": roles[role] if roles else role, "content": content, **others})
     return messages
 
 
-def _dialogue(system: str, user: str, assistant: str) -> Conversation:
-    if not (user and assistant):
-        return []
-    opening = [{"role": "system", "content": system}] if system else []
-    return [*opening, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+def _conversation(messages: list[Message], row: Row) -> Conversation:
+    """With what the row's other columns say of it: `system`, unless a message does, and `tools`."""
+    system = _text(row.get("system"), "system")
+    if system and messages and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return Conversation(messages, _tools(row.get("tools")))
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """A list of functions, or JSON of one; None where there is none."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"tools is {value!r:.80}, which is no JSON: {error}") from error
+    if not value:
+        return None
+    tools = [value] if isinstance(value, dict) else value
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowError(f"tools is {value!r:.80}; a list of functions would do")
+    return [_without_nulls(tool) for tool in tools]
+
+
+def _exchange(user: str, assistant: str) -> list[Message]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
 def _parse_text(values: list[Any], _row: Row) -> Content:
     return _text(values[0], "text")
 
 
-def _parse_messages(values: list[Any], _row: Row) -> Content:
-    return _conversation(values[0], "messages")
+def _parse_messages(values: list[Any], row: Row) -> Content:
+    return _conversation(_messages(values[0], "messages"), row)
 
 
 def _parse_sharegpt(values: list[Any], row: Row) -> Content:
-    messages = _conversation(values[0], "conversations", _SHAREGPT_ROLES)
-    system = _text(row.get("system"), "system")
-    if system and messages and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return messages
+    return _conversation(_messages(values[0], "conversations", _SHAREGPT_ROLES), row)
 
 
-def _parse_prompt_completion(values: list[Any], _row: Row) -> Content:
+def _parse_prompt_completion(values: list[Any], row: Row) -> Content:
     prompt, completion = values
     if isinstance(prompt, list) or isinstance(completion, list):
-        return _conversation(prompt, "prompt") + _conversation(completion, "completion")
-    return _dialogue("", _text(prompt, "the prompt"), _text(completion, "the completion"))
+        return _conversation(_messages(prompt, "prompt") + _messages(completion, "completion"), row)
+    user, assistant = _text(prompt, "the prompt"), _text(completion, "the completion")
+    return _conversation(_exchange(user, assistant) if user and assistant else [], row)
 
 
 def _parse_alpaca(values: list[Any], row: Row) -> Content:
     instruction, output = (_text(v, what) for v, what in zip(values, ("instruction", "output"), strict=True))
-    return _dialogue(_text(row.get("system"), "system"), _instruction(instruction, row), output)
+    if not (instruction and output):
+        return _conversation([], row)
+    return _conversation([*_history(row), *_exchange(_instruction(instruction, row), output)], row)
+
+
+def _history(row: Row) -> list[Message]:
+    """Earlier pairs of instruction and output."""
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output would do")
+    return [message for pair in history for message in _exchange(*(_text(part, "history") for part in pair))]
 
 
 def _instruction(instruction: str, row: Row) -> str:
@@ -177,37 +227,33 @@ def _instruction(instruction: str, row: Row) -> str:
     return f"{instruction}\n\n{context}" if context else instruction
 
 
-def _unanswered(messages: Conversation) -> Conversation:
+def _unanswered(messages: list[Message]) -> list[Message]:
     """Up to the last message that is not the assistant's."""
     end = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
     return messages[:end]
 
 
-def _question(prompt: str, system: str = "") -> Conversation:
-    if not prompt:
-        return []
-    opening = [{"role": "system", "content": system}] if system else []
-    return [*opening, {"role": "user", "content": prompt}]
+def _question(prompt: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}] if prompt else []
 
 
-def _prompt_of_messages(values: list[Any], _row: Row) -> Content:
-    return _unanswered(_conversation(values[0], "messages"))
+def _prompt_of_messages(values: list[Any], row: Row) -> Content:
+    return _conversation(_unanswered(_messages(values[0], "messages")), row)
 
 
 def _prompt_of_sharegpt(values: list[Any], row: Row) -> Content:
-    messages = _parse_sharegpt(values, row)
-    assert not isinstance(messages, str)
-    return _unanswered(messages)
+    return _conversation(_unanswered(_messages(values[0], "conversations", _SHAREGPT_ROLES)), row)
 
 
-def _prompt_of_prompt(values: list[Any], _row: Row) -> Content:
+def _prompt_of_prompt(values: list[Any], row: Row) -> Content:
     if isinstance(values[0], list):
-        return _unanswered(_conversation(values[0], "prompt"))
-    return _question(_text(values[0], "the prompt"))
+        return _conversation(_unanswered(_messages(values[0], "prompt")), row)
+    return _conversation(_question(_text(values[0], "the prompt")), row)
 
 
 def _prompt_of_alpaca(values: list[Any], row: Row) -> Content:
-    return _question(_instruction(_text(values[0], "instruction"), row), _text(row.get("system"), "system"))
+    question = _question(_instruction(_text(values[0], "instruction"), row))
+    return _conversation([*_history(row), *question] if question else [], row)
 
 
 _SHAREGPT_ROLES = {
@@ -221,9 +267,12 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
 }
 
+_BESIDE = ("system", "tools")
+"""Columns beside those of any conversation."""
+
 FORMATS = (
-    RowFormat("messages", (("messages",),), _parse_messages),
-    RowFormat("sharegpt", (("conversations",),), _parse_sharegpt, optional=("system",)),
+    RowFormat("messages", (("messages",),), _parse_messages, optional=_BESIDE),
+    RowFormat("sharegpt", (("conversations",),), _parse_sharegpt, optional=_BESIDE),
     RowFormat(
         "prompt_completion",
         (
@@ -234,17 +283,18 @@ FORMATS = (
             ("problem", "solution"),
         ),
         _parse_prompt_completion,
+        optional=_BESIDE,
     ),
-    RowFormat("alpaca", (("instruction", "output"),), _parse_alpaca, optional=("input", "system")),
+    RowFormat("alpaca", (("instruction", "output"),), _parse_alpaca, optional=("input", "history", *_BESIDE)),
     RowFormat("text", (("text",),), _parse_text),
 )
 """In the order `auto` tries them: what says most about a sample first."""
 
 PROMPT_FORMATS = (
-    RowFormat("messages", (("messages",),), _prompt_of_messages),
-    RowFormat("sharegpt", (("conversations",),), _prompt_of_sharegpt, optional=("system",)),
-    RowFormat("prompt_completion", (("prompt",), ("question",), ("problem",)), _prompt_of_prompt),
-    RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=("input", "system")),
+    RowFormat("messages", (("messages",),), _prompt_of_messages, optional=_BESIDE),
+    RowFormat("sharegpt", (("conversations",),), _prompt_of_sharegpt, optional=_BESIDE),
+    RowFormat("prompt_completion", (("prompt",), ("question",), ("problem",)), _prompt_of_prompt, optional=_BESIDE),
+    RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=("input", "history", *_BESIDE)),
     RowFormat("text", (("text",),), _parse_text),
 )
 """The same for rows of which only the prompt is read, because the teacher answers it."""

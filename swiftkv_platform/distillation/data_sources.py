@@ -4,7 +4,6 @@ read row by row. Knows no tokenizer and no row format.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swiftkv_platform.closed_paths import refuse_shadowed
+from swiftkv_platform.data_layout import data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.demo.corpus import standard_library_modules
 from swiftkv_platform.distillation.data_files import READERS, FileReader, NumberedRow, Row, reader_for
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
@@ -19,9 +19,6 @@ from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec, looks_like_a_pa
 
 _SUFFIXES = ", ".join(READERS)
 _ROWS_PER_BATCH = 512
-_HUB_SHARD = re.compile(r".+-\d{5}-of-\d{5}(-\w+)?\.parquet")
-"""How the hub names the Parquet files of a split."""
-_CARD_LISTS_DATA = re.compile(r"^(configs|dataset_info):", re.MULTILINE)
 
 
 class RemoteFiles(Protocol):
@@ -111,8 +108,7 @@ def _listed(origin: str, rows: Sequence[Row], *, held_out: bool) -> Table:
 
 
 def _local(location: Path, name: str, field: str) -> list[Table]:
-    files = sorted(p for p in location.rglob("*") if p.suffix in READERS) if location.is_dir() else [location]
-    readers = [(file, reader_for(file)) for file in files]
+    readers = [(file, reader_for(file)) for file in data_files(location)]
     tables = [_file_table(file, reader, field) for file, reader in readers if reader is not None]
     if not tables:
         what = "a directory without readable files" if location.is_dir() else "not a readable file"
@@ -161,13 +157,9 @@ def _object_table(remote: RemoteFiles, uri: str, field: str, *, keep: bool) -> T
 
 def _saved(location: Path, source: DataSourceSpec, path: str) -> list[Table] | None:
     """The split of a directory that `datasets` or the hub laid out; None for any other directory."""
-    if (location / "dataset_dict.json").is_file() or (location / "state.json").is_file():
+    if is_saved_dataset(location):
         return _from_disk(location, source, path)
-    card = location / "README.md"
-    has_card = card.is_file() and _CARD_LISTS_DATA.search(card.read_text(encoding="utf-8", errors="replace"))
-    if has_card or any(_HUB_SHARD.fullmatch(file.name) for file in location.rglob("*.parquet")):
-        return _hub(str(location), source, path)
-    return None
+    return _hub(str(location), source, path) if is_hub_layout(location) else None
 
 
 def _from_disk(location: Path, source: DataSourceSpec, path: str) -> list[Table]:
@@ -194,7 +186,7 @@ def _hub(name: str, source: DataSourceSpec, path: str) -> list[Table]:
     import datasets
 
     try:
-        found = datasets.load_dataset(name, split=source.split, streaming=source.streaming)
+        found = datasets.load_dataset(name, source.subset, split=source.split, streaming=source.streaming)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"{path}.name_or_path is {name!r}: no such path here and no such data set on the hub ({error})",
@@ -208,9 +200,12 @@ def _hub(name: str, source: DataSourceSpec, path: str) -> list[Table]:
             field=f"{path}.name_or_path",
             value=name,
         ) from error
-    except (ValueError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
-            f"{path} cannot be read: data set {name!r}, split {source.split!r}: {error}", field=path, value=name
+            f"{path} cannot be read: data set {name!r}, subset {source.subset!r}, split {source.split!r}: "
+            f"{error.__cause__ or error}; of several configurations {path}.subset names one",
+            field=path,
+            value=name,
         ) from error
     return [_dataset_table(name, found, path)]
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swiftkv_platform.distillation.chat import ChatRenderer, Span
-from swiftkv_platform.distillation.data_formats import Content, RowError, content_digest
+from swiftkv_platform.distillation.data_formats import Content, content_digest
 from swiftkv_platform.distillation.packing import BoolArray, IntArray, Samples
 from swiftkv_platform.distillation.prepared_data import open_tokens
 from swiftkv_platform.errors import DataError
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TokenIds = npt.NDArray[np.int32]
+_LONG_TEXT = 1 << 20
+"""Characters of a text that are tokenized at a time."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,7 @@ class DocumentEncoder:
         Raises:
             RowError: the chat template refuses it, or it holds what is no text.
         """
-        try:
-            digest = content_digest(content)
-        except UnicodeEncodeError as error:
-            raise RowError(f"character {error.start} is half of a surrogate pair; whole characters would do") from error
+        digest = content_digest(content)
         if isinstance(content, str):
             return Draft(content, digest, assistant=None, is_conversation=False, is_framed=True)
         if self._assistant_only:
@@ -93,26 +92,42 @@ class DocumentEncoder:
                 field="data.train_on",
                 value="assistant",
             )
-        encoding = self._tokenizer(
-            [draft.text for draft in drafts],
+        long = [len(draft.text) > _LONG_TEXT and draft.assistant is None for draft in drafts]
+        encoding = self._tokenize(
+            ["" if apart else draft.text for draft, apart in zip(drafts, long, strict=True)], with_offsets
+        )
+        offsets = encoding["offset_mapping"] if with_offsets else [None] * len(drafts)
+        return [
+            self._encode(draft, self._in_pieces(draft.text) if apart else np.array(ids, dtype=np.int32), characters)
+            for draft, apart, ids, characters in zip(drafts, long, encoding["input_ids"], offsets, strict=True)
+        ]
+
+    def _in_pieces(self, text: str) -> TokenIds:
+        """Tokens of a long text, which is cut at line ends: tokenizers take a hundred bytes for each character."""
+        pieces, begin = list[TokenIds](), 0
+        while begin < len(text):
+            end = text.rfind("\n", begin, begin + _LONG_TEXT) + 1 or begin + _LONG_TEXT
+            pieces.append(np.array(self._tokenize([text[begin:end]], False)["input_ids"][0], dtype=np.int32))
+            begin = end
+        return np.concatenate(pieces)
+
+    def _tokenize(self, texts: list[str], with_offsets: bool) -> Any:
+        return self._tokenizer(
+            texts,
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             return_offsets_mapping=with_offsets,
             verbose=False,
         )
-        offsets = encoding["offset_mapping"] if with_offsets else [None] * len(drafts)
-        return [
-            self._encode(draft, np.array(ids, dtype=np.int32), characters)
-            for draft, ids, characters in zip(drafts, encoding["input_ids"], offsets, strict=True)
-        ]
 
     def encode_prompt(self, content: Content) -> TokenIds:
         """The tokens that the teacher goes on from: of a text itself, of a conversation up to where the answer begins.
 
         Raises:
-            RowError: the chat template refuses it.
+            RowError: the chat template refuses it, or it holds what is no text.
         """
+        content_digest(content)  # for what it refuses
         if isinstance(content, str):
             text, is_framed = content, True
         else:
@@ -191,13 +206,18 @@ class Documents:
     is_settled: BoolArray
     """[num_documents]: whether the source decided that."""
 
+    @property
+    def num_samples(self) -> IntArray:
+        """[num_documents]"""
+        return np.diff(self.first_samples)
+
     def __len__(self) -> int:
         return len(self.digests)
 
     def samples_of(self, documents: IntArray) -> IntArray:
         """Indices of the samples of `documents`, in their order."""
         first = self.first_samples[documents]
-        counts = self.first_samples[documents + 1] - first
+        counts = self.num_samples[documents]
         before = np.cumsum(counts) - counts
         return np.repeat(first - before, counts) + np.arange(counts.sum())
 

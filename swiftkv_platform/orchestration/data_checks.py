@@ -12,14 +12,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from swiftkv_platform.data_layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec, looks_like_a_path
 
 _TEXT = "text"
-_SAVED_DATASETS = ("dataset_dict.json", "state.json")
-"""What `datasets` leaves in a directory it saved to."""
 _TEXT_FILES = frozenset({".txt", ".py"})
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".py")
 _FORMATS: dict[str, tuple[frozenset[str], ...]] = {
     "messages": (frozenset({"messages"}),),
     "sharegpt": (frozenset({"conversations"}),),
@@ -66,15 +64,15 @@ def _check_source(source: DataSourceSpec, where: str) -> SourceEstimate:
             raise _unusable(where, name, f"the only built-in data set is {BUILTIN_DATA}")
         return SourceEstimate(name, formats=("text",))
     path = Path(name).expanduser()
-    if name.startswith("s3://") or not (path.exists() or looks_like_a_path(name, _SUFFIXES)):
+    if name.startswith("s3://") or not (path.exists() or looks_like_a_path(name, SUFFIXES)):
         return SourceEstimate(name)
     if not path.exists():
         raise _unusable(where, name, "no such file or directory")
-    if any((path / marker).is_file() for marker in _SAVED_DATASETS):
+    if path.is_dir() and (is_saved_dataset(path) or is_hub_layout(path)):
         return SourceEstimate(name)
-    found = _data_files(path)
+    found = [file for file in data_files(path) if file.suffix in SUFFIXES]
     if not found:
-        raise _unusable(where, name, f"it has no file that can be read; {', '.join(_SUFFIXES)} can")
+        raise _unusable(where, name, f"it has no file that can be read; {', '.join(SUFFIXES)} can")
     filled = [file for file in found if file.stat().st_size]
     if not filled:
         raise _unusable(where, name, "it is empty; at least one row is needed")
@@ -85,11 +83,6 @@ def _check_source(source: DataSourceSpec, where: str) -> SourceEstimate:
         num_bytes=sum(file.stat().st_size for file in filled),
         formats=tuple(dict.fromkeys(found for found in formats if found is not None)),
     )
-
-
-def _data_files(path: Path) -> list[Path]:
-    candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [file for file in candidates if file.suffix in _SUFFIXES and file.is_file()]
 
 
 def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:
@@ -116,9 +109,11 @@ def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[s
         head = stream.read(_HEAD_BYTES)
     # A character cut in two at the end is not the file's fault.
     text = head.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n").removeprefix("[").lstrip()
+    if text.rstrip() in {"", "]"}:  # without rows; other files may have some
+        return None
     try:
         row, _ = json.JSONDecoder().raw_decode(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         if len(head) == _HEAD_BYTES:
             return None
         raise _unusable(where, source.name_or_path, f"the first row of {file.name} is no JSON ({error})") from error

@@ -37,6 +37,8 @@ class DataSourceSpec(Spec):
     or `builtin:python-stdlib` (the sources of the interpreter's standard library)."""
     split: str = "train"
     """Split of a hub or built-in data set, or of a directory laid out as one."""
+    subset: Annotated[str, Field(min_length=1)] | None = None
+    """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`."""
     sample_count: Annotated[int, Field(ge=1)] | None = None
     """Take only so many samples, chosen by the seed."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
@@ -62,5 +64,5 @@ class DataSpec(Spec):
     train_on: Literal["assistant", "all"] = "all"
     """Positions the loss counts: those that predict an assistant's token, or all. In plain text all count."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
-    """Share of the samples held out for evaluation, chosen by a hash of their content. `builtin:python-stdlib` brings
-    its own held-out modules instead."""
+    """Share of the documents held out for evaluation, chosen by a hash of their content; of fewer documents than one in
+    this share, parts. `builtin:python-stdlib` brings its own held-out modules instead."""

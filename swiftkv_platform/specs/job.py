@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.specs.base import Spec
-from swiftkv_platform.specs.data import DataSpec
+from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.webhooks import WebhookSpec
 
@@ -250,6 +250,16 @@ class JobSpec(Spec):
                 },
             )
         return self
+
+    @model_validator(mode="after")
+    def _something_is_held_out(self) -> Self:
+        if self.data.validation_fraction or any(s.name_or_path == BUILTIN_DATA for s in self.data.sources):
+            return self
+        raise PydanticCustomError(
+            "validation_fraction",
+            "data.validation_fraction is 0, and every job measures its student on held-out text; 0.01 would do",
+            {"field": "data.validation_fraction", "value": 0.0},
+        )
 
     @model_validator(mode="after")
     def _optimizer_fits_the_sharding(self) -> Self:

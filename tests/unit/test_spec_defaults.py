@@ -22,6 +22,11 @@ def test_smaller_models_learn_at_a_higher_rate(hidden_size: int, rate: float) ->
     assert settled.optimizer.learning_rate == pytest.approx(rate)
 
 
+def test_models_whose_every_layer_is_trained_learn_at_a_lower_rate() -> None:
+    settled = settle(spec(distillation={"trainable": "all"}), context_length=None, hidden_size=1024)
+    assert settled.optimizer.learning_rate == pytest.approx(2e-4)
+
+
 def test_what_is_given_stays() -> None:
     given = spec(optimizer={"learning_rate": 1e-5}, training={"batch_size": 6}, data={"max_length": 100})
     assert settle_batch_size(settle(given, context_length=4096, hidden_size=64), num_rows=3) == given
@@ -39,7 +44,7 @@ def test_rows_that_workers_share_stay_divisible() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "size"),
-    [(100_000, 32), (1600, 32), (1599, 16), (500, 8), (100, 2), (7, 2)],  # two epochs, two workers
+    [(100_000, 32), (6400, 32), (6399, 16), (2000, 8), (400, 2), (7, 2)],  # two epochs, two workers
 )
 def test_few_rows_make_small_batches(num_rows: int, size: int) -> None:
     assert settle_batch_size(spec(), num_rows).training.batch_size == size

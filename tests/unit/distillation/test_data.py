@@ -7,7 +7,9 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from tokenizers import models
 
+from swiftkv_platform.distillation import documents
 from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.prepared_data import PreparedData
@@ -180,6 +182,69 @@ def test_both_sides_get_a_sample_where_there_are_two(write: Write, fraction: flo
     assert len(prepared.train.members) + len(prepared.held_out.members) == 3
     alone = prepare(write([{"text": "a"}, {"text": "a"}], "alone.jsonl"), validation_fraction=fraction)
     assert (len(alone.train.members), len(alone.held_out)) == (2, 0)
+
+
+def test_of_one_long_text_parts_are_held_out(write: Write) -> None:
+    text = "".join(f"line {i:03d} of one text\n" for i in range(200))
+    prepared = prepare(write(text, "corpus.txt"), validation_fraction=0.2)
+    held_out, train = texts(prepared.held_out), texts(prepared.train)
+    assert sum(map(len, held_out + train)) == len(text) + 2
+    assert 0.1 < len(held_out) / len(held_out + train) < 0.3
+    assert not set(held_out) & set(train)
+    assert [side.documents for side in (prepared.statistics.train, prepared.statistics.held_out)] == [1, 1]
+    again = prepare(write(text, "copy.txt"), write([{"text": "another"}]), validation_fraction=0.2)
+    assert set(texts(again.held_out)) - {"^another$"} == set(held_out)
+
+
+def test_a_large_document_among_a_few_is_not_held_out_whole(write: Write) -> None:
+    rows = [{"text": str(i) * length} for i, length in enumerate((6000, 900, 800, 30))]
+    prepared = prepare(write(rows), validation_fraction=0.1)
+    shares = prepared.held_out.num_tokens / (prepared.held_out.num_tokens + prepared.train.num_tokens)
+    assert 0.02 < shares < 0.25
+
+
+def test_a_long_text_is_tokenized_in_pieces(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a few words\n" * 20 + "x" * 90
+    whole = texts(prepare(write(text, "whole.txt")).train)
+    monkeypatch.setattr(documents, "_LONG_TEXT", 50)
+    assert texts(prepare(write(text, "pieces.txt")).train) == whole
+
+
+def test_token_ids_beyond_the_number_of_words_are_kept(write: Write) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.model = models.BPE(vocab={"x": 70_000, "<s>": BOS, "</s>": EOS}, merges=[])
+    prepared = prepare_data(spec(write([{"text": "xx"}])), tokenizer, new_directory(), seed=0)
+    assert prepared.train.samples.tokens.tolist() == [BOS, 70_000, 70_000, EOS]
+
+
+def test_what_is_no_data_beside_the_data_is_passed_over(write: Write, tmp_path: Path) -> None:
+    write([{"text": "read"}], "all/a.jsonl")
+    write([{"text": "as well"}], "elsewhere/b.jsonl")
+    write([{"text": "hidden"}], "all/.cache/c.jsonl")
+    write("hidden", "all/._d.txt")
+    write([{"text": "part"}], "all/spark.json/part-0.json")
+    (tmp_path / "all" / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "all" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "all" / "loop").symlink_to(tmp_path / "all")
+    assert texts(prepare(str(tmp_path / "all")).train) == ["^as well$", "^part$", "^read$"]
+
+
+def test_a_shard_beside_other_files_is_one_of_them(write: Write, tmp_path: Path) -> None:
+    write([{"text": "lines"}], "all/extra.jsonl")
+    shard = tmp_path / "all" / "part-00000-of-00001.parquet"
+    datasets.Dataset.from_dict({"text": ["shard"]}).to_parquet(shard)
+    assert texts(prepare(str(tmp_path / "all")).train) == ["^lines$", "^shard$"]
+
+
+def test_a_subset_names_one_of_several_configurations(write: Write, tmp_path: Path) -> None:
+    for name in ("main", "socratic"):
+        write([{"text": name}], f"hub/{name}/train.jsonl")
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}/train.jsonl\n" for name in ("main", "socratic"))
+    (tmp_path / "hub" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    source = {"name_or_path": str(tmp_path / "hub")}
+    assert texts(prepare({**source, "subset": "socratic"}).train) == ["^socratic$"]
+    with pytest.raises(DataError, match=r"data.sources\[0\].subset names one"):
+        prepare(source)
 
 
 def test_weights_repeat_and_thin_out_training_samples_only(write: Write) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swiftkv_platform.distillation.chat import ChatRenderer
-from swiftkv_platform.distillation.data_formats import Conversation, RowError
+from swiftkv_platform.distillation.data_formats import Conversation, Message, RowError
+from swiftkv_platform.errors import ModelError
 from tests.fakes.tokenizers import byte_tokenizer
 
 CHATML = (
@@ -34,13 +35,15 @@ FORGETFUL = (
 """Leaves out every assistant turn but the last."""
 DATED = "{{ date_string if date_string is defined else strftime_now('%c') }} {{ messages[0].content }}"
 
-TALK: Conversation = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "assistant"},
-    {"role": "assistant", "content": "user"},
-    {"role": "user", "content": "Sum?"},
-    {"role": "assistant", "content": "user"},
-]
+TALK = Conversation(
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "assistant"},
+        {"role": "assistant", "content": "user"},
+        {"role": "user", "content": "Sum?"},
+        {"role": "assistant", "content": "user"},
+    ]
+)
 
 
 def assistant_parts(template: str | None, messages: Conversation = TALK) -> list[str]:
@@ -71,13 +74,70 @@ def test_spans_do_not_change_the_text() -> None:
 def test_without_a_template_messages_stand_under_headings() -> None:
     renderer = ChatRenderer.for_tokenizer(byte_tokenizer())
     assert renderer.is_plain
-    assert renderer.render(TALK[:3]) == "### System:\nBe brief.\n### User:\nassistant\n### Assistant:\nuser\n"
+    assert (
+        renderer.render(Conversation(TALK.messages[:3]))
+        == "### System:\nBe brief.\n### User:\nassistant\n### Assistant:\nuser\n"
+    )
 
 
-def test_a_conversation_may_begin_with_the_assistant() -> None:
-    assert assistant_parts(CHATML, [{"role": "assistant", "content": "Hi"}]) == [
-        "<|im_start|>assistant\nHi<|im_end|>\n"
-    ]
+FORGETS_THOUGHTS = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and not loop.last %}{{ (m.content or '').split('</think>')[-1] | trim }}"
+    "{% else %}{{ m.content or '' }}{% endif %}"
+    "{% if m.tool_calls %}<call>{{ m.tool_calls[0].name }}</call>{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Takes the thoughts out of every turn but the last, as Qwen3's does, and brings a system prompt of its own."""
+THOUGHT = {"role": "assistant", "content": "<think>two and two</think> 4"}
+SAID_AT_LAST = f"{THOUGHT['content']}<|im_end|>\n"
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {}}]}
+ASK = {"role": "user", "content": "Sum?"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (FORGETS_THOUGHTS, [ASK, THOUGHT, ASK, THOUGHT], ["4<|im_end|>\n", SAID_AT_LAST]),
+        (
+            FORGETS_THOUGHTS,
+            [ASK, CALL, {"role": "tool", "content": "4"}, THOUGHT],
+            ["<call>add</call><|im_end|>\n", SAID_AT_LAST],
+        ),
+        (
+            THINKING,
+            [ASK, CALL | {"content": "."}, ASK, THOUGHT],
+            [".<|im_end|>\n", f"<think>\n\n</think>\n\n{SAID_AT_LAST}"],
+        ),
+        (CHATML, [{"role": "assistant", "content": "Hi"}], ["Hi<|im_end|>\n"]),
+        (FORGETS_THOUGHTS, [{"role": "assistant", "content": "You"}, ASK, THOUGHT], ["You<|im_end|>\n", SAID_AT_LAST]),
+        (None, [ASK, CALL], ['[{"name": "add", "arguments": {}}]\n']),
+    ],
+    ids=["thoughts", "call", "last-turn-differs", "begins", "begins-after-a-system-prompt", "plain-call"],
+)  # fmt: skip
+def test_a_turn_is_found_whatever_the_template_makes_of_it(
+    template: str | None, messages: list[Message], expected: list[str]
+) -> None:
+    assert assistant_parts(template, Conversation(messages)) == expected
+
+
+def test_a_template_reads_the_functions_that_may_be_called() -> None:
+    tools = [{"name": "add"}]
+    with_tools = "{{ tools[0].name }}: {{ messages[0].content }}"
+    renderer = ChatRenderer.for_tokenizer(byte_tokenizer(chat_template=with_tools))
+    assert renderer.render(Conversation([ASK], tools)) == "add: Sum?"
+    plain = ChatRenderer.for_tokenizer(byte_tokenizer())
+    assert plain.render(Conversation([ASK], tools)) == '### Tools:\n[{"name": "add"}]\n### User:\nSum?\n'
+
+
+def test_templates_of_which_none_is_the_default_are_refused_for_conversations_alone() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"tools": CHATML, "rag": CHATML}
+    renderer = ChatRenderer.for_tokenizer(tokenizer)
+    with pytest.raises(ModelError, match="none of them named 'default'"):
+        renderer.render(TALK)
+    tokenizer.chat_template["default"] = CHATML
+    assert ChatRenderer.for_tokenizer(tokenizer).render(TALK).startswith("<|im_start|>system")
 
 
 @pytest.mark.parametrize(
@@ -93,5 +153,6 @@ def test_what_a_template_cannot_do_is_said(template: str, message: str) -> None:
 
 
 def test_a_template_that_prints_the_date_prints_the_same_one_every_day() -> None:
-    renderer = ChatRenderer.for_tokenizer(byte_tokenizer(chat_template=DATED))
-    assert renderer.render(TALK) == "26 Jul 2024 Be brief."
+    for template in (DATED, "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"):
+        renderer = ChatRenderer.for_tokenizer(byte_tokenizer(chat_template=template))
+        assert renderer.render(TALK) == "26 Jul 2024 Be brief."

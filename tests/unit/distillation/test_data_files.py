@@ -56,6 +56,8 @@ def test_blank_lines_are_counted_as_lines_and_not_as_rows(tmp_path: Path) -> Non
     ("content", "message"),
     [
         (b'[{"a": 1},\n {"a" 2}]', "line 2, column 7 is not JSON"),
+        (b'{"a": 1}\n{"a": ' + b"1" * 5000 + b"}", "line 2, column 1 is not JSON: Exceeds the limit"),
+        (b'{"a": 1}\n' + b"[" * 100_000, "line 2, column 1 is not JSON: maximum recursion depth"),
         (b'[{"a": 1},\n {"a": 2}', r"line 2, column 10 is not JSON: Expecting '\]'"),
         (b'[{"a": 1}\n]\n\n x', "line 4, column 2 is not JSON: Extra data"),
         (b'[{"a": 1},]', "line 1, column 11 is not JSON"),

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from swiftkv_platform.distillation.data_formats import Content, RowError, content_digest, find_format
+from swiftkv_platform.distillation.data_formats import (
+    Content,
+    Conversation,
+    Message,
+    RowError,
+    content_digest,
+    find_format,
+)
 from swiftkv_platform.errors import DataError
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "number"}}}}
+CALL: Message = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}
+
+
+def said(*messages: Message, tools: list[dict[str, Any]] | None = None) -> Conversation:
+    return Conversation(list(messages), tools)
 
 
 def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
@@ -24,40 +41,61 @@ def read(row: dict[str, Any], name: str = "auto") -> tuple[str, Content]:
     [
         ({"text": "def f(): ..."}, ("text", "def f(): ...")),
         ({"text": None}, ("text", "")),
-        ({"messages": [QUESTION, ANSWER], "prompt": "2 + 2?"}, ("messages", [QUESTION, ANSWER])),
-        ({"messages": None}, ("messages", [])),
+        ({"messages": [QUESTION, ANSWER], "prompt": "2 + 2?"}, ("messages", said(QUESTION, ANSWER))),
+        ({"messages": None}, ("messages", said())),
         (
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]}
                 ]
             },
-            ("messages", [QUESTION]),
+            ("messages", said(QUESTION)),
         ),
         (
             {"messages": [{**ANSWER, "tool_calls": [{"name": "add", "arguments": {"a": 2, "b": None}}], "name": None}]},
-            ("messages", [{**ANSWER, "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}]),
+            ("messages", said({**ANSWER, "tool_calls": [{"name": "add", "arguments": {"a": 2}}]})),
         ),
-        ({"prompt": "2 + 2?", "completion": "4"}, ("prompt_completion", [QUESTION, ANSWER])),
-        ({"prompt": [SYSTEM, QUESTION], "completion": [ANSWER]}, ("prompt_completion", [SYSTEM, QUESTION, ANSWER])),
-        ({"question": "2 + 2?", "answer": "4"}, ("prompt_completion", [QUESTION, ANSWER])),
-        ({"prompt": "2 + 2?", "completion": None}, ("prompt_completion", [])),
-        ({"instruction": "2 + 2?", "input": "", "output": "4"}, ("alpaca", [QUESTION, ANSWER])),
+        ({"prompt": "2 + 2?", "completion": "4"}, ("prompt_completion", said(QUESTION, ANSWER))),
+        ({"prompt": [SYSTEM, QUESTION], "completion": [ANSWER]}, ("prompt_completion", said(SYSTEM, QUESTION, ANSWER))),
+        ({"question": "2 + 2?", "answer": "4"}, ("prompt_completion", said(QUESTION, ANSWER))),
+        ({"prompt": "2 + 2?", "completion": None}, ("prompt_completion", said())),
+        ({"instruction": "2 + 2?", "input": "", "output": "4"}, ("alpaca", said(QUESTION, ANSWER))),
         (
             {"instruction": "Add.", "input": "2, 2", "output": "4", "system": "Be brief."},
-            ("alpaca", [SYSTEM, {"role": "user", "content": "Add.\n\n2, 2"}, ANSWER]),
+            ("alpaca", said(SYSTEM, {"role": "user", "content": "Add.\n\n2, 2"}, ANSWER)),
         ),
         (
             {
                 "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}],
                 "system": "Be brief.",
             },
-            ("sharegpt", [SYSTEM, QUESTION, ANSWER]),
+            ("sharegpt", said(SYSTEM, QUESTION, ANSWER)),
         ),
-        ({"conversations": [{**QUESTION, "from": None}, ANSWER]}, ("sharegpt", [QUESTION, ANSWER])),
+        (
+            {"messages": [QUESTION, {**CALL, "name": None}], "tools": [{**TOOL, "x": None}]},
+            ("messages", said(QUESTION, CALL, tools=[TOOL])),
+        ),
+        (
+            {"messages": [QUESTION, ANSWER], "tools": json.dumps([TOOL])},
+            ("messages", said(QUESTION, ANSWER, tools=[TOOL])),
+        ),
+        (
+            {"messages": [QUESTION, ANSWER], "tools": "", "system": "Be brief."},
+            ("messages", said(SYSTEM, QUESTION, ANSWER)),
+        ),
+        ({"messages": [SYSTEM, QUESTION], "system": "Go on."}, ("messages", said(SYSTEM, QUESTION))),
+        (
+            {"prompt": "2 + 2?", "completion": "4", "system": "Be brief."},
+            ("prompt_completion", said(SYSTEM, QUESTION, ANSWER)),
+        ),
+        (
+            {"instruction": "2 + 2?", "output": "4", "history": [["2 + 2?", "4"]]},
+            ("alpaca", said(QUESTION, ANSWER, QUESTION, ANSWER)),
+        ),
+        ({"conversations": [{**QUESTION, "from": None}, ANSWER]}, ("sharegpt", said(QUESTION, ANSWER))),
         (
             {"conversations": [{"from": "function_call", "value": "add"}, {"from": "observation", "value": "4"}]},
-            ("sharegpt", [{"role": "assistant", "content": "add"}, {"role": "tool", "content": "4"}]),
+            ("sharegpt", said({"role": "assistant", "content": "add"}, {"role": "tool", "content": "4"})),
         ),
     ],
 )
@@ -67,7 +105,7 @@ def test_rows_are_read(row: dict[str, Any], expected: tuple[str, Content]) -> No
 
 def test_a_named_format_overrides_detection() -> None:
     row = {"messages": [QUESTION, ANSWER], "text": "plain"}
-    assert read(row) == ("messages", [QUESTION, ANSWER])
+    assert read(row) == ("messages", said(QUESTION, ANSWER))
     assert read(row, "text") == ("text", "plain")
 
 
@@ -78,6 +116,9 @@ def test_a_named_format_overrides_detection() -> None:
         ({"messages": "hello"}, "messages is 'hello'; a list of messages would do"),
         ({"messages": [{"content": "?"}]}, "a message has the role None; a string would do"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts would do"),
+        ({"messages": [QUESTION], "tools": "add"}, "tools is 'add', which is no JSON"),
+        ({"messages": [QUESTION], "tools": [3]}, "tools is [3]; a list of functions would do"),
+        ({"instruction": "?", "output": "!", "history": ["?"]}, "a list of pairs of instruction and output would do"),
         ({"conversations": [{"from": "narrator", "value": ""}]}, "the role 'narrator'; human, user, gpt"),
     ],
 )
@@ -107,5 +148,7 @@ def test_a_named_format_lists_its_own_columns_only() -> None:
 def test_the_digest_is_of_what_is_said_not_of_how_it_is_stored() -> None:
     alpaca = read({"instruction": "2 + 2?", "output": "4"})[1]
     assert content_digest(alpaca) == content_digest(read({"messages": [QUESTION, ANSWER]})[1])
-    assert content_digest(alpaca) != content_digest([ANSWER, QUESTION])
+    assert content_digest(alpaca) != content_digest(said(ANSWER, QUESTION))
     assert content_digest("a") != content_digest("b")
+    assert content_digest(said(QUESTION)) != content_digest(said(QUESTION, tools=[TOOL]))
+    assert content_digest(said({**QUESTION, "time": datetime(2026, 1, 1, tzinfo=UTC)}))  # as Parquet has it

@@ -16,6 +16,7 @@ from swiftkv_platform.storage.artifacts import (
     upload_files,
     write_manifest,
 )
+from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 OnCommit = Callable[[str, Manifest, Progress], None]
@@ -41,6 +42,8 @@ class AttemptCheckpoints:
         on_failure: OnFailure = lambda *_: None,
     ) -> None:
         self._store = store
+        self._attempts = AttemptStore(store)
+        self._job_id, self._attempt = request.job_id, request.attempt
         self._prefix = checkpoints_prefix(request.job_id, request.attempt)
         self._resume_from = request.resume_from
         self._keep = keep
@@ -64,6 +67,14 @@ class AttemptCheckpoints:
         """This attempt's newest complete checkpoint; before it has one, the one it was told to resume from."""
         return next(self._complete(), None) or self._resume_from
 
+    def candidates(self) -> list[str]:
+        """The newest, and what to go on from should that be damaged: older ones, then those of earlier attempts."""
+        if self._resume_from is None:
+            return [*self._complete()]
+        earlier = list(self._attempts.complete_checkpoints(self._job_id, before_attempt=self._attempt))
+        older = earlier[earlier.index(self._resume_from) + 1 :] if self._resume_from in earlier else []
+        return [*self._complete(), self._resume_from, *older]
+
     def fetch(self, key: str, directory: Path) -> None:
         fetch_directory(self._store, key, directory)
 
@@ -75,7 +86,10 @@ class AttemptCheckpoints:
                 yield key
 
     def _prune(self) -> None:
-        """Delete what sorts before the newest `keep`, with what a run that died left unfinished there."""
+        """Delete what sorts before the newest `keep`, with what a run that died left unfinished there. A later attempt
+        may go on from any of it."""
+        if self._attempts.is_superseded(self._job_id, self._attempt):
+            return
         kept = list(islice(self._complete(), self._keep))
         for name in self._store.list_directories(self._prefix):
             if join_key(self._prefix, name) < min(kept):

@@ -1,6 +1,5 @@
-"""What the outside wants of an attempt while its workers train: to pause, or to save before its machines go. Wishes are
-objects in the store, or SIGTERM: the driver's becomes such an object, a worker's is kept in its process. Knows no Ray
-Train.
+"""What the outside wants of an attempt: to pause, or to save before its machines go. Wishes are objects in the store,
+or SIGTERM: the driver's becomes such an object, a worker's is kept in its process. Knows no Ray Train.
 """
 
 from __future__ import annotations
@@ -23,11 +22,23 @@ _told_to_leave = threading.Event()
 """Of this process, a worker."""
 
 
+def look(store: ObjectStore, request: AttemptRequest) -> Wish:
+    """What the store says is wanted of an attempt; `NONE` while it is away."""
+    attempts = AttemptStore(store)
+    try:
+        if attempts.pause_requested(request.job_id, request.attempt):
+            return Wish.PAUSE
+        return Wish.STOP if attempts.preemption_announced(request.job_id, request.attempt) else Wish.NONE
+    except StorageError as error:
+        get_logger().warning("control_unreadable", error=error.message)
+        return Wish.NONE
+
+
 class ControlWatcher:
     """Looks for control objects of an attempt, on a thread of its own, so that no step waits for the store."""
 
     def __init__(self, store: ObjectStore, request: AttemptRequest, *, interval_s: float = _INTERVAL_S) -> None:
-        self._store = AttemptStore(store)
+        self._store = store
         self._request = request
         self._interval_s = interval_s
         self._closed = threading.Event()
@@ -46,16 +57,7 @@ class ControlWatcher:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval_s):
-            try:
-                self._wish = self._look()
-            except StorageError as error:
-                get_logger().warning("control_unreadable", error=error.message)
-
-    def _look(self) -> Wish:
-        job, attempt = self._request.job_id, self._request.attempt
-        if self._store.pause_requested(job, attempt):
-            return Wish.PAUSE
-        return Wish.STOP if self._store.preemption_announced(job, attempt) else Wish.NONE
+            self._wish = max(self._wish, look(self._store, self._request))
 
 
 @contextmanager

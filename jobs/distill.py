@@ -32,6 +32,7 @@ from jobs.training import (
     needed_resources,
     refuse_unshared_store,
     train,
+    wait_for,
     warn_if_too_large,
 )
 from swiftkv_platform.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
@@ -106,17 +107,20 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
         checkpoint, prepared = train(store, request, reporter)
         reporter.status("evaluating")
         task = as_task(evaluate, request.spec.resources)
-        manifest = ray.get(task.remote(request, store.uri, checkpoint, prepared))
+        manifest = wait_for(task.remote(request, store.uri, checkpoint, prepared), store, request)
     reporter.artifact(artifact_prefix(request.job_id, request.attempt), manifest)
     _clean_up(store, request)
     return manifest
 
 
 def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
-    """Delete what nobody needs once the artifact is there; a store that is away does not undo that success."""
+    """Delete what nobody needs once the artifact is there, unless a later attempt works with it; a store that is away
+    does not undo that success."""
+    attempts = AttemptStore(store)
     try:
-        AttemptStore(store).discard_inputs(request.job_id)
-        AttemptStore(store).discard_trial_checkpoints(request.job_id)
+        if not attempts.is_superseded(request.job_id, request.attempt):
+            attempts.discard_inputs(request.job_id)
+            attempts.discard_trial_checkpoints(request.job_id)
     except StorageError as error:
         get_logger().warning("files_left_behind", error=error.message)
 

@@ -23,6 +23,7 @@ from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.report import Report
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.model.config import SwiftKVConfigMixin
+from swiftkv_platform.spec_defaults import settle
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec
 
 _LONGEST_ROW = 2048
@@ -82,6 +83,13 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
             field="path",
             value=str(path),
         )
+    if not config.swiftkv_teacher_weights:
+        raise ModelError(
+            f"{path} has no teacher to measure against: it was exported without, as is what `trainable: tail` or `all` "
+            "leaves; the job's own evaluation.json has been measured",
+            field="path",
+            value=str(path),
+        )
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
@@ -94,7 +102,15 @@ def _rows(
         max_length = min(_LONGEST_ROW, student.config.max_position_embeddings)
         spec, seed = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0), 0
     elif job is not None:
-        spec, seed = job.data, job.training.seed
+        config = student.config
+        settled = settle(job, context_length=config.max_position_embeddings, hidden_size=config.hidden_size)
+        spec, seed = settled.data, job.training.seed
+        if any(source.complete is not None for source in spec.sources):
+            raise DataError(
+                "the job had its data written by the teacher, and what was written is not kept: name text to measure "
+                "on with --data",
+                field="data",
+            )
     else:
         raise DataError("the directory is no job's artifact: name text to measure on with --data", field="data")
     rows = workspace / "rows"

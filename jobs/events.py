@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping
+from contextvars import copy_context
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from ulid import ULID
 
 from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest
-from swiftkv_platform.errors import StorageError
+from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import EventWriter
@@ -22,7 +25,7 @@ Level = Literal["info", "warn", "error"]
 
 
 class Reporter:
-    """The events of one process, under a name that no other process and no later start of it has.
+    """The events of one process, under a name that no other process and no later start of it has. Thread-safe.
 
     Args:
         role: first part of that name, e.g. `driver`.
@@ -30,6 +33,7 @@ class Reporter:
 
     def __init__(self, store: ObjectStore, request: AttemptRequest, role: str) -> None:
         self._writer = EventWriter(store, request.job_id, request.attempt, f"{role}-{ULID()}")
+        self._lock = threading.Lock()
 
     def status(self, status: Literal["running", "evaluating", "paused"]) -> None:
         self._write("status", status, {"status": status})
@@ -57,33 +61,75 @@ class Reporter:
         self._write("error", message, data, level="error")
 
     def _write(self, type_: EventType, message: str, data: Mapping[str, Any], *, level: Level = "info") -> None:
-        event = AttemptEvent(time=time.time(), level=level, type=type_, message=message, data=dict(data))
-        self._writer.write(event)
+        with self._lock:  # numbers and times in the same order
+            event = AttemptEvent(time=time.time(), level=level, type=type_, message=message, data=dict(data))
+            self._writer.write(event)
 
 
 class MetricsBuffer:
-    """Points on their way to `metrics` events, of which it writes at most one every `interval_s` seconds."""
+    """Points on their way to `metrics` events, which a thread of its own writes: at most one every `interval_s` seconds
+    and one a flush. While the store is away the points wait, and training goes on.
+    """
 
     def __init__(self, reporter: Reporter, total_steps: int, *, interval_s: float = 1.0) -> None:
         self._reporter = reporter
         self._total_steps = total_steps
         self._interval_s = interval_s
-        self._points: list[dict[str, float]] = []
-        self._flushed_at = -math.inf
+        self._items: SimpleQueue[dict[str, float] | threading.Event | None] = SimpleQueue()
+        """Points; what to set once those before it have been tried; None at the end."""
+        self._closed = False
+        self._closing = threading.Lock()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="metrics", daemon=True)
+        self._thread.start()
 
     def add(self, point: dict[str, float]) -> None:
-        self._points.append(point)
-        if time.monotonic() - self._flushed_at >= self._interval_s:
-            self.flush()
+        """Returns at once, whatever the store does."""
+        self._items.put(point)
 
     def flush(self) -> None:
-        """Write what is there. While the store is away the points wait, and training goes on."""
-        if not self._points:
-            return
-        self._flushed_at = time.monotonic()
+        """Wait until the points added so far are written, or an attempt to write them all has failed."""
+        tried = threading.Event()
+        with self._closing:
+            if self._closed:
+                return
+            self._items.put(tried)
+        tried.wait()
+
+    def close(self) -> None:
+        """Flush, and end the thread."""
+        with self._closing:
+            self._closed = True
+            self._items.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        points: list[dict[str, float]] = []
+        due = -math.inf
+        while True:
+            try:
+                item = self._items.get(timeout=max(0.0, due - time.monotonic()) if points else None)
+            except Empty:
+                item = threading.Event()  # a flush that nobody waits for
+            if isinstance(item, dict):
+                points.append(item)
+                continue
+            if points:
+                points = [] if self._write(points) else points
+                due = time.monotonic() + self._interval_s
+            if item is None:
+                break
+            item.set()
+        if points:
+            get_logger().error("metrics_lost", num_points=len(points))
+
+    def _write(self, points: list[dict[str, float]]) -> bool:
+        """Whether the points are in the store. No failure ends the thread, for which a flush waits."""
         try:
-            self._reporter.metrics(self._points, self._total_steps)
-        except StorageError as error:
-            get_logger().warning("metrics_delayed", num_points=len(self._points), error=error.message)
-        else:
-            self._points = []
+            self._reporter.metrics(points, self._total_steps)
+        except SwiftKVError as error:
+            get_logger().warning("metrics_delayed", num_points=len(points), error=error.message)
+            return False
+        except Exception:
+            get_logger().exception("metrics_delayed", num_points=len(points))
+            return False
+        return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +16,19 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingErr
 _DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
 """What a mistake in a program raises: another attempt would make it again."""
 
+_LOST = (RayActorError, WorkerCrashedError, NodeDiedError)
+"""What Ray raises for a process or a machine that is gone; the peers of a lost worker raise what they like."""
+
 _LESS_MEMORY = (
     "what takes less: a smaller training.micro_batch_size or data.max_length, training.gradient_checkpointing, "
     "sharding.strategy fsdp2 or deepspeed with zero_stage 3 over more workers, sharding.cpu_offload; "
     "`swiftkv plan` says how much"
 )
+
+_NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
+"""What torch's allocator on a CPU says, and what CUDA, cuBLAS and cuDNN say of memory that torch has not got."""
+
+_NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Failure:
 
 
 def explain(error: BaseException) -> Failure:
-    """The most telling cause of `error`: an error of ours, else a lack of memory, else a lost worker."""
+    """The most telling cause of `error`: an error of ours, else a lack of memory or of disk, else a lost worker."""
     ours = root_cause(error)
     if ours is not None:
         # The same input, and a run that repeats itself step by step, would fail again.
@@ -43,16 +53,24 @@ def explain(error: BaseException) -> Failure:
     for cause in causes:
         if isinstance(cause, OutOfMemoryError):
             return Failure("out_of_memory", f"the machine ran out of memory; {_LESS_MEMORY}: {_first_line(cause)}")
-        # torch's on a device, and what its allocator raises on a CPU
-        if type(cause).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(cause):
-            message = f"a worker ran out of memory; {_LESS_MEMORY}: {_first_line(cause)}"
+        line = _line_with(cause, *_NO_MEMORY)
+        # torch's goes by its name: the driver imports no torch
+        if line is None and (isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"):
+            line = _first_line(cause)
+        if line is not None:
+            message = f"a worker ran out of memory; {_LESS_MEMORY}: {line}"
             return Failure("out_of_memory", message, "training.micro_batch_size", retryable=False)
+    for cause in causes:
+        line = _line_with(cause, _NO_SPACE)
+        if line is not None:
+            message = f"a disk is full; checkpoints and data pass through the temporary directory of a machine: {line}"
+            return Failure("worker_lost", message)
     for cause in causes:
         if isinstance(cause, _DEFECTS):
             return Failure(SwiftKVError.code, f"{type(cause).__name__}: {_first_line(cause)}", retryable=False)
-    for cause in causes:
-        if isinstance(cause, WorkerGroupError | RayActorError | WorkerCrashedError | NodeDiedError):
-            return Failure("worker_lost", f"workers were lost again and again: {_first_line(cause)}")
+    lost = next((cause for cause in causes if isinstance(cause, _LOST)), None)
+    if lost is not None or isinstance(causes[-1], WorkerGroupError):
+        return Failure("worker_lost", f"workers were lost again and again: {_first_line(lost or causes[0])}")
     return Failure(SwiftKVError.code, f"{type(causes[0]).__name__}: {_first_line(causes[0])}")
 
 
@@ -62,18 +80,27 @@ def root_cause(error: BaseException) -> SwiftKVError | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """`error` and everything Ray has wrapped in it."""
+    """What Ray and torch have wrapped in `error`, else `error`. A group of workers follows the failures of each: its
+    text has what pickling takes from them, e.g. what they were raised from."""
+    wrapped = _wrapped(error)
+    for cause in wrapped:
+        yield from _causes(cause)
+    if not wrapped or isinstance(error, WorkerGroupError):
+        yield error
+
+
+def _wrapped(error: BaseException) -> list[BaseException]:
     if isinstance(error, RayTaskError):
-        yield error.cause
-    elif isinstance(error, WorkerGroupError):
+        return [error.cause]
+    if isinstance(error, WorkerGroupError):
         # Workers that lose a peer fail too, so every worker's failure is looked at.
-        for failure in error.worker_failures.values():
-            yield from _causes(failure)
-        yield error
-    elif isinstance(error, ControllerError):
-        yield from _causes(error.controller_failure)
-    else:
-        yield error
+        return [*error.worker_failures.values()]
+    if isinstance(error, ControllerError):
+        return [error.controller_failure]
+    if type(error).__name__ == "CheckpointException":  # torch's
+        return [cause for cause, _trace in getattr(error, "failures", {}).values()]
+    unhealthy = getattr(error, "health_check_failure", None)  # of a worker that Ray Train cannot ask any more
+    return [] if unhealthy is None else [unhealthy]
 
 
 def _plain(value: Any) -> Any:
@@ -81,4 +108,12 @@ def _plain(value: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line that tells something: how an actor died stands below a heading and its indented names."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
+    heading = getattr(error, "BASE_ERROR_MSG", None)
+    return next((line for line in lines if line != heading), heading or type(error).__name__)
+
+
+def _line_with(error: BaseException, *texts: str) -> str | None:
+    """The first line that has one of `texts` in it."""
+    return next((line.strip() for line in str(error).splitlines() if any(text in line for text in texts)), None)

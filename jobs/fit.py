@@ -36,6 +36,12 @@ class _Config(TorchConfig):  # type: ignore[misc]  # Ray is untyped
         return _Backend
 
 
+class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is untyped
+    def _register_sigint_handler(self, controller: Any) -> None:
+        """Leave SIGINT as it is, so that it interrupts `fit`. Ray Train's handler ends the process with status 0, and
+        stays when training is over; the controller and its workers end with the driver in any case."""
+
+
 def fit(worker: WorkerConfig) -> str:
     """Run the workers to the last step; returns the key of the last checkpoint.
 
@@ -50,7 +56,7 @@ def fit(worker: WorkerConfig) -> str:
     # Checkpoints go to the attempt's own store, not through Ray Train: what Ray Train keeps is scratch of this machine.
     store = open_store(worker.store_uri)
     with tempfile.TemporaryDirectory(prefix="ray-train-") as scratch, checkpoint_on_sigterm(store, worker.request):
-        result = TorchTrainer(
+        result = _Trainer(
             train_loop_per_worker,
             train_loop_config={"worker": worker},
             # Objects travel over gloo; sharded parameters kept in host memory are reduced there as well.

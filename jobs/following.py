@@ -3,38 +3,69 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 
 from swiftkv_platform.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.attempt_store import AttemptStore
 
 _INTERVAL_S = 0.5
+_LAST_ROUNDS = 3
+"""Looks for the last events, where the store fails."""
 
 
 @contextmanager
 def following(
     store: AttemptStore, request: AttemptRequest, on_event: Callable[[AttemptEvent], None] | None
 ) -> Iterator[None]:
-    """Hand every event of the attempt to `on_event`, the last ones before the context ends."""
+    """Hand every event of the attempt to `on_event`, the last ones before the context ends.
+
+    Where the store, or `on_event` with a `StorageError`, fails, the events from there on are handed on later. An event
+    at which `on_event` fails otherwise is logged and passed over.
+    """
     if on_event is None:
         yield
         return
     ended, cursor = threading.Event(), dict[str, int]()
 
-    def follow() -> None:
-        while True:
-            last_round = ended.wait(_INTERVAL_S)
+    def look() -> bool:
+        """Whether all there was has been handed on."""
+        try:
             for stored in store.read_events(request.job_id, request.attempt, cursor):
+                _tell(on_event, stored.event)
                 cursor[stored.writer] = stored.sequence
-                on_event(stored.event)
-            if last_round:
-                return
+        except StorageError as error:
+            get_logger().warning("events_delayed", error=error.message)
+            return False
+        return True
 
-    follower = threading.Thread(target=follow, name="events", daemon=True)
+    def follow() -> None:
+        while not ended.wait(_INTERVAL_S):
+            look()
+        for last in range(1, _LAST_ROUNDS + 1):
+            if look():
+                return
+            if last < _LAST_ROUNDS:
+                time.sleep(_INTERVAL_S)
+        get_logger().error("events_not_followed", after=cursor)
+
+    follower = threading.Thread(target=copy_context().run, args=(follow,), name="events", daemon=True)
     follower.start()
     try:
         yield
     finally:
         ended.set()
         follower.join()
+
+
+def _tell(on_event: Callable[[AttemptEvent], None], event: AttemptEvent) -> None:
+    try:
+        on_event(event)
+    except StorageError:
+        raise
+    except Exception:
+        get_logger().exception("event_not_handled", type=event.type, message=event.message)

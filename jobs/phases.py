@@ -15,6 +15,7 @@ import ray
 
 from jobs.rows import StoredPreparation, find_rows, find_start, load_start, publish_rows, publish_start
 from swiftkv_platform.attempts import AttemptRequest, Manifest
+from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.errors import TrainingError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
@@ -67,8 +68,12 @@ class Outcome:
     """Why the run ended before its last step, with a checkpoint of where it was."""
 
 
+STOPPED: dict[Wish, Literal["preempted", "paused"]] = {Wish.STOP: "preempted", Wish.PAUSE: "paused"}
+"""How an attempt ends of which that is wanted."""
+
+
 class StoppedError(Exception):
-    """The workers have ended before the last step, as they were asked to; their checkpoint is complete."""
+    """The attempt has ended before its time, as it was asked to; of what was trained there is a complete checkpoint."""
 
     def __init__(self, reason: Literal["preempted", "paused"]) -> None:
         super().__init__(reason)

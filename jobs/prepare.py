@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from jobs.phases import Plan
-from jobs.sources import StoreFiles, teacher_path
+from jobs.sources import StoreFiles, fetch_data, teacher_path
 from jobs.telemetry import training_flops_per_token
 from swiftkv_platform.distillation.calibration_text import calibration_batches, num_calibration_shares
 from swiftkv_platform.distillation.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.evaluation import evaluation_rows
 from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
+from swiftkv_platform.distillation.harness import check_tasks
 from swiftkv_platform.distillation.packing import total_steps
 from swiftkv_platform.distillation.prepared_data import PreparedData
 from swiftkv_platform.distillation.sequence_parallel import check_heads
@@ -66,7 +67,7 @@ def prepare(
         helpers: other workers that a long calibration is divided among.
 
     Raises:
-        InvalidInputError: l, g or a layer out of range.
+        InvalidInputError: l, g or a layer out of range, or a task that the harness cannot run.
         ModelError: an unreadable teacher or tokenizer.
         DataError: nothing to train on, or to evaluate on.
     """
@@ -85,6 +86,8 @@ def prepare(
         tokenizer = load_tokenizer(spec, path)
         if Path(path).is_dir():
             check_tokenizer(Path(path), student.config.vocab_size)
+        # Better refused now than after training.
+        check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, workspace / "tasks"))
         data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers)
         evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # better refused now than after training
         if calibrated is None and spec.swiftkv.initialization == "calibrated":

@@ -12,18 +12,22 @@ from dataclasses import dataclass
 
 import ray
 
+from jobs.control import checkpoint_on_sigterm, look
 from jobs.events import Reporter
 from jobs.failures import explain, root_cause
 from jobs.following import following
-from jobs.phases import StoppedError, evaluate_trial, publish_trial
-from jobs.training import as_task, train
+from jobs.phases import STOPPED, StoppedError, evaluate_trial, publish_trial
+from jobs.training import as_task, train, wait_for
 from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
+from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.sweep import sweep_page
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
 from swiftkv_platform.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
+
+_LOOK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     """Run every trial that no earlier attempt ended, and publish the model of the one to take.
 
     Raises:
-        StoppedError: the job is to pause; the trials that were running have ended.
+        StoppedError: the job is to pause, or its machines go; the trials that were running have left checkpoints.
         QualityGateError: no trial passes the gates; `sweep.json` beside the attempt says what each came to.
     """
     trials = expand(request.spec)
@@ -59,7 +63,9 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     assert manifest is not None, "a trial within the budget has a report"
     task = as_task(publish_trial, trial.spec.resources)
     trial_uri = _trial_store(store, request, trial).uri
-    published: Manifest = ray.get(task.remote(request, store.uri, trial.spec, trial_uri, manifest, files))
+    published: Manifest = wait_for(
+        task.remote(request, store.uri, trial.spec, trial_uri, manifest, files), store, request
+    )
     return published
 
 
@@ -101,7 +107,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
             trial_store.put_bytes(_failure_key(request.job_id, request.attempt), message.encode())
             return Outcome(None, message)
         task = as_task(evaluate_trial, trial.spec.resources)
-        manifest: Manifest = ray.get(task.remote(own, trial_store.uri, checkpoint, prepared))
+        manifest: Manifest = wait_for(task.remote(own, trial_store.uri, checkpoint, prepared), trial_store, own)
     return Outcome(manifest)
 
 
@@ -128,22 +134,45 @@ def _run_trials(
     running: dict[ray.ObjectRef, Trial] = {}
     # The task waits for the workers it starts, so it takes no core from them.
     task = ray.remote(run_trial).options(num_cpus=0, max_retries=0)
-    paused = False
-    while waiting or running:
-        if waiting and AttemptStore(store).pause_requested(request.job_id, request.attempt):
-            waiting, paused = [], True  # the trials that run end first
-            continue
-        while waiting and len(running) < sweep.max_concurrent:
-            trial = waiting.pop(0)
-            running[task.remote(request, store.uri, trial)] = trial
-        (done, *_), _ = ray.wait(list(running))
-        trial = running.pop(done)
-        outcomes[trial.name] = outcome = ray.get(done)
-        if outcome.error is not None:
-            reporter.message(f"[{trial.name}] failed: {outcome.error}", level="warn")
-    if paused:
-        raise StoppedError("paused")
+    wish = Wish.NONE
+    with checkpoint_on_sigterm(store, request):
+        while running or (waiting and wish not in STOPPED):
+            while waiting and wish not in STOPPED and len(running) < sweep.max_concurrent:
+                trial = waiting.pop(0)
+                running[task.remote(request, store.uri, trial)] = trial
+            done, _ = ray.wait(list(running), timeout=_LOOK_INTERVAL_S)
+            wished, wish = wish, max(wish, look(store, request))
+            for trial in running.values() if wish is not wished else ():
+                _pass_on(wish, AttemptStore(_trial_store(store, request, trial)), request)
+            for ended in done:
+                trial = running.pop(ended)
+                outcome = _outcome(ended)
+                if outcome is None:
+                    waiting.append(trial)
+                    continue
+                outcomes[trial.name] = outcome
+                if outcome.error is not None:
+                    reporter.message(f"[{trial.name}] failed: {outcome.error}", level="warn")
+    if waiting:
+        raise StoppedError(STOPPED[wish])
     return outcomes
+
+
+def _pass_on(wish: Wish, trial: AttemptStore, request: AttemptRequest) -> None:
+    """Tell a running trial what is wanted of the job."""
+    if wish is Wish.PAUSE:
+        trial.request_pause(request.job_id, request.attempt)
+    elif wish is Wish.STOP:
+        trial.announce_preemption(request.job_id, request.attempt)
+
+
+def _outcome(task: ray.ObjectRef) -> Outcome | None:
+    """What a trial came to; None where it was told to end first."""
+    try:
+        outcome: Outcome = ray.get(task)
+    except StoppedError:
+        return None
+    return outcome
 
 
 def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> ObjectStore:

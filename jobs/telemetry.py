@@ -59,7 +59,8 @@ class Telemetry:
 
 
 def training_flops_per_token(spec: JobSpec, config: Any) -> float | None:
-    """Operations a trained token costs; None for a family that the planner does not know.
+    """Operations a trained token asks for, what gradient checkpointing repeats not among them; None for a family that
+    the planner does not know.
 
     Args:
         config: the student's configuration.
@@ -78,9 +79,10 @@ def training_flops_per_token(spec: JobSpec, config: Any) -> float | None:
         hidden_loss=spec.distillation.hidden_loss_weight > 0,
     )
     try:
-        return plan_training(config.to_dict(), setup).flops_per_token.total
+        flops = plan_training(config.to_dict(), setup).flops_per_token
     except ModelError:
         return None
+    return flops.total - flops.recomputation
 
 
 def _known_peak(spec: JobSpec, device: torch.device) -> float | None:

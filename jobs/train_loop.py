@@ -7,11 +7,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import ray
@@ -23,7 +22,7 @@ from torch import Tensor
 from jobs.checkpoints import AttemptCheckpoints
 from jobs.control import ControlWatcher, told_to_leave
 from jobs.events import MetricsBuffer, Reporter
-from jobs.phases import Outcome, WorkerConfig
+from jobs.phases import STOPPED, Outcome, WorkerConfig
 from jobs.prepare import compute_dtype, load_student, set_up_process, student_shape
 from jobs.rows import StoredPreparation
 from jobs.sources import teacher_path
@@ -47,9 +46,6 @@ class LeftError(Exception):
     """Ends the workers without ending the run: Ray Train answers it by starting them again."""
 
 
-_STOPPED: dict[Wish, Literal["preempted", "paused"]] = {Wish.STOP: "preempted", Wish.PAUSE: "paused"}
-
-
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     """Train to the end, from the newest checkpoint there is. The outcome of rank 0 is the run's."""
     worker = config["worker"]
@@ -71,7 +67,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
         listener.close()
     if wish is Wish.LEAVE:
         raise LeftError("a worker was told to end; its checkpoint is complete")
-    return Outcome(checkpoints.newest(), stopped=_STOPPED.get(wish))
+    return Outcome(checkpoints.newest(), stopped=STOPPED.get(wish))
 
 
 def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listener: _Listener) -> Trainer:
@@ -181,17 +177,17 @@ class _Drain:
 
 
 class _RankZero:
-    """Turns steps and checkpoints into events, tracked metrics and log lines. Checkpoints are complete on a thread."""
+    """Turns steps and checkpoints into events, tracked metrics and log lines. A step waits neither for the store nor
+    for the thread on which checkpoints are complete."""
 
     def __init__(self, store: ObjectStore, worker: WorkerConfig) -> None:
         request = worker.request
         self._reporter = Reporter(store, request, "rank0")
-        self._metrics = MetricsBuffer(self._reporter, worker.total_steps)
         self._run = TrackedRun(store, request)
         self._telemetry = Telemetry(request.spec, worker.flops_per_token, ray.train.torch.get_device())
         if self._run.info is not None:
             self._reporter.tracking(self._run.info)
-        self._lock = threading.Lock()
+        self._metrics = MetricsBuffer(self._reporter, worker.total_steps)
         self._control = ControlWatcher(store, request)
         self._drain = _Drain()
 
@@ -205,24 +201,22 @@ class _RankZero:
 
     def on_step(self, metrics: StepMetrics) -> None:
         point = metrics.point() | self._telemetry.point(metrics)
-        with self._lock:
-            self._metrics.add(point)
-            self._run.log(point, metrics.step)
+        self._metrics.add(point)
+        self._run.log(point, metrics.step)
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
-        with self._lock:
-            self._metrics.flush()
-            self._run.save()
-            self._reporter.checkpoint(key, manifest, progress.step)
+        self._metrics.flush()
+        self._run.save()
+        self._reporter.checkpoint(key, manifest, progress.step)
         get_logger().info("checkpoint_saved", key=key, step=progress.step, size=manifest.size)
 
     def on_failure(self, key: str, progress: Progress, error: StorageError) -> None:
         get_logger().error("checkpoint_lost", key=key, step=progress.step, error=error.message)
         message = f"checkpoint of step {progress.step} could not be stored; training goes on: {error.message}"
-        with self._lock, suppress(StorageError):  # the same store
+        with suppress(StorageError):  # the same store
             self._reporter.message(message, level="warn", step=progress.step)
 
     def close(self) -> None:
         self._control.close()
-        self._metrics.flush()
+        self._metrics.close()
         self._run.close()

@@ -10,8 +10,9 @@ from typing import Any
 
 import ray
 
+from jobs.control import look
 from jobs.events import Reporter
-from jobs.phases import Plan, WorkerConfig, prepare, task_options, write
+from jobs.phases import STOPPED, Plan, StoppedError, WorkerConfig, prepare, task_options, write
 from swiftkv_platform.attempts import AttemptRequest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
@@ -19,6 +20,7 @@ from swiftkv_platform.storage.artifacts import read_manifest
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
+_LOOK_INTERVAL_S = 1.0
 _SHARED = "SWIFTKV_SHARED_DIRECTORY"
 """Environment variable: the operator's word that every node mounts the store's directory."""
 
@@ -35,7 +37,7 @@ def train(
     plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
     from jobs.fit import fit  # takes seconds, in which the task has begun
 
-    plan: Plan = ray.get(plan_ref)
+    plan: Plan = wait_for(plan_ref, store, request)
     for message, is_warning in plan.messages:
         reporter.message(message, level="warn" if is_warning else "info")
     reporter.message(
@@ -60,7 +62,22 @@ def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Rep
     resources = request.spec.resources
     task = as_task(write, resources)
     shares = [task.remote(request, store.uri, worker) for worker in range(resources.max_workers)]
-    reporter.message(f"the teacher wrote {sum(ray.get(shares))} tokens")
+    written = sum(wait_for(share, store, request) for share in shares)
+    reporter.message(f"the teacher wrote {written} tokens")
+
+
+def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
+    """What a task returns, however long the cluster takes to find a place for it.
+
+    Raises:
+        StoppedError: the attempt is to end first. Another one repeats the task.
+    """
+    while not ray.wait([task], timeout=_LOOK_INTERVAL_S)[0]:
+        wish = look(store, request)
+        if wish in STOPPED:
+            ray.cancel(task, force=True)
+            raise StoppedError(STOPPED[wish])
+    return ray.get(task)
 
 
 def _finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:

@@ -74,7 +74,7 @@ class AnalysisOptions:
     max_tokens: int = 16384
     """Tokens compared; as many again for the calibrated start, and for its measurement."""
     max_length: int = 1024
-    """Tokens a sequence."""
+    """Tokens a sequence, at most the model's context."""
     measure: bool = False
     """Rewire at each depth and measure."""
     depths: Sequence[int] = ()
@@ -112,7 +112,8 @@ def analyze(
     _check_depths(options.depths, num_layers)
     progress("Reading")
     model, tokenizer = _load(path, dtype)
-    seen, held_out = _read_text(text, tokenizer, options)
+    context = getattr(model.config, "max_position_embeddings", None)
+    seen, held_out = _read_text(text, tokenizer, min(options.max_length, context or options.max_length), options)
     batches = [seen.batch([i]) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
     progress("Comparing the layers' inputs")
     similarity = collect_similarity(model, batches)
@@ -157,11 +158,13 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
     return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
-def _read_text(text: Sequence[str], tokenizer: Any, options: AnalysisOptions) -> tuple[PackedRows, PackedRows]:
+def _read_text(
+    text: Sequence[str], tokenizer: Any, max_length: int, options: AnalysisOptions
+) -> tuple[PackedRows, PackedRows]:
     """Text to look at, and text held out for measuring: other documents, or where there is one, other parts of it."""
     spec = DataSpec(
         sources=tuple(DataSourceSpec(name_or_path=each) for each in text),
-        max_length=options.max_length,
+        max_length=max_length,
         validation_fraction=_HELD_OUT if options.measure else 0.0,
     )
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:  # its mapped files outlive their names
@@ -176,8 +179,7 @@ def _read_text(text: Sequence[str], tokenizer: Any, options: AnalysisOptions) ->
             field="text",
         )
     halves = [
-        pack(samples, np.arange(first, len(samples), 2), max_length=options.max_length, pad_token_id=0)
-        for first in (0, 1)
+        pack(samples, np.arange(first, len(samples), 2), max_length=max_length, pad_token_id=0) for first in (0, 1)
     ]
     return halves[0], halves[1]
 
@@ -190,9 +192,17 @@ def _report(
     depths = []
     for layers in range(1, len(scores) + 1):
         quality = by_depth[layers].calibrated.model_dump() if layers in by_depth else {}
-        ratio = plan(config, num_key_value_layers=layers, key_value_group_size=1).executed_prefill_flops_ratio
+        group_size = min(options.key_value_group_size if measured else 1, len(scores) + 1 - layers)
+        costs = plan(config, num_key_value_layers=layers, key_value_group_size=group_size)
         score = scores[layers] if layers < len(scores) else None
-        depths.append(DepthReport(num_key_value_layers=layers, sim_score=score, prefill_flops_ratio=ratio, **quality))
+        depths.append(
+            DepthReport(
+                num_key_value_layers=layers,
+                sim_score=score,
+                prefill_flops_ratio=costs.executed_prefill_flops_ratio,
+                **quality,
+            )
+        )
     if measured:
         recommended = shallowest(measured, max_kl=options.max_kl)
         rule = f"smallest l from which on the calibrated start is within {options.max_kl} nats of the teacher"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.packing import PackedRows, batch_rows
@@ -15,6 +15,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _MAX_LENGTH = 1024
+"""Tokens of a row, where the model's context is no shorter."""
 _TOKENS_PER_SHARE = 16384
 """Below that, loading the teacher once more takes longer than running it."""
 
@@ -28,13 +29,14 @@ def read_calibration_text(model: str, text: Sequence[str], num_tokens: int) -> I
         DataError: text that is missing or empty.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the tokenizer of {model!r}: {str(error).splitlines()[0]}", field="model", value=model
         ) from error
     sources = tuple(DataSourceSpec(name_or_path=each) for each in text)
-    spec = DataSpec(sources=sources, max_length=_MAX_LENGTH, validation_fraction=0.0)
+    max_length = min(_MAX_LENGTH, getattr(config, "max_position_embeddings", _MAX_LENGTH))
+    spec = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0)
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:
         rows = prepare_data(spec, tokenizer, Path(directory), seed=0).train
         yield from calibration_batches(rows, num_tokens, seed=0)

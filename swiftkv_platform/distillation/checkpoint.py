@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 from uuid import uuid4
@@ -25,6 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.uploads import CheckpointStore, Progress, Retries, Uploader
+from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError
+from swiftkv_platform.logs import get_logger
 
 __all__ = ["CheckpointStore", "Checkpointer", "Progress", "Retries", "from_rank_0", "read_trained"]
 
@@ -58,7 +60,11 @@ class Checkpointer:
         name = from_rank_0(lambda: f"step-{progress.step:08d}-w{dist.get_world_size()}-{uuid4().hex[:8]}")
         directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
         progressed = {"step": torch.tensor(progress.step), "tokens": torch.tensor(progress.tokens)}
-        save({**self._parallel.state(), "progress": progressed}, storage_writer=FileSystemWriter(directory))
+        try:
+            save({**self._parallel.state(), "progress": progressed}, storage_writer=FileSystemWriter(directory))
+        except BaseException:  # such as a full disk, which what is there would keep full
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         self._uploader.start(directory, name, progress)
 
     def finish(self) -> None:
@@ -66,15 +72,17 @@ class Checkpointer:
         self._uploader.finish()
 
     def restore(self) -> Progress:
-        """Load the newest complete checkpoint; a fresh `Progress` where there is none."""
-        key = from_rank_0(self._store.newest)
-        if key is None:
+        """Load the newest complete checkpoint that is not damaged; a fresh `Progress` where there is none at all.
+
+        Raises:
+            StorageError: there are some, and none can be read.
+        """
+        keys = from_rank_0(self._store.candidates)
+        if not keys:
             return Progress()
         directory = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"checkpoint-{uuid4().hex}")
         try:
-            if self._local_rank == 0:
-                self._store.fetch(key, directory)
-            dist.barrier()
+            self._fetch_first(keys, directory)
             step, tokens = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
             load({"progress": {"step": step, "tokens": tokens}}, storage_reader=FileSystemReader(directory))
             self._parallel.load_state(lambda state: load(state, storage_reader=FileSystemReader(directory)))
@@ -83,6 +91,27 @@ class Checkpointer:
             if self._local_rank == 0:
                 shutil.rmtree(directory, ignore_errors=True)
         return Progress(int(step), int(tokens))
+
+    def _fetch_first(self, keys: Sequence[str], directory: Path) -> None:
+        """Download the first of `keys` that comes whole to every machine."""
+        for key in keys:
+            failure: StorageError | None = None
+            if self._local_rank == 0:
+                try:
+                    self._store.fetch(key, directory)
+                except (ArtifactCorruptError, ObjectNotFoundError) as error:
+                    failure = error
+            failures: list[StorageError | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(failures, failure)
+            damage = next((one for one in failures if one is not None), None)
+            if damage is None:
+                return
+            get_logger().warning("checkpoint_damaged", key=key, error=damage.message)
+            if key == keys[-1]:
+                raise damage
+            if self._local_rank == 0:
+                shutil.rmtree(directory, ignore_errors=True)
+            dist.barrier()
 
 
 def read_trained(directory: Path) -> dict[str, Tensor]:

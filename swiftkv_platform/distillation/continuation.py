@@ -97,15 +97,21 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
 
 
 def _continue(model: Any, prompts: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Greedy tokens [batch, num_tokens] after prompts [batch, prompt_length], padded after an end of text."""
+    """Greedy tokens [batch, num_tokens] after prompts [batch, prompt_length], padded after an end of text; whatever
+    else the model ships for `generate()`, penalties or beams, is left out."""
+    shipped = model.generation_config
     settings = GenerationConfig(
         max_new_tokens=num_tokens,
         do_sample=False,
-        eos_token_id=model.generation_config.eos_token_id,
+        eos_token_id=shipped.eos_token_id,
         pad_token_id=_PADDING,
     )
     mask = torch.ones_like(prompts)
-    tokens: torch.Tensor = model.generate(prompts, attention_mask=mask, generation_config=settings)
+    model.generation_config = settings  # generate() fills what a given configuration leaves open from the model's
+    try:
+        tokens: torch.Tensor = model.generate(prompts, attention_mask=mask, generation_config=settings)
+    finally:
+        model.generation_config = shipped
     tokens = tokens[:, prompts.shape[1] :]
     return torch.nn.functional.pad(tokens, (0, num_tokens - tokens.shape[1]), value=_PADDING)
 

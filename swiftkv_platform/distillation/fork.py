@@ -92,6 +92,8 @@ class Fork(nn.Module):
         leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
         # K and V of all groups run before the layers that own their projections.
         yield [module for leader in leaders for module in leader.shared_modules()]
+        for leader in leaders:
+            yield from leader.shared_norms()
         yield from decoder.layers
         yield from self.teacher_layers()
 
@@ -175,9 +177,9 @@ def trained_parameters(student: Any, spec: DistillationSpec) -> dict[str, nn.Par
     first = first_trained_layer(student.config, spec)
     for i, layer in enumerate(student.model.layers[first:], start=first):
         upper = i >= student.config.num_key_value_layers
-        idle = tuple(f"self_attn.{name}." for name in layer.self_attn.teacher_modules()) if upper else ()
+        idle = tuple(f"self_attn.{name}." for name in layer.self_attn.idle_modules()) if upper else ()
         for name, parameter in layer.named_parameters():
-            if not name.startswith(idle):  # the student does not run them
+            if not name.startswith(idle):
                 trained[f"model.layers.{i}.{name}"] = parameter
     return trained
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS, points_lost
 
 _FIELD = "evaluation.tasks"
 _BUILTIN = "builtin:"
@@ -44,11 +46,14 @@ class TaskScore(BaseModel):
     teacher_stderr: float | None
     """Standard error of the teacher's score; None where the harness gives none."""
     student_stderr: float | None
+    higher_is_better: bool = True
+    """False for a metric of which the harness says that less is better."""
 
     @property
     def drop(self) -> float:
-        """Points of a hundred that the student loses against the teacher; negative where it wins."""
-        return round(100.0 * (self.teacher - self.student), 6)  # 0.50 - 0.49 is one point, not a little more
+        """What the student loses against the teacher, negative where it wins: points of a hundred; of a metric outside
+        0..1, or of which less is better, percent of the teacher's score."""
+        return points_lost(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,7 @@ class Task:
 
     spec: TaskSpec
     source: str | Mapping[str, Any]
-    """A name or a file that the harness knows, or the configuration of a task, or of a group that holds those of its
-    tasks."""
+    """A name that the harness knows, or the configuration of a task, or of a group that holds those of its tasks."""
 
 
 def resolve_tasks(specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None) -> list[Task]:
@@ -71,10 +75,35 @@ def resolve_tasks(specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None
         InvalidInputError: a file that is no task, or an unknown built-in one.
         DataError: a task's data is not where the spec says.
     """
+    if specs:
+        _check_installed()
     tasks = []
     for spec in (TaskSpec(name=spec) if isinstance(spec, str) else spec for spec in specs):
         tasks += [Task(paper, paper.name) for paper in PAPER_TASKS] if spec.name == "paper" else [_resolve(spec, fetch)]
     return tasks
+
+
+def check_tasks(specs: Sequence[str | TaskSpec], tokenizer: Any, *, fetch: Fetch | None = None) -> None:
+    """Refuse, without a model, network or any data read, what `run_tasks` would refuse of these tasks.
+
+    Tasks of the harness that only their own code describes are taken at their word as to metrics.
+
+    Args:
+        fetch: for `s3://` tasks and data.
+
+    Raises:
+        InvalidInputError: a task or metric that the harness does not know, a file that is no task, or a chat template
+            that the tokenizer lacks.
+        DataError: a task's data is not where the spec says.
+    """
+    for task in resolve_tasks(specs, fetch=fetch):
+        _templated(task.spec, tokenizer)
+        with _quiet(), _named(task.spec):
+            configs = _configs(task)
+            declared = [(config.get("group") or config["task"], _declared_metrics(config)) for config in configs]
+        for name, metrics in declared:
+            if metrics is not None:
+                _choose_metric(task.spec, name, metrics)
 
 
 def run_tasks(
@@ -95,7 +124,6 @@ def run_tasks(
     """
     if not tasks:
         return []
-    _harness()
     from lm_eval.models.huggingface import HFLM
 
     mode, was_training = model.model.swiftkv_enabled, model.training
@@ -125,7 +153,7 @@ def task_manager(include_defaults: bool) -> Any:
     return TaskManager(include_defaults=include_defaults)
 
 
-def _harness() -> None:
+def _check_installed() -> None:
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError as error:
@@ -136,15 +164,14 @@ def _harness() -> None:
 
 def _resolve(spec: TaskSpec, fetch: Fetch | None) -> Task:
     if spec.name.startswith(_BUILTIN):
-        return Task(spec, _builtin(spec, _local(spec.data_dir, fetch)))
-    if not spec.name.endswith((".yaml", ".yml")):
+        return Task(spec, _builtin(spec, fetch))
+    if not spec.names_file:
         return Task(spec, spec.name)
-    parent, _, name = spec.name.rpartition("/")
-    path = _local(parent or ".", fetch) / name
+    parent, slash, name = spec.name.rpartition("/")
+    path = _local(parent + slash, fetch) / name
     if not path.is_file():
         raise InvalidInputError(f"{_FIELD}: there is no file {spec.name!r}", field=_FIELD, value=spec.name)
-    config = _read(path, spec.name, _local(spec.data_dir, fetch) if spec.data_dir else path.parent)
-    return Task(spec, str(path) if "group" in config else config)
+    return Task(spec, _read(path, spec.name, _local(spec.data_dir, fetch) if spec.data_dir else path.parent))
 
 
 def _local(address: str | None, fetch: Fetch | None) -> Path:
@@ -154,7 +181,10 @@ def _local(address: str | None, fetch: Fetch | None) -> Path:
         return Path(address).expanduser().absolute()
     if fetch is None:
         raise InvalidInputError(f"{_FIELD}: {address!r} cannot be fetched here", field=_FIELD, value=address)
-    return fetch(address)
+    try:
+        return fetch(address)
+    except DataError as error:
+        raise DataError(f"{_FIELD}: there is nothing at {address!r}", field=_FIELD, value=address) from error
 
 
 def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
@@ -163,10 +193,16 @@ def _read(path: Path, name: str, data: Path) -> dict[str, Any]:
 
     try:
         config: dict[str, Any] = load_yaml(path)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, ImportError, AttributeError, yaml.YAMLError) as error:
         raise InvalidInputError(f"{_FIELD}: {name} is no task: {error}", field=_FIELD, value=name) from error
-    if not {"task", "group"} & config.keys():
-        raise InvalidInputError(f"{_FIELD}: {name} names no task and no group", field=_FIELD, value=name)
+    if "group" in config:  # lm_eval 0.4.13 takes the list of its tasks for its name
+        raise InvalidInputError(
+            f"{_FIELD}: {name} is a group, which the harness loads from no file; files of its tasks would do",
+            field=_FIELD,
+            value=name,
+        )
+    if "task" not in config:
+        raise InvalidInputError(f"{_FIELD}: {name} names no task", field=_FIELD, value=name)
     arguments = config.get("dataset_kwargs") or {}
     if "data_files" in arguments:
         config["dataset_kwargs"] = {**arguments, "data_files": _below(data, arguments["data_files"])}
@@ -187,17 +223,16 @@ def _below(directory: Path, names: Any) -> Any:
     return str(path)
 
 
-def _builtin(spec: TaskSpec, data: Path) -> dict[str, Any]:
+def _builtin(spec: TaskSpec, fetch: Fetch | None) -> dict[str, Any]:
     """A task of this package over its authors' own files, for machines that reach no hub."""
-    _harness()
-    package = Path(str(files("swiftkv_platform.distillation") / "tasks"))
-    name = spec.name.removeprefix(_BUILTIN)
-    if name == "gsm8k":
-        return _read(package / "gsm8k.yaml", spec.name, data)
-    if name != "mmlu":
+    if spec.name not in BUILTIN_TASKS:
         raise InvalidInputError(
-            f"{_FIELD} has {spec.name!r}; builtin:gsm8k and builtin:mmlu are known", field=_FIELD, value=spec.name
+            f"{_FIELD} has {spec.name!r}; {' and '.join(BUILTIN_TASKS)} are known", field=_FIELD, value=spec.name
         )
+    data = _local(spec.data_dir, fetch)
+    package = Path(str(files("swiftkv_platform.distillation") / "tasks"))
+    if spec.name == "builtin:gsm8k":
+        return _read(package / "gsm8k.yaml", spec.name, data)
     template = yaml.safe_load((package / "mmlu.yaml").read_text(encoding="utf-8"))
     subjects = sorted(path.name.removesuffix("_test.csv") for path in data.glob("test/*_test.csv"))
     if not subjects:
@@ -230,17 +265,69 @@ def _load(manager: Any, task: Task) -> Any:
         for member in task.source["task"]:
             group.add(ConfigurableTask(config=dict(member)))
         return [group]
-    try:
+    with _named(task.spec):
         loaded = manager.load([task.source])
-    except (KeyError, OSError, ValueError, TypeError) as error:
-        raise InvalidInputError(
-            f"{_FIELD}: the harness cannot load {task.spec.name!r}: {error}; `lm_eval ls tasks` lists what it knows",
-            field=_FIELD,
-            value=task.spec.name,
-        ) from error
     inner = {name for names in loaded["group_map"].values() for name in names}
     inner |= {member.task_name for group in loaded["groups"].values() for member in group.get_all_tasks()}
     return [item for kind in ("groups", "tasks") for name, item in loaded[kind].items() if name not in inner]
+
+
+@contextmanager
+def _named(spec: TaskSpec) -> Iterator[None]:
+    """Say which task it is that the harness stumbles over."""
+    try:
+        yield
+    except (AttributeError, KeyError, OSError, ValueError, TypeError) as error:
+        raise InvalidInputError(
+            f"{_FIELD}: the harness cannot load {spec.name!r}: {error}; `lm_eval ls tasks` lists what it knows",
+            field=_FIELD,
+            value=spec.name,
+        ) from error
+
+
+def _configs(task: Task) -> list[Mapping[str, Any]]:
+    """What is written of a task or group, `!function` left unresolved where the harness holds it; of a tag, of all its
+    tasks."""
+    from lm_eval.tasks._index import TaskIndex
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    if isinstance(task.source, Mapping):
+        return [task.source]
+    index = task_manager(True).task_index
+    entry = index.get(task.source) or TaskIndex.entry_from_path(Path(task.source))
+    if entry is None:
+        close = get_close_matches(task.source, index, n=3)
+        raise ValueError(f"it has no task of that name{', but ' + ', '.join(close) if close else ''}")
+    members = [index[name] for name in sorted(entry.tags) if name in index] if entry.yaml_path is None else [entry]
+    return [load_yaml(member.yaml_path, resolve_func=False) for member in members]
+
+
+def _declared_metrics(config: Mapping[str, Any]) -> dict[str, bool | None] | None:
+    """Whether more is better, by the keys of the scores that a configuration promises, a key without a filter for any;
+    None where only a run can tell."""
+    import lm_eval.api.metrics  # noqa: F401 (registers the metrics)
+    from lm_eval.api.registry import DEFAULT_METRIC_REGISTRY, METRIC_REGISTRY, is_higher_better
+
+    if "group" in config:
+        listed = config.get("aggregate_metric_list") or []
+        listed = [listed] if isinstance(listed, Mapping) else listed
+        keys: dict[str, bool | None] = {}
+        for item in listed:
+            filters = item.get("filter_list") or []
+            filters = [filters] if isinstance(filters, str) else filters
+            keys |= dict.fromkeys([f"{item['metric']},{name}" for name in filters] or [item["metric"]], True)
+        return keys
+    if "class" in config or config.get("process_results"):
+        return None
+    names = DEFAULT_METRIC_REGISTRY[config.get("output_type", "generate_until")]
+    metrics = config.get("metric_list") or [{"metric": name} for name in names]
+    if any(item.get("hf_evaluate") or item["metric"] not in METRIC_REGISTRY for item in metrics):
+        return None
+    return {
+        f"{item['metric']},{name}": item.get("higher_is_better", is_higher_better(item["metric"]))
+        for item in metrics
+        for name in [chain["name"] for chain in config.get("filter_list") or ()] or ["none"]
+    }
 
 
 def _answer(language_model: Any, manager: Any, task: Task, loaded: Any, limit: int | None) -> dict[str, Any]:
@@ -282,7 +369,8 @@ def _scores(task: Task, teacher: dict[str, Any], student: dict[str, Any]) -> Ite
     for name, row in teacher["results"].items():
         if name in members:
             continue
-        metric = _metric(task.spec, name, row, teacher)
+        metrics = _measured_metrics(name, row, teacher)
+        metric = _choose_metric(task.spec, name, metrics)
         error = metric.replace(",", "_stderr,", 1)
         yield TaskScore(
             task=name,
@@ -294,26 +382,45 @@ def _scores(task: Task, teacher: dict[str, Any], student: dict[str, Any]) -> Ite
             student=student["results"][name][metric],
             teacher_stderr=_number(row.get(error)),
             student_stderr=_number(student["results"][name].get(error)),
+            higher_is_better=metrics[metric] is not False,
         )
 
 
-def _metric(spec: TaskSpec, name: str, row: Mapping[str, Any], answers: Mapping[str, Any]) -> str:
-    """The key of `spec.metric` in a row, or of the first metric of which more is better."""
-    metrics = [key for key, value in row.items() if "," in key and "_stderr" not in key and _number(value) is not None]
-    leaves = [name, *_leaves(name, answers)]
-    better = {m: up for leaf in leaves for m, up in answers["higher_is_better"].get(leaf, {}).items()}
-    wanted = spec.metric
-    for key in metrics:
-        if wanted in (key, key.partition(",")[0]) or (wanted is None and better.get(key.partition(",")[0])):
+def _measured_metrics(name: str, row: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, bool | None]:
+    """Whether more is better, by the keys of a row's scores; None where the harness does not say."""
+    better: dict[str, bool | None] = {}
+    for leaf in (name, *_leaves(name, answers)):
+        better |= answers["higher_is_better"].get(leaf, {})
+    return {
+        key: better.get(key.partition(",")[0])
+        for key, value in row.items()
+        if "," in key and "_stderr" not in key and _number(value) is not None
+    }
+
+
+def _choose_metric(spec: TaskSpec, name: str, metrics: Mapping[str, bool | None]) -> str:
+    """The key of `spec.metric`, or of the first metric of which more is better."""
+    for key, more_is_better in metrics.items():
+        if more_is_better if spec.metric is None else _means(spec.metric, key):
             return key
+    if not metrics:
+        raise InvalidInputError(
+            f"{_FIELD}: {name} has no score of its own; its tasks by their names would do", field=_FIELD, value=name
+        )
     known = ", ".join(key.removesuffix(",none") for key in metrics)
     raise InvalidInputError(
-        f"{_FIELD}: {name} has no metric {wanted!r}; it has {known}"
-        if wanted
+        f"{_FIELD}: {name} has no metric {spec.metric!r}; it has {known}"
+        if spec.metric
         else f"{_FIELD}: {name} has no metric of which more is better; name one of {known}",
         field=_FIELD,
-        value=wanted,
+        value=spec.metric,
     )
+
+
+def _means(wanted: str, key: str) -> bool:
+    """Whether two names of a metric are one, where only one has a filter too."""
+    both_filtered = "," in wanted and "," in key
+    return wanted == key if both_filtered else wanted.partition(",")[0] == key.partition(",")[0]
 
 
 def _leaves(name: str, answers: Mapping[str, Any]) -> Iterator[str]:

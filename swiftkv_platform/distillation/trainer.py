@@ -93,7 +93,7 @@ class Trainer:
 
         Raises:
             LossNotFiniteError: on every worker alike; checkpoints stay.
-            StorageError: the last checkpoint cannot be stored.
+            StorageError: training went well, and the last checkpoint cannot be stored.
         """
         progress = self._checkpointer.restore()
         self._listener.on_start(progress)
@@ -107,8 +107,13 @@ class Trainer:
                 last = progress.step == self._total_steps
                 if last or wish or progress.step % self._spec.checkpoint.every_steps == 0:
                     self._checkpointer.save(progress)
-        finally:
-            self._checkpointer.finish()
+        except BaseException as error:
+            try:
+                self._checkpointer.finish()
+            except Exception as unstored:  # why training ended counts more
+                error.add_note(f"The last checkpoint is not stored: {unstored}")
+            raise
+        self._checkpointer.finish()
         return wish if progress.step < self._total_steps else Wish.NONE
 
     def train_step(self, progress: Progress) -> StepMetrics:

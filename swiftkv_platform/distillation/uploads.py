@@ -42,8 +42,8 @@ class CheckpointStore(Protocol):
     def failed(self, name: str, progress: Progress, error: StorageError) -> None:
         """Checkpoint `name` stays incomplete, and training goes on."""
 
-    def newest(self) -> str | None:
-        """Key of the newest complete checkpoint, if there is one."""
+    def candidates(self) -> list[str]:
+        """Keys of complete checkpoints, the one to go on from first."""
 
     def fetch(self, key: str, directory: Path) -> None:
         """Download a complete checkpoint to `directory`, which does not exist yet."""

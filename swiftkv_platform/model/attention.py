@@ -87,9 +87,17 @@ class SwiftKVAttentionMixin(nn.Module):
         """A leader's modules that make the keys and values of its whole group."""
         return [getattr(self, f"{name}_swiftkv") for name in self.key_value_modules]
 
+    def shared_norms(self) -> list[nn.Module]:
+        """A leader's norms that the keys of its whole group go through, and the teacher's in this layer."""
+        return []
+
     def teacher_modules(self) -> tuple[str, ...]:
-        """Names of the modules that only the teacher runs."""
+        """Names of the modules that only the teacher has a use for."""
         return self.query_modules(self.config) + self.key_value_modules
+
+    def idle_modules(self) -> tuple[str, ...]:
+        """Names of the modules that the student does not run."""
+        return self.teacher_modules()
 
     def drop_teacher(self) -> None:
         """Delete what only the teacher runs."""
@@ -195,6 +203,13 @@ class HeadAttentionMixin(SwiftKVAttentionMixin):
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
         keys, values = (self._split_heads(part) for part in projected)
         return self.rotate(self.k_norm(keys), rotation), values
+
+    def shared_norms(self) -> list[nn.Module]:
+        return [self.k_norm] if self.normalises_heads else []
+
+    def idle_modules(self) -> tuple[str, ...]:
+        follows = self.normalises_heads and not hasattr(self, "k_proj_swiftkv")
+        return (*super().idle_modules(), *(["k_norm"] if follows else []))
 
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         return self.rotate(self.q_norm(self._split_heads(self.q_proj_swiftkv(hidden_states))), rotation)

@@ -1,4 +1,5 @@
-"""What can be known of a spec before anything runs: the teacher's layers, the data's columns. Imports no torch.
+"""What can be known of a spec before anything runs: the teacher's layers, the data's columns, where tasks lie. Imports
+no torch.
 
 Local paths and objects are looked at; a hub id is taken at its word, and the worker reports if it does not exist.
 """
@@ -11,6 +12,7 @@ from typing import Any
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.data_checks import check_sources
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.orchestration.task_checks import check_tasks
 from swiftkv_platform.orchestration.teacher_config import (
     ReadObject,
     read_config_file,
@@ -32,11 +34,12 @@ def validate(spec: JobSpec, read_object: ReadObject, *, config: Path | None = No
 
     Raises:
         ModelError: the teacher's configuration cannot be read.
-        DataError: a source is missing, empty or without the columns of a known format.
-        InvalidInputError: the transformation does not fit the teacher.
+        DataError: a source is missing, empty or without the columns of a known format, or a task's data is missing.
+        InvalidInputError: the transformation does not fit the teacher, or a task is not there.
         StorageError: an `s3://` address does not answer.
     """
     sources = check_sources(spec.data.sources)
+    check_tasks(spec.evaluation.tasks)
     name = spec.model.name_or_path if config is None else str(config)
     values = read_teacher_config(name, read_object) if config is None else read_config_file(config)
     if values is None:

@@ -54,7 +54,9 @@ def student_parameters(
     trained = added
     if trainable != "qkv":
         tail = sum(_layer(model, layer) for layer in upper)
-        trained += tail - teacher_projections
+        # A layer that follows a leader has no keys of its own to normalise.
+        idle_norms = upper[-1].attention.head_norms // 2 * (len(upper) - len(layer_map.leaders))
+        trained += tail - teacher_projections - idle_norms
         total += tail + query + key_value  # the teacher's copy is of whole layers, the student's projections with them
     if trainable == "all":
         lower = sum(_layer(model, layer) for layer in model.layers[: layer_map.num_key_value_layers])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.reports.charts import as_svg, exit_head_chart, loss_chart, task_chart
 from swiftkv_platform.reports.page import details, document, figure, page, paragraph, section, table, verdict
+from swiftkv_platform.specs.evaluation import points_lost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,13 +111,22 @@ def _tasks(report: Mapping[str, Any]) -> tuple[str, ...]:
             f"{task['num_samples']:,}",
             _score(task, "teacher"),
             _score(task, "student"),
-            f"{100 * (task['teacher'] - task['student']):+.2f}",
+            f"{_points_lost(task):+.2f}",
         )
         for task in tasks
     ]
     columns = ("task", "metric", "shots", "samples", "teacher", "student", "points lost")
     svg = as_svg(task_chart(tasks), "Scores of teacher and student by task; the table below has the figures")
-    return figure(svg, "Bars: score; lines: standard error"), table("Scores with standard errors", columns, rows)
+    caption = (
+        "Scores with standard errors; where a score is outside 0..1, or less of it is better, what is lost is percent "
+        "of the teacher's"
+    )
+    return figure(svg, "Bars: score; lines: standard error"), table(caption, columns, rows)
+
+
+def _points_lost(task: Mapping[str, Any]) -> float:
+    more_is_better = task.get("higher_is_better", True)  # reports of before this key know no other metrics
+    return points_lost(task["teacher"], task["student"], higher_is_better=more_is_better)
 
 
 def _score(task: Mapping[str, Any], who: str) -> str:

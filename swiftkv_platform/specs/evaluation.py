@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -10,6 +11,11 @@ from pydantic import Field, model_validator
 from swiftkv_platform.specs.base import Spec
 
 _MOST_TRIALS = 256
+BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
+    "builtin:gsm8k": ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
+    "builtin:mmlu": ("test/*_test.csv", "dev/*_dev.csv"),
+}
+"""Patterns of their authors' files below `data_dir`, by the names of the built-in tasks."""
 
 
 class TaskSpec(Spec):
@@ -23,9 +29,14 @@ class TaskSpec(Spec):
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     """Examples in the prompt; default: the task's own number."""
     metric: str | None = None
-    """Score that counts, e.g. `acc_norm`; default: the task's first of which more is better."""
+    """Score that counts, e.g. `acc_norm`; default: the task's first of which more is better. One of which less is
+    better, as `word_perplexity`, has to be named."""
     chat_template: bool = False
     """Prompt through the tokenizer's chat template, examples as turns of their own."""
+
+    @property
+    def names_file(self) -> bool:
+        return self.name.endswith((".yaml", ".yml"))
 
 
 PAPER_TASKS = (
@@ -62,7 +73,8 @@ class EvaluationSpec(Spec):
     min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Gate: least share of held-out positions where the student's most likely token is the teacher's."""
     max_drop: Annotated[float, Field(ge=0.0)] | None = 1.0
-    """Gate: most points of a hundred lost against the teacher on any of `tasks`; null: tasks are only reported."""
+    """Gate: most points of a hundred lost against the teacher on any of `tasks`; of a score outside 0..1, or of which
+    less is better, most percent of the teacher's. null: tasks are only reported."""
 
     @property
     def has_gate(self) -> bool:
@@ -73,6 +85,18 @@ class EvaluationSpec(Spec):
             self.max_drop if self.tasks else None,
         )
         return any(limit is not None for limit in limits)
+
+
+def points_lost(teacher: float, student: float, *, higher_is_better: bool) -> float:
+    """What `max_drop` limits; negative where the student wins.
+
+    Points of a hundred where more is better and both scores lie within 0..1; else percent of the teacher's score, a
+    score of 0 taken for 1.
+    """
+    lost = teacher - student if higher_is_better else student - teacher
+    is_share = higher_is_better and 0.0 <= teacher <= 1.0 and 0.0 <= student <= 1.0
+    whole = 1.0 if is_share else abs(teacher) or 1.0
+    return round(100.0 * lost / whole, 6)  # 0.50 - 0.49 is one point, not a little more
 
 
 class SweepSpec(Spec):

@@ -160,9 +160,17 @@ class AttemptStore:
 
         With `before_attempt`, only checkpoints of earlier attempts count.
         """
-        names = self._checkpoint_names(job_id)
-        candidates = [name for name in names if before_attempt is None or name.attempt < before_attempt]
-        return next((name.key for name in reversed(candidates) if is_complete(self._store, name.key)), None)
+        return next(self.complete_checkpoints(job_id, before_attempt), None)
+
+    def complete_checkpoints(self, job_id: str, before_attempt: int | None = None) -> Iterator[str]:
+        """Keys of the complete checkpoints, the one to go on from first; see `newest_checkpoint`."""
+        for name in reversed(self._checkpoint_names(job_id)):
+            if (before_attempt is None or name.attempt < before_attempt) and is_complete(self._store, name.key):
+                yield name.key
+
+    def is_superseded(self, job_id: str, attempt: int) -> bool:
+        """Whether a later attempt of the job has been asked for."""
+        return any(number > attempt for number in self._attempts(job_id))
 
     def _checkpoint_names(self, job_id: str) -> list[_CheckpointName]:
         """Checkpoint directories of all attempts in ascending order, complete or not."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from swiftkv_platform.attempts import AttemptRequest, artifact_prefix
-from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs import JobSpec, SweepSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import open_store
+from tests.integration.conftest import wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -78,6 +80,39 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     assert second.files[weights] == manifest.files[weights]
     left = [info.key for info in store.list(f"jobs/{JOB}") if "/checkpoints/" in info.key or "/data/" in info.key]
     assert left == []
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_paused_sweep_goes_on_from_the_checkpoint_of_its_trial(tiny_teacher: Path, tmp_path: Path) -> None:
+    from jobs.distill import run_attempt
+
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(80)))
+    store, spec = open_store(str(tmp_path / "store")), sweep_spec(tiny_teacher, corpus)
+    training = spec.training.model_copy(update={"max_steps": 400})
+    sweep = SweepSpec(learning_rate=(1e-3,))
+    spec = spec.model_copy(update={"training": training, "sweep": sweep})
+    attempts = AttemptStore(store)
+
+    def pause() -> None:
+        wait_for(lambda: any(stored.event.type == "metrics" for stored in attempts.read_events(JOB, 1, {})))
+        attempts.request_pause(JOB, 1)
+
+    watcher = threading.Thread(target=pause)
+    watcher.start()
+    assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")) is None
+    watcher.join()
+
+    assert _messages(attempts, 1)[-1] == "paused"
+    assert attempts.artifact_manifest(JOB, 1) is None
+    assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=2, spec=spec, run_id="run")) is None
+    (begun,) = [message for message in _messages(attempts, 2) if "training begins at step" in message]
+    assert 0 < int(begun.split()[-1]) < 400
+    assert attempts.artifact_manifest(JOB, 2) is not None
+
+
+def _messages(attempts: AttemptStore, attempt: int) -> list[str]:
+    return [stored.event.message for stored in attempts.read_events(JOB, attempt, {})]
 
 
 def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -> None:

@@ -29,7 +29,7 @@ from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store
-from tests.tiny_models import random_teacher
+from tests.tiny_models import family_teacher, random_teacher
 
 VOCAB, ROW_LENGTH, NUM_LAYERS, NUM_KEY_VALUE_LAYERS = 50, 24, 5, 2
 
@@ -48,9 +48,9 @@ def tiny_teacher() -> Any:
     )
 
 
-def tiny_student(*, group_size: int = 2, early_exit: bool = False) -> Any:
+def tiny_student(*, group_size: int = 2, early_exit: bool = False, family: str | None = None) -> Any:
     return convert(
-        tiny_teacher(),
+        tiny_teacher() if family is None else family_teacher(family),
         num_key_value_layers=NUM_KEY_VALUE_LAYERS,
         key_value_group_size=group_size,
         early_exit=early_exit,
@@ -85,6 +85,8 @@ class Run:
     wishes: dict[int, Wish] = field(default_factory=dict)
     """What the last worker is told after a step."""
     early_exit: bool = False
+    family: str | None = None
+    """Of `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
     teacher: str | None = None
     """Directory of the teacher, whose weights are then read module by module."""
     spec: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +146,7 @@ def run(scenario: Run) -> Outcome:
     """Train over the default process group."""
     spec = job_spec(scenario.spec)
     dtype = getattr(torch, spec.model.dtype)
-    lazy, student = None, tiny_student(early_exit=scenario.early_exit)
+    lazy, student = None, tiny_student(early_exit=scenario.early_exit, family=scenario.family)
     if scenario.teacher is not None:
         shape = {"num_key_value_layers": NUM_KEY_VALUE_LAYERS, "prefill_reduction": None, "key_value_group_size": 2}
         lazy = LazyStudent.open(scenario.teacher, {}, **shape, early_exit=scenario.early_exit, sharing="gqa")

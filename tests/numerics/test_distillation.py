@@ -14,7 +14,7 @@ from swiftkv_platform.attempts import checkpoints_prefix
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.distillation.wishes import Wish
-from swiftkv_platform.errors import InvalidInputError, LossNotFiniteError
+from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError
 from swiftkv_platform.specs import DistillationSpec
 from tests.numerics.distillation_worker import (
     NUM_KEY_VALUE_LAYERS,
@@ -236,6 +236,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert [m.step for m in second.steps] == [3, 4]  # the newest checkpoint is that of step 2
     for name, tensor in whole.trained.items():
         assert second.trained[name].equal(tensor), name
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(process_group: None, tmp_path: Path) -> None:
+    whole = run(_run(tmp_path, "whole"))
+    checkpoints = tmp_path / "s" / checkpoints_prefix("j", 1)
+    run(_run(tmp_path, "s", spec={"checkpoint": {"every_steps": 1}}, stop_after=3))
+    (newest,) = checkpoints.glob("step-00000002-*")  # that of step 3 is not begun
+    (damaged,) = newest.glob("*.distcp")
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+
+    second = run(_run(tmp_path, "s"))
+
+    assert [m.step for m in second.steps] == [2, 3, 4]
+    for name, tensor in whole.trained.items():
+        assert second.trained[name].equal(tensor), name
+    for directory in checkpoints.iterdir():
+        for file in directory.glob("*.distcp"):
+            file.write_bytes(b"")
+    with pytest.raises(ArtifactCorruptError):
+        run(_run(tmp_path, "s"))
 
 
 @pytest.mark.parametrize("wish", [Wish.LEAVE, Wish.STOP, Wish.PAUSE])

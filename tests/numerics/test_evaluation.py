@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.distillation import evaluation
 from swiftkv_platform.distillation.continuation import compare_continuations
@@ -232,6 +232,21 @@ def test_continuations_are_compared_up_to_the_first_difference(end: int | None) 
     assert quality.matched == pytest.approx(matched / written)
     assert quality.identical == pytest.approx(identical / 6)
     assert 0 < quality.matched < 1, "the modes agree in part"
+
+
+def test_continuations_are_plain_greedy_whatever_the_model_ships(student: Any) -> None:
+    def compare() -> Any:
+        return compare_continuations(student, make_rows(LENGTHS), num_prompts=4, num_tokens=8, batch_size=2)
+
+    plain, shipped = compare(), student.generation_config
+    student.generation_config = GenerationConfig(
+        repetition_penalty=1.5, num_beams=4, no_repeat_ngram_size=1, eos_token_id=shipped.eos_token_id
+    )
+    try:
+        assert compare() == plain
+        assert student.generation_config.num_beams == 4, "the model keeps what it ships"
+    finally:
+        student.generation_config = shipped
 
 
 def test_no_prompts_give_no_continuations(student: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from swiftkv_platform.distillation.harness import resolve_tasks, run_tasks, task_manager
+from swiftkv_platform.distillation.harness import check_tasks, resolve_tasks, run_tasks, task_manager
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
@@ -210,11 +210,15 @@ def test_the_harness_knows_the_papers_tasks_and_metrics() -> None:
         (TaskSpec(name="builtin:gsm8k", data_dir="{here}"), DataError, "gsm8k_train.jsonl"),
         (TaskSpec(name="{here}/list.yaml"), InvalidInputError, "is no task"),
         (TaskSpec(name="{here}/nameless.yaml"), InvalidInputError, "names no task"),
+        (TaskSpec(name="{here}/group.yaml"), InvalidInputError, "is a group"),
+        (TaskSpec(name="{here}/lost.yaml"), InvalidInputError, "is no task: Cannot import module 'no_module'"),
     ],
 )
 def test_what_cannot_be_resolved_is_said(spec: TaskSpec, error: type[Exception], message: str, tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- a\n")
     (tmp_path / "nameless.yaml").write_text("dataset_path: json\n")
+    (tmp_path / "group.yaml").write_text("group: both\ntask: [winogrande, gsm8k]\n")
+    (tmp_path / "lost.yaml").write_text("task: lost\ndoc_to_text: !function no_module.text\n")
     filled = TaskSpec.model_validate_json(spec.model_dump_json().replace("{here}", str(tmp_path)))
     with pytest.raises(error, match=message):
         resolve_tasks([filled])
@@ -232,8 +236,88 @@ def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path, changes: d
     with pytest.raises(InvalidInputError, match=message):
         run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), batch_size=4, limit=1)
     assert student.model.swiftkv_enabled
+    with pytest.raises(InvalidInputError, match=message):
+        check_tasks([spec], byte_tokenizer())
 
 
 def test_an_unknown_task_is_named(student: Any) -> None:
     with pytest.raises(InvalidInputError, match="cannot load 'no_such_task'"):
         run_tasks(student, byte_tokenizer(), resolve_tasks(["no_such_task"]), batch_size=4)
+
+
+def test_a_mistyped_task_is_refused_before_anything_runs() -> None:
+    with pytest.raises(InvalidInputError, match=r"cannot load 'gsm9k': it has no task .*, but .*gsm8k") as caught:
+        check_tasks(["gsm9k"], byte_tokenizer())
+    assert (caught.value.field, caught.value.value) == ("evaluation.tasks", "gsm9k")
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "known"),
+    [
+        ("winogrande", "acc_norm", "winogrande has no metric 'acc_norm'; it has acc"),
+        ("gsm8k", "exact_match,strict_match", "it has exact_match,strict-match, exact_match,flexible-extract"),
+        ("mmlu", "acc_norm", "mmlu has no metric 'acc_norm'; it has acc"),
+        ("ai2_arc", "f1", "arc_challenge has no metric 'f1'; it has acc, acc_norm"),
+        ("pythia", None, "pythia has no score of its own"),
+    ],
+)
+def test_a_metric_that_a_task_of_the_harness_lacks_is_refused_before_anything_runs(
+    name: str, metric: str | None, known: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=known):
+        check_tasks([TaskSpec(name=name, metric=metric)], byte_tokenizer())
+
+
+def test_metrics_that_only_code_knows_are_left_to_the_run() -> None:
+    check_tasks([TaskSpec(name="truthfulqa_gen", metric="anything")], byte_tokenizer())
+
+
+def test_tasks_that_can_run_pass_the_check(task_file: Path, tmp_path: Path) -> None:
+    write_mmlu(tmp_path)
+    write_gsm8k(tmp_path)
+    files: list[str | TaskSpec] = [
+        TaskSpec(name="builtin:mmlu", data_dir=str(tmp_path), metric="acc"),
+        TaskSpec(name="builtin:gsm8k", data_dir=str(tmp_path), metric="exact_match"),
+        TaskSpec(name=str(task_file), metric="acc_norm"),
+    ]
+    check_tasks(["paper", "ai2_arc", TaskSpec(name="wikitext", metric="word_perplexity"), *files], byte_tokenizer())
+
+
+def test_tasks_without_the_harness_name_the_extra(monkeypatch: pytest.MonkeyPatch, task_file: Path) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    check_tasks([], byte_tokenizer())
+    with pytest.raises(InvalidInputError, match=r"needs lm_eval; pip install 'swiftkv-platform\[eval\]'"):
+        check_tasks([str(task_file)], byte_tokenizer())
+
+
+def test_a_task_that_is_not_in_the_object_store_is_named() -> None:
+    def fetch(address: str) -> Path:
+        raise DataError(f"data.sources: there is no object at {address!r}", field="data.sources", value=address)
+
+    with pytest.raises(DataError, match=r"^evaluation\.tasks: there is nothing at 's3://bucket/tasks") as caught:
+        check_tasks(["s3://bucket/tasks/own.yaml"], byte_tokenizer(), fetch=fetch)
+    assert caught.value.field == "evaluation.tasks"
+
+
+def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
+    (tmp_path / "pages.jsonl").write_text(json.dumps({"page": "The grass is green."}) + "\n")
+    config = {
+        "task": "pages",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "pages.jsonl"}},
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{page}}",
+        "metric_list": [{"metric": "byte_perplexity"}],
+    }
+    (tmp_path / "pages.yaml").write_text(yaml.safe_dump(config))
+    unnamed, named = str(tmp_path / "pages.yaml"), TaskSpec(name=str(tmp_path / "pages.yaml"), metric="byte_perplexity")
+    with pytest.raises(InvalidInputError, match="no metric of which more is better; name one of byte_perplexity"):
+        check_tasks([unnamed], byte_tokenizer())
+    check_tasks([named], byte_tokenizer())
+
+    (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([named]), batch_size=1)
+
+    assert not score.higher_is_better
+    assert score.drop == pytest.approx(100 * (score.student / score.teacher - 1), abs=1e-5)

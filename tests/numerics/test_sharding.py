@@ -90,10 +90,20 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Outcome]:
         scenario = _scenario(path / f"lazy-{sharding}", sharding, WORKERS, MICRO_BATCH)
         runs[2]["lazy", sharding] = replace(scenario, teacher=str(path / "teacher"))
     for sharding, trainable in product(("ddp", "fsdp2", "zero3"), ("tail", "all")):
-        runs[2][trainable, sharding] = replace(
-            scenario := _scenario(path / f"{trainable}-{sharding}", sharding, WORKERS, MICRO_BATCH),
-            spec=scenario.spec | {"distillation": {"trainable": trainable}},
+        scenario = _scenario(path / f"{trainable}-{sharding}", sharding, WORKERS, MICRO_BATCH)
+        scenario = replace(scenario, spec=scenario.spec | {"distillation": {"trainable": trainable}})
+        runs[2][trainable, sharding] = scenario
+        for after in {"ddp": ["zero3"], "zero3": ["ddp", "fsdp2"], "fsdp2": []}[sharding] if trainable == "all" else []:
+            key = f"{checkpoints_prefix('j', 1)}/step-{MIDDLE:08d}*"
+            spec = scenario.spec | {"sharding": SHARDINGS[after]}
+            attempt = 2 + list(SHARDINGS).index(after)
+            runs[2]["all", sharding, after] = replace(scenario, spec=spec, attempt=attempt, resume_from=key)
+        runs[2]["qwen3", trainable, sharding] = replace(
+            scenario, store=str(path / f"qwen3-{trainable}-{sharding}"), family="qwen3"
         )
+    for sharding in ("ddp", "fsdp2"):
+        scenario = _scenario(path / f"qwen3-qkv-{sharding}", sharding, WORKERS, MICRO_BATCH)
+        runs[2]["qwen3", "qkv", sharding] = replace(scenario, family="qwen3")
     for sharding, again in product(("ddp", "fsdp2"), (False, True)):
         scenario = _scenario(path / f"muon-{sharding}", sharding, WORKERS, MICRO_BATCH)
         if again:
@@ -183,6 +193,21 @@ def test_whole_layers_train_sharded(outcomes: dict[Any, Outcome], trainable: str
     assert any("mlp" in name for name in sharded.trained)
     assert any(name.startswith("model.layers.0.") for name in sharded.trained) == (trainable == "all")
     assert sharded.frozen_changed == []
+
+
+@pytest.mark.parametrize(("began", "after"), [("ddp", "zero3"), ("zero3", "ddp"), ("zero3", "fsdp2")])
+def test_another_strategy_takes_over_the_training_of_all_layers(
+    outcomes: dict[Any, Outcome], began: str, after: str
+) -> None:
+    whole = outcomes["all", began]
+
+    _assert_same_losses(outcomes["all", began, after], Outcome(whole.steps[MIDDLE:], whole.trained, []))
+
+
+@pytest.mark.parametrize(("trainable", "sharding"), [("qkv", "fsdp2"), *product(("tail", "all"), ("fsdp2", "zero3"))])
+def test_heads_that_are_normalised_train_sharded(outcomes: dict[Any, Outcome], trainable: str, sharding: str) -> None:
+    """A leader's norm of keys runs before its layer, and in the teacher's."""
+    _assert_same_losses(outcomes["qwen3", trainable, sharding], outcomes["qwen3", trainable, "ddp"])
 
 
 def test_muon_trains_sharded_matrices(outcomes: dict[Any, Outcome]) -> None:

@@ -66,23 +66,57 @@ def test_a_student_is_measured_against_its_teacher_mode(student: Path, corpus: P
     assert "<svg" in page.read_text()
 
 
-def test_an_artifact_brings_its_text_and_limits(student: Path, corpus: Path, tmp_path: Path) -> None:
-    artifact = tmp_path / "artifact"
-    artifact.mkdir()
+def _artifact(student: Path, directory: Path, data: dict[str, Any]) -> Path:
+    """The student as a job's artifact."""
+    directory.mkdir()
     for file in student.iterdir():
-        (artifact / file.name).hardlink_to(file)
-    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2}
+        (directory / file.name).hardlink_to(file)
     spec = {"name": "n", "data": data, "evaluation": {"max_kl": 1e-9, "continuations": 0}}
     manifest = Manifest(kind="artifact", files={}, created_at=0.0, lineage={"spec": spec})
-    (artifact / MANIFEST).write_text(manifest.model_dump_json())
+    (directory / MANIFEST).write_text(manifest.model_dump_json())
+    return directory
 
-    result = run(artifact)
+
+def test_an_artifact_brings_its_text_and_limits(student: Path, corpus: Path, tmp_path: Path) -> None:
+    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2}
+
+    result = run(_artifact(student, tmp_path / "artifact", data))
 
     assert result.exit_code == 1
     assert "evaluation.max_kl 1e-09:" in result.output
     assert "failed" in result.output
     assert "perplexity" in result.output
     assert "continuations" not in result.output
+
+
+def test_rows_are_no_longer_than_the_models_context(student: Path, corpus: Path, tmp_path: Path) -> None:
+    """As the job's were, whose `max_length` is 8,192 by default."""
+    config = json.loads((student / "config.json").read_text())
+    whole = _artifact(student, tmp_path / "whole", {"sources": [{"name_or_path": str(corpus)}]})
+    fitting = {"sources": [{"name_or_path": str(corpus)}], "max_length": config["max_position_embeddings"]}
+    figures = [
+        json.loads(run(path, "--json").output)["distilled"]
+        for path in (whole, _artifact(student, tmp_path / "fitting", fitting))
+    ]
+    assert figures[0] == figures[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("complete", "name text to measure on with --data"), ("exported", "has no teacher to measure against")],
+)
+def test_what_a_job_does_not_keep_is_said(
+    student: Path, corpus: Path, tmp_path: Path, field: str, message: str
+) -> None:
+    source: dict[str, Any] = {"name_or_path": str(corpus)} | ({"complete": {}} if field == "complete" else {})
+    artifact = _artifact(student, tmp_path / "artifact", {"sources": [source]})
+    if field == "exported":
+        config = json.loads((artifact / "config.json").read_text())
+        (artifact / "config.json").unlink()
+        (artifact / "config.json").write_text(json.dumps(config | {"swiftkv_teacher_weights": False}))
+    result = run(artifact)
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

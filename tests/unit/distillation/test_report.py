@@ -33,7 +33,7 @@ def report(kl: float = 0.25, *, tasks: tuple[TaskScore, ...] = (), **limits: Any
     return Report.build(EvaluationSpec(**limits), distilled=totals(kl), cost=COST, tasks=tasks)
 
 
-def score(teacher: float, student: float) -> TaskScore:
+def score(teacher: float, student: float, *, higher_is_better: bool = True) -> TaskScore:
     return TaskScore(
         task="trivia",
         metric="acc",
@@ -44,6 +44,7 @@ def score(teacher: float, student: float) -> TaskScore:
         student=student,
         teacher_stderr=0.05,
         student_stderr=None,
+        higher_is_better=higher_is_better,
     )
 
 
@@ -131,6 +132,34 @@ def test_points_lost_on_a_task_fail_the_gate_unless_it_is_off() -> None:
     report(tasks=lost, max_drop=2.5).check_gates()
     report(tasks=lost, max_drop=None).check_gates()
     report(tasks=(score(0.48, 0.50),), max_drop=0.0).check_gates()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "higher_is_better", "lost"),
+    [
+        (0.50, 0.49, True, 1.0),
+        (0.0, 0.01, True, -1.0),
+        (40.0, 39.0, True, 2.5),
+        (-2.0, -2.1, True, 5.0),
+        (4.0, 160.0, False, 3900.0),
+        (10.0, 9.0, False, -10.0),
+        (0.2, 0.21, False, 5.0),
+        (0.0, 0.02, False, 2.0),
+        (4.0, math.inf, False, math.inf),
+    ],
+)
+def test_what_is_lost_is_points_of_shares_and_percent_of_other_scores(
+    teacher: float, student: float, higher_is_better: bool, lost: float
+) -> None:
+    scored = score(teacher, student, higher_is_better=higher_is_better)
+    assert scored.drop == lost
+    (gate,) = report(tasks=(scored,)).gates
+    assert gate.passed == (lost <= 1.0)
+
+
+def test_a_score_that_is_no_number_passes_no_gate() -> None:
+    (gate,) = report(tasks=(score(math.inf, math.inf, higher_is_better=False),)).gates
+    assert not gate.passed
 
 
 def test_every_failed_gate_is_named() -> None:

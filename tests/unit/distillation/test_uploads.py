@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from swiftkv_platform.attempts import ManifestFile
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.uploads import Progress, Retries, Uploader
-from swiftkv_platform.errors import StorageError
+from swiftkv_platform.distillation.wishes import Wish
+from swiftkv_platform.errors import LossNotFiniteError, StorageError
+from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import group_of_one
 
 AT_ONCE = Retries(tries=3, first_wait_s=0.0)
@@ -47,8 +51,8 @@ class Store:
     def failed(self, name: str, progress: Progress, error: StorageError) -> None:
         self.lost.append(name)
 
-    def newest(self) -> str | None:
-        return self.committed[-1] if self.committed else None
+    def candidates(self) -> list[str]:
+        return self.committed[::-1]
 
     def fetch(self, key: str, directory: Path) -> None:
         raise NotImplementedError
@@ -116,3 +120,72 @@ def test_a_defect_is_no_failure_of_the_store(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="away"):
         uploader.finish()
+
+
+class _Alone:
+    """The parts of a trainer that are not its checkpoints: one worker, which computes nothing and is told nothing."""
+
+    def agree(self, wish: int) -> int:
+        return wish
+
+    def on_start(self, progress: Progress) -> None: ...
+
+    def on_step(self, metrics: StepMetrics) -> None: ...
+
+    def wish(self) -> Wish:
+        return Wish.NONE
+
+
+class _Checkpointer:
+    """Saves a file after every step."""
+
+    def __init__(self, store: Store, tmp_path: Path) -> None:
+        self._tmp_path = tmp_path
+        self._uploader = Uploader(store, AT_ONCE)
+        self.finish = self._uploader.finish
+
+    def restore(self) -> Progress:
+        return Progress()
+
+    def save(self, progress: Progress) -> None:
+        name = f"step-{progress.step}"
+        self._uploader.start(staged(self._tmp_path, name), name, progress)
+
+
+class _Trainer(Trainer):
+    """Its loss is finite until the last step."""
+
+    def __init__(self, store: Store, tmp_path: Path, *, diverges: bool) -> None:
+        spec = JobSpec.model_validate(
+            {
+                "name": "n",
+                "model": {"name_or_path": "m"},
+                "data": {"sources": [{"name_or_path": "d"}]},
+                "checkpoint": {"every_steps": 1},
+            }
+        )
+        alone, checkpointer = cast("Any", _Alone()), cast("Any", _Checkpointer(store, tmp_path))
+        super().__init__(alone, cast("Any", ()), checkpointer, spec, total_steps=2, listener=alone)
+        self._diverges = diverges
+
+    def train_step(self, progress: Progress) -> StepMetrics:
+        if self._diverges and progress.step == 1:
+            raise LossNotFiniteError("step 2: loss nan")
+        return StepMetrics(progress.step + 1, 1, {}, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, world_size=1)
+
+
+@pytest.mark.parametrize("error", [StorageError, ValueError])
+def test_why_training_ended_counts_more_than_a_checkpoint_that_cannot_be_stored(
+    error: type[Exception], tmp_path: Path
+) -> None:
+    with pytest.raises(LossNotFiniteError, match="loss nan") as caught:
+        _Trainer(Store(failures=3, error=error), tmp_path, diverges=True).run()
+
+    assert caught.value.__notes__ == ["The last checkpoint is not stored: away"]
+
+
+def test_a_run_that_ends_well_needs_its_last_checkpoint(tmp_path: Path) -> None:
+    store = Store(failures=6)
+    with pytest.raises(StorageError, match="away"):
+        _Trainer(store, tmp_path, diverges=False).run()
+    assert store.lost == ["step-1", "step-2"]

@@ -11,6 +11,7 @@ from swiftkv_platform.attempts import AttemptRequest, Manifest, checkpoints_pref
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
+from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
 PREFIX = checkpoints_prefix("job", 2)
@@ -46,6 +47,32 @@ def test_an_attempt_begins_with_what_it_is_told(store: ObjectStore, shard: Path)
     _save(checkpoints, shard, "step-00000009-w2-b", 9)
 
     assert checkpoints.newest() == f"{PREFIX}/step-00000009-w2-b"
+
+
+def _earlier(store: ObjectStore, shard: Path, *steps: int) -> list[str]:
+    """Checkpoints of the attempt before: their keys."""
+    request = AttemptRequest(job_id="job", attempt=1, spec=JobSpec(name="n"), run_id="run")
+    first, names = AttemptCheckpoints(store, request, keep=9), [f"step-{step:08d}-w2-e" for step in steps]
+    for name, step in zip(names, steps, strict=True):
+        _save(first, shard, name, step)
+    return [f"{checkpoints_prefix('job', 1)}/{name}" for name in names]
+
+
+def test_what_to_go_on_from_is_newest_first_and_never_newer_than_told(store: ObjectStore, shard: Path) -> None:
+    three, six, _nine = _earlier(store, shard, 3, 6, 9)
+    checkpoints = _checkpoints(store, resume_from=six)
+    assert checkpoints.candidates() == [six, three]
+    _save(checkpoints, shard, "step-00000008-w2-b", 8)
+    assert checkpoints.candidates() == [f"{PREFIX}/step-00000008-w2-b", six, three]
+
+
+def test_an_attempt_that_another_has_superseded_deletes_nothing(store: ObjectStore, shard: Path) -> None:
+    checkpoints = _checkpoints(store, keep=1)
+    _save(checkpoints, shard, "step-00000003-w2-a", 3)
+    later = AttemptRequest(job_id="job", attempt=3, spec=JobSpec(name="n"), run_id="run")
+    AttemptStore(store).write_request(later)
+    _save(checkpoints, shard, "step-00000006-w2-a", 6)
+    assert store.list_directories(PREFIX) == ["step-00000003-w2-a", "step-00000006-w2-a"]
 
 
 def test_an_unfinished_checkpoint_is_not_seen(store: ObjectStore, shard: Path) -> None:

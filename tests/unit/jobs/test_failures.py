@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 
 import pytest
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayTaskError
 from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
 from jobs.failures import Failure, explain, root_cause
 from swiftkv_platform.errors import DataError, LossNotFiniteError, QualityGateError, StorageError, SwiftKVError
@@ -17,6 +20,28 @@ def _from_task(error: Exception) -> Exception:
     raised = RayTaskError("prepare", "traceback", error).as_instanceof_cause()
     assert isinstance(raised, Exception)
     return raised
+
+
+def _group(*failures: Exception) -> WorkerGroupError:
+    """The failures of ranks 0, 1, ..., as a driver gets them from Ray Train."""
+    workers = {rank: WorkerStatus(running=False, error=failure) for rank, failure in enumerate(failures)}
+    group = pickle.loads(pickle.dumps(WorkerGroupPollStatus(workers).get_worker_group_error()))
+    assert isinstance(group, WorkerGroupError)
+    return group
+
+
+def _raised(error: BaseException, traceback: str = "Traceback") -> Exception:
+    """By the training function of a worker."""
+    failure = UserExceptionWithTraceback(error, traceback_str=traceback)
+    assert isinstance(failure, Exception)
+    return failure
+
+
+def _died(error: Exception) -> Exception:
+    """What Ray Train makes of a worker that it cannot ask any more."""
+    failure = WorkerHealthCheckFailedError("A worker health check failed.\nWorker info: ...", error)
+    assert isinstance(failure, Exception)
+    return failure
 
 
 @pytest.mark.parametrize(
@@ -58,7 +83,7 @@ def test_a_lost_worker_is_worth_another_try(failures: dict[int, Exception], code
 def test_a_batch_that_does_not_fit_the_device_is_not() -> None:
     import torch
 
-    causes = [torch.OutOfMemoryError("CUDA out of memory")]
+    causes: list[Exception] = [torch.OutOfMemoryError("CUDA out of memory")]
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
     causes.append(caught.value)
@@ -67,6 +92,61 @@ def test_a_batch_that_does_not_fit_the_device_is_not() -> None:
         failure = explain(WorkerGroupError("workers failed", {0: cause}))
         assert (failure.code, failure.field, failure.retryable) == ("out_of_memory", "training.micro_batch_size", False)
         assert "training.gradient_checkpointing" in failure.message
+
+
+def test_ray_s_killing_of_a_worker_for_memory_is_seen_through_the_failed_health_check() -> None:
+    peer = _raised(RuntimeError("Connection closed by peer"))
+    failure = explain(_group(peer, _died(OutOfMemoryError("Task was killed due to the node running low on memory."))))
+
+    assert (failure.code, failure.retryable) == ("out_of_memory", True)
+    assert failure.message.endswith("Task was killed due to the node running low on memory.")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError("Unable to allocate 3 GiB"), "Unable to allocate 3 GiB"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might come late"), "CUDA error: out of memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+        (RuntimeError("of a convolution\ncuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "CUDNN_STATUS_ALLOC_FAILED"),
+    ],
+)
+def test_memory_that_torch_s_own_error_does_not_cover_is_memory_too(error: Exception, line: str) -> None:
+    failure = explain(_group(_raised(error)))
+
+    assert (failure.code, failure.field, failure.retryable) == ("out_of_memory", "training.micro_batch_size", False)
+    assert failure.message.endswith(line)
+
+
+def test_a_lost_worker_is_told_by_how_it_died() -> None:
+    death = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
+    actor = RayActorError(error_msg=f"{RayActorError.BASE_ERROR_MSG}\n\tclass_name: RayTrainWorker\n{death}\n")
+    peer = _raised(RuntimeError("Connection closed by peer"))
+
+    expected = Failure("worker_lost", f"workers were lost again and again: {death}")
+    assert explain(_group(peer, _died(actor))) == expected
+    unexplained = explain(_group(peer, _died(ActorDiedError())))
+    assert unexplained.message.endswith(": The actor died unexpectedly before finishing this task.")
+
+
+def test_workers_that_none_of_ray_s_errors_explain_are_told_by_the_first_of_them() -> None:
+    failure = explain(_group(_raised(RuntimeError("NCCL error in: init.cpp\nncclSystemError"))))
+    assert failure == Failure("worker_lost", "workers were lost again and again: NCCL error in: init.cpp")
+
+
+def test_a_full_disk_is_named_wherever_it_was_met() -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    full = OSError(errno.ENOSPC, "No space left on device", "/tmp/checkpoint-x/__0_0.distcp")
+    for error in (
+        _from_task(full),
+        _group(_raised(full)),
+        _group(_raised(CheckpointException("save", {0: (full, None)}))),  # type: ignore[dict-item]  # as from elsewhere
+        _group(_raised(RuntimeError("writing failed"), traceback=f"OSError: {full}\nRuntimeError: writing failed")),
+    ):
+        failure = explain(error)
+        assert (failure.code, failure.retryable) == ("worker_lost", True)
+        assert failure.message.endswith("No space left on device: '/tmp/checkpoint-x/__0_0.distcp'")
 
 
 def test_a_controller_that_cannot_start_workers_is_seen_through() -> None:

@@ -241,6 +241,7 @@ def test_the_gate_keeps_a_bad_student_from_being_published(
         ),
         ({"model": {"name_or_path": "/nowhere"}}, ModelError, "model.name_or_path"),
         ({"data": {"sources": [{"name_or_path": "/nowhere.jsonl"}]}}, DataError, "data.sources[0].name_or_path"),
+        ({"evaluation": {"tasks": ["builtin:gsm8k"]}}, InvalidInputError, "evaluation.tasks"),
     ],
 )
 def test_bad_input_shows_before_any_worker_starts(

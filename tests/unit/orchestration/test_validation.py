@@ -241,3 +241,52 @@ def test_plain_text_needs_no_columns(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("x = 1\n")
     check_data(str(tmp_path))
     check_data("builtin:python-stdlib")
+
+
+@pytest.fixture
+def gsm8k(tmp_path: Path) -> Path:
+    """A directory with the files of `builtin:gsm8k`."""
+    directory = tmp_path / "gsm8k"
+    directory.mkdir()
+    for split in ("train", "test"):
+        (directory / f"gsm8k_{split}.jsonl").write_text("{}\n")
+    return directory
+
+
+def check_tasks(*tasks: Any) -> None:
+    check(model={"name_or_path": "org/model"}, evaluation={"tasks": tasks})
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "field", "complaint"),
+    [
+        ("builtin:gsm9", InvalidInputError, "", "the built-in tasks are builtin:gsm8k and builtin:mmlu"),
+        ("builtin:mmlu", InvalidInputError, ".data_dir", r"a directory that holds test/\*_test.csv and dev/"),
+        ("/nowhere/task.yaml", InvalidInputError, "", "no such file"),
+        ({"name": "{here}"}, InvalidInputError, "", "no such file"),
+        ({"name": "builtin:gsm8k", "data_dir": "/nowhere"}, DataError, ".data_dir", "no such directory"),
+        ({"name": "builtin:mmlu", "data_dir": "{gsm8k}"}, DataError, ".data_dir", r"holds no test/\*_test.csv"),
+        ({"name": "{file}", "data_dir": "/nowhere"}, DataError, ".data_dir", "no such directory"),
+    ],
+)
+def test_a_task_that_is_not_there_is_refused(
+    gsm8k: Path, tmp_path: Path, task: Any, error: type[InvalidInputError], field: str, complaint: str
+) -> None:
+    file, directory = tmp_path / "task.yaml", tmp_path / "directory.yaml"
+    file.write_text("task: own\n")
+    directory.mkdir()
+    places = {"{gsm8k}": str(gsm8k), "{file}": str(file), "{here}": str(directory)}
+    named = {key: places.get(value, value) for key, value in task.items()} if isinstance(task, dict) else task
+    with pytest.raises(error, match=complaint) as caught:
+        check_tasks("winogrande", named)
+    assert caught.value.field == f"evaluation.tasks[1]{field}"
+
+
+def test_tasks_that_are_there_or_elsewhere_are_accepted(gsm8k: Path, tmp_path: Path) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text("task: own\n")
+    builtin, remote = (
+        {"name": "builtin:gsm8k", "data_dir": str(gsm8k)},
+        {"name": "builtin:mmlu", "data_dir": "s3://b/m"},
+    )
+    check_tasks("paper", "no_name_of_the_harness_is_known_here", str(file), "s3://bucket/task.yaml", builtin, remote)

@@ -143,6 +143,13 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
     assert "&lt;script&gt;" in html
 
 
+def test_a_perplexity_that_grows_is_lost() -> None:
+    (task,) = report()["tasks"]
+    changes = {"metric": "word_perplexity", "teacher": 10.0, "student": 10.2, "higher_is_better": False}
+    text = "".join(read(evaluation_page(report(tasks=[task | changes]), LINEAGE, POINTS)).text)
+    assert "+2.00" in text
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     bare = report(
         rewired=None, calibrated=None, continuations=None, exit_head=None, tasks=[], gates=[], tokens_trained=None

@@ -1,0 +1,57 @@
+"""Whether tasks that a job is measured on can be what they are called. Knows names and files, no harness.
+
+Names of the harness and what files say are left to the worker, which looks before it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.specs import TaskSpec
+from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
+
+_S3 = "s3://"
+
+
+def check_tasks(tasks: Sequence[str | TaskSpec]) -> None:
+    """Refuse the first task that cannot be run, naming its field.
+
+    Raises:
+        InvalidInputError: an unknown built-in task, one without `data_dir`, or a task's file that is not there.
+        DataError: `data_dir` is not there, or lacks the files of a built-in task.
+    """
+    for index, task in enumerate(tasks):
+        _check_task(TaskSpec(name=task) if isinstance(task, str) else task, f"evaluation.tasks[{index}]")
+
+
+def _check_task(task: TaskSpec, field: str) -> None:
+    name, is_builtin = task.name, task.name.startswith("builtin:")
+    if is_builtin and name not in BUILTIN_TASKS:
+        known = " and ".join(BUILTIN_TASKS)
+        raise InvalidInputError(f"{field} is {name!r}; the built-in tasks are {known}", field=field, value=name)
+    if is_builtin and task.data_dir is None:
+        wanted = " and ".join(BUILTIN_TASKS[name])
+        raise InvalidInputError(
+            f"{field} is {name!r} without data_dir; a directory that holds {wanted} would do",
+            field=f"{field}.data_dir",
+            value=None,
+        )
+    if task.names_file and not name.startswith(_S3) and not Path(name).expanduser().is_file():
+        raise InvalidInputError(
+            f"{field} is {name!r}: no such file; a task's .yaml file, or a name that the harness knows, would do",
+            field=field,
+            value=name,
+        )
+    if (is_builtin or task.names_file) and task.data_dir is not None and not task.data_dir.startswith(_S3):
+        _check_data(task.data_dir, BUILTIN_TASKS.get(name, ()), f"{field}.data_dir")
+
+
+def _check_data(data_dir: str, patterns: Sequence[str], field: str) -> None:
+    directory = Path(data_dir).expanduser()
+    if not directory.is_dir():
+        raise DataError(f"{field} is {data_dir!r}: no such directory", field=field, value=data_dir)
+    missing = [pattern for pattern in patterns if not any(directory.glob(pattern))]
+    if missing:
+        raise DataError(f"{field} is {data_dir!r}: it holds no {missing[0]}", field=field, value=data_dir)

@@ -30,6 +30,7 @@ PLAIN_TEMPLATE = (
 """For tokenizers without a chat template."""
 
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TELLS_NONE = re.compile(r"\bis\s+(not\s+)?none\b", re.IGNORECASE)
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _TEMPLATE_DATE = datetime(2024, 7, 26)  # a day, nowhere
 """Templates print today's date, and data must not change overnight; this is the default of Llama 3's."""
@@ -124,6 +125,9 @@ class ChatRenderer:
                 "conversations; a tokenizer with a default one would do",
                 field="model.name_or_path",
             )
+        messages = conversation.messages
+        if not _TELLS_NONE.search(self.template):  # it would print a call without words as "None"
+            messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -131,7 +135,7 @@ class ChatRenderer:
         render = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
         try:
             texts, spans = render(
-                conversations=[conversation.messages],
+                conversations=[messages],
                 tools=conversation.tools,
                 chat_template=self.template,
                 return_assistant_tokens_mask=with_spans,

@@ -12,7 +12,7 @@ from swiftkv_platform.errors import DataError
 
 Row = dict[str, Any]
 Message = dict[str, Any]
-"""`role` and `content` (str), and whatever else a chat template may read, such as `tool_calls`."""
+"""`role`, `content` (str; None of a call without words) and whatever else a chat template may read, as `tool_calls`."""
 
 
 class RowError(ValueError):
@@ -153,10 +153,9 @@ def _messages(turns: Any, what: str, roles: dict[str, str] | None = None) -> lis
             accepted = "a string" if roles is None else ", ".join(roles)
             raise RowError(f"a message has the role {role!r}; {accepted} would do")
         others = _without_nulls({key: value for key, value in turn.items() if key not in {role_key, content_key}})
-        # Templates tell a call without words from an empty answer.
-        is_call = turn.get(content_key) is None and others.get("tool_calls")
-        content = None if is_call else _message_text(turn.get(content_key))
-        messages.append({"role": roles[role] if roles else role, "content": content, **others})
+        content = _message_text(turn.get(content_key))
+        wordless = not content and others.get("tool_calls")
+        messages.append({"role": roles[role] if roles else role, "content": None if wordless else content, **others})
     return messages
 
 

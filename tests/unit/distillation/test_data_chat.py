@@ -121,6 +121,14 @@ def test_a_turn_is_found_whatever_the_template_makes_of_it(
     assert assistant_parts(template, Conversation(messages)) == expected
 
 
+def test_only_a_template_that_asks_for_it_sees_that_a_call_has_no_words() -> None:
+    call = Conversation([ASK, CALL])
+    asks = "{% for m in messages %}{% if m.content is none %}<call>{% endif %}{{ m.content }}|{% endfor %}"
+    plain = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    rendered = [ChatRenderer.for_tokenizer(byte_tokenizer(chat_template=t)).render(call) for t in (asks, plain)]
+    assert rendered == ["Sum?|<call>None|", "Sum?||"]
+
+
 def test_a_template_reads_the_functions_that_may_be_called() -> None:
     tools = [{"name": "add"}]
     with_tools = "{{ tools[0].name }}: {{ messages[0].content }}"

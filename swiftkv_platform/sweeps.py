@@ -28,6 +28,12 @@ class Trial:
     """A job of its own, without a sweep."""
 
 
+def _short(value: float) -> str:
+    """As few digits as tell it from any other number."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
+
+
 def expand(spec: JobSpec) -> tuple[Trial, ...]:
     """Every combination, the largest l and the smallest g first; of a job without a sweep the job itself."""
     if spec.sweep is None:
@@ -46,7 +52,7 @@ def expand(spec: JobSpec) -> tuple[Trial, ...]:
             swiftkv |= {"key_value_group_size": group}
         optimizer = {} if rate is None else {"learning_rate": rate}
         parts = [("l", layers), ("g", group), ("lr", rate)]
-        name = "-".join(f"{prefix}{value:g}" for prefix, value in parts if value is not None)
+        name = "-".join(f"{prefix}{_short(value)}" for prefix, value in parts if value is not None)
         trial = spec.model_copy(
             update={
                 "name": f"{spec.name[: 99 - len(name)]}-{name}",

@@ -203,6 +203,8 @@ def _no_model(name: str) -> InvalidInputError:
 
 # Comparing
 
+_STUDENT = ".student"
+"""Ends the name of a student's score on a task."""
 _BETTER: Mapping[str, Literal["lower", "higher"]] = {
     "distilled.perplexity": "lower",
     "distilled.kl": "lower",
@@ -250,17 +252,21 @@ def compare(a: Model, b: Model) -> Comparison:
 
 
 def _figure(name: str, a: Model, b: Model) -> Figure:
-    first, second = (_number(_flat(model.metrics).get(name)) for model in (a, b))
+    figures = _flat(a.metrics)
+    first, second = _number(figures.get(name)), _number(_flat(b.metrics).get(name))
+    less_is_better = (
+        _BETTER.get(name) == "lower" or figures.get(f"{name.removesuffix(_STUDENT)}.higher_is_better") is False
+    )
     better: Literal["a", "b"] | None = None
     if first is not None and second is not None and first != second:
-        better = "a" if (first < second) == (_BETTER.get(name, "higher") == "lower") else "b"
+        better = "a" if (first < second) == less_is_better else "b"
     return Figure(name, first, second, better)
 
 
 def _task_scores(a: Model, b: Model) -> list[str]:
     """Scores of tasks that both have answered."""
     flat = [_flat(model.metrics) for model in (a, b)]
-    return sorted(name for name in flat[0].keys() & flat[1].keys() if name.endswith(".student"))
+    return sorted(name for name in flat[0].keys() & flat[1].keys() if name.endswith(_STUDENT))
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def frontier_chart(points: Sequence[Mapping[str, Any]]) -> Figure:
     frontier = sorted((p["prefill_flops_ratio"], p["kl"]) for p in points if p["on_frontier"])
     axes.plot(*zip(*frontier, strict=True), color=_INK, linewidth=1.0, linestyle="--", label="frontier", zorder=1)
     groups = sorted({p["key_value_group_size"] for p in points})
-    for colour, marker, group in zip(_PALETTE, "os^Dv*", groups, strict=False):
+    for colour, marker, group in zip(cycle(_PALETTE), cycle("os^Dv*P"), groups, strict=False):
         members = [p for p in points if p["key_value_group_size"] == group]
         axes.scatter(
             [p["prefill_flops_ratio"] for p in members],

@@ -34,6 +34,11 @@ def test_trials_are_every_combination_and_differ_in_nothing_else() -> None:
     assert last.data == job.data
 
 
+def test_values_that_differ_late_have_names_of_their_own() -> None:
+    trials = expand(spec({"learning_rate": [0.00123456789, 0.00123457]}))
+    assert [trial.name for trial in trials] == ["lr0.00123456789", "lr0.00123457"]
+
+
 def test_what_is_not_swept_stays() -> None:
     trials = expand(spec({"learning_rate": [3e-4, 1e-3]}, swiftkv={"prefill_reduction": 0.25}))
     assert [trial.name for trial in trials] == ["lr0.0003", "lr0.001"]

@@ -41,5 +41,8 @@ def test_figures_say_which_is_better_and_lineage_whether_that_counts() -> None:
     assert figures["kv_bytes_ratio"].better == "b"
     assert figures["tasks.mmlu.student"] == Figure("tasks.mmlu.student", 60.0, 61.0, "b")
     assert figures["distilled.perplexity"] == Figure("distilled.perplexity", None, None, None)
+    less = {"task": "wikitext", "student": 9.0, "higher_is_better": False}
+    perplexities = compare(model({"tasks": [less]}), model({"tasks": [less | {"student": 8.0}]})).figures
+    assert perplexities[-1] == Figure("tasks.wikitext.student", 9.0, 8.0, "b")
     assert found.differences == {"data_fingerprint": ("x", "y")}
     assert found.spec_differences == {"swiftkv.key_value_group_size": (2, 4)}

@@ -56,7 +56,7 @@ class EvaluationSpec(Spec):
 
     max_tokens: Annotated[int, Field(ge=64)] = 65536
     """Held-out tokens measured."""
-    tasks: tuple[str | TaskSpec, ...] = ()
+    tasks: tuple[Annotated[str, Field(min_length=1)] | TaskSpec, ...] = ()
     """Tasks of lm-evaluation-harness; a string is a task's `name`."""
     task_limit: Annotated[int, Field(ge=1)] | None = None
     """Samples of each task, the first ones; default: all."""

@@ -17,7 +17,7 @@ from tests.integration.conftest import wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-JOB, STEPS, LONG = "job_1", 3, 1000
+JOB, STEPS, LONG = "job_1", 3, 500
 
 
 def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:

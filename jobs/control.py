@@ -17,7 +17,8 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
-_INTERVAL_S = 1.0
+LOOK_INTERVAL_S = 1.0
+"""Between looks for what is wanted."""
 _told_to_leave = threading.Event()
 """Of this process, a worker."""
 
@@ -37,7 +38,7 @@ def look(store: ObjectStore, request: AttemptRequest) -> Wish:
 class ControlWatcher:
     """Looks for control objects of an attempt, on a thread of its own, so that no step waits for the store."""
 
-    def __init__(self, store: ObjectStore, request: AttemptRequest, *, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(self, store: ObjectStore, request: AttemptRequest, *, interval_s: float = LOOK_INTERVAL_S) -> None:
         self._store = store
         self._request = request
         self._interval_s = interval_s

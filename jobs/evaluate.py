@@ -21,7 +21,7 @@ from jobs.tracking import TrackedRun
 from swiftkv_platform.attempts import AttemptRequest, Manifest, artifact_prefix, attempt_prefix
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import load_trained
-from swiftkv_platform.distillation.harness import resolve_tasks
+from swiftkv_platform.distillation.harness_tasks import resolve_tasks
 from swiftkv_platform.distillation.report import Report
 from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.specs import JobSpec

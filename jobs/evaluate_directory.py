@@ -18,7 +18,7 @@ from jobs.measure import measure_student
 from jobs.sources import StoreFiles, fetch_data
 from swiftkv_platform.attempts import MANIFEST, Manifest
 from swiftkv_platform.distillation.data import prepare_data
-from swiftkv_platform.distillation.harness import resolve_tasks
+from swiftkv_platform.distillation.harness_tasks import resolve_tasks
 from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.report import Report
 from swiftkv_platform.errors import DataError, ModelError

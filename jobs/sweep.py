@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import ray
 
-from jobs.control import checkpoint_on_sigterm, look
+from jobs.control import LOOK_INTERVAL_S, checkpoint_on_sigterm, look
 from jobs.events import Reporter
 from jobs.failures import explain, root_cause
 from jobs.following import following
@@ -26,8 +26,6 @@ from swiftkv_platform.reports.sweep import sweep_page
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
 from swiftkv_platform.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
-
-_LOOK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ def _run_trials(
             while waiting and wish not in STOPPED and len(running) < sweep.max_concurrent:
                 trial = waiting.pop(0)
                 running[task.remote(request, store.uri, trial)] = trial
-            done, _ = ray.wait(list(running), timeout=_LOOK_INTERVAL_S)
+            done, _ = ray.wait(list(running), timeout=LOOK_INTERVAL_S)
             wished, wish = wish, max(wish, look(store, request))
             for trial in running.values() if wish is not wished else ():
                 _pass_on(wish, AttemptStore(_trial_store(store, request, trial)), request)

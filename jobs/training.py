@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from jobs.control import look
+from jobs.control import LOOK_INTERVAL_S, look
 from jobs.events import Reporter
 from jobs.phases import STOPPED, Plan, StoppedError, WorkerConfig, prepare, task_options, write
 from swiftkv_platform.attempts import AttemptRequest
@@ -20,7 +20,6 @@ from swiftkv_platform.storage.artifacts import read_manifest
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
-_LOOK_INTERVAL_S = 1.0
 _SHARED = "SWIFTKV_SHARED_DIRECTORY"
 """Environment variable: the operator's word that every node mounts the store's directory."""
 
@@ -72,7 +71,7 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
     Raises:
         StoppedError: the attempt is to end first. Another one repeats the task.
     """
-    while not ray.wait([task], timeout=_LOOK_INTERVAL_S)[0]:
+    while not ray.wait([task], timeout=LOOK_INTERVAL_S)[0]:
         wish = look(store, request)
         if wish in STOPPED:
             ray.cancel(task, force=True)

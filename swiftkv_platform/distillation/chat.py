@@ -125,12 +125,12 @@ class ChatRenderer:
                 "conversations; a tokenizer with a default one would do",
                 field="model.name_or_path",
             )
-        messages = conversation.messages
-        if not _TELLS_NONE.search(self.template):  # it would print a call without words as "None"
-            messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        messages = conversation.messages
+        if not _TELLS_NONE.search(self.template):  # it would print a call without words as "None"
+            messages = [{**m, "content": ""} if m["content"] is None else m for m in messages]
         # declared as returning str; what it returns is a text and the marked spans for each conversation
         render = cast("Callable[..., tuple[list[str], list[list[Span]]]]", render_jinja_template)
         try:

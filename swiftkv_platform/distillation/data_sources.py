@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from swiftkv_platform.closed_paths import refuse_shadowed
-from swiftkv_platform.data_layout import data_files, is_hub_layout, is_saved_dataset
+from swiftkv_platform.data_layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.demo.corpus import standard_library_modules
 from swiftkv_platform.distillation.data_files import READERS, FileReader, NumberedRow, Row, reader_for
 from swiftkv_platform.errors import DataError, InvalidInputError, StorageError
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec, looks_like_a_path
 
-_SUFFIXES = ", ".join(READERS)
+_SUFFIXES = ", ".join(SUFFIXES)
 _ROWS_PER_BATCH = 512
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import yaml
 
-from swiftkv_platform.distillation.harness import check_tasks, resolve_tasks, run_tasks, task_manager
+from swiftkv_platform.distillation.harness import check_tasks, run_tasks
+from swiftkv_platform.distillation.harness_tasks import resolve_tasks, task_manager
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
@@ -301,16 +302,10 @@ def test_a_task_that_is_not_in_the_object_store_is_named() -> None:
 
 def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
     (tmp_path / "pages.jsonl").write_text(json.dumps({"page": "The grass is green."}) + "\n")
-    config = {
-        "task": "pages",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": "pages.jsonl"}},
-        "test_split": "test",
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{page}}",
-        "metric_list": [{"metric": "byte_perplexity"}],
-    }
+    changes = {"task": "pages", "dataset_kwargs": {"data_files": {"test": "pages.jsonl"}}}
+    changes |= {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{page}}"}
+    config = TASK | changes | {"metric_list": [{"metric": "byte_perplexity"}]}
+    del config["doc_to_choice"]
     (tmp_path / "pages.yaml").write_text(yaml.safe_dump(config))
     unnamed, named = str(tmp_path / "pages.yaml"), TaskSpec(name=str(tmp_path / "pages.yaml"), metric="byte_perplexity")
     with pytest.raises(InvalidInputError, match="no metric of which more is better; name one of byte_perplexity"):

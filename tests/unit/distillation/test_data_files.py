@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.data_layout import SUFFIXES
 from swiftkv_platform.distillation import data_files
 from swiftkv_platform.distillation.data_files import reader_for
 from swiftkv_platform.errors import DataError
@@ -44,6 +45,10 @@ def test_lines_and_arrays_hold_the_same_rows(tmp_path: Path, content: str) -> No
     path = tmp_path / "rows.json"
     path.write_bytes(content.encode())
     assert read(path) == list(enumerate(ROWS, start=1))
+
+
+def test_every_ending_that_counts_as_data_has_a_reader() -> None:
+    assert set(data_files.READERS) == set(SUFFIXES)
 
 
 def test_blank_lines_are_counted_as_lines_and_not_as_rows(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""Routes of deployments: no tenant takes, shadows or learns of another's, and a proxied prompt never ends in a 5xx."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.database.session import Database
+from tests.fakes.scripted_server import Script, json_answer, serve
+from tests.postgres import emptied
+from tests.security.deployment_planes import DeploymentPlane, at_once, deployment_plane
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else None
+    database = Database(url or emptied(request.getfixturevalue("postgres_url")))
+    database.upgrade()
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def plane(tmp_path: Path, database: Database) -> Iterator[DeploymentPlane]:
+    with deployment_plane(tmp_path, database) as plane:
+        yield plane
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        (None, "/t/acme"),
+        ("/", "/t/acme"),
+        ("/chat", "/t/acme/chat"),
+        ("/t", "/t/acme/t"),
+        ("/t/acme", "/t/acme"),
+        ("/t/acme/chat", "/t/acme/chat"),
+    ],
+)
+def test_a_tenants_routes_live_below_its_own(plane: DeploymentPlane, asked: str | None, given: str) -> None:
+    deployed = plane.deployed("acme", **({} if asked is None else {"route_prefix": asked}))
+    assert (deployed["route_prefix"], deployed["url"]) == (given, f"http://127.0.0.1:8001{given}")
+
+
+def test_no_tenant_deploys_below_anothers(plane: DeploymentPlane) -> None:
+    plane.deployed("acme", route_prefix="/chat")
+    for prefix in ("/t/acme", "/t/acme/chat", "/t/acme/chat/generate", "/t/nobodys/chat"):
+        refused = plane.deploy("other", route_prefix=prefix)
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (403, "route_prefix"), prefix
+    for prefix in ("/t/other/../acme/chat", "/..", "/a/./b"):
+        refused = plane.deploy("other", route_prefix=prefix)
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "route_prefix"), prefix
+    assert plane.deployed("other", route_prefix="/chat/generate")["route_prefix"] == "/t/other/chat/generate"
+    too_long = plane.deploy("other", route_prefix="/" + 199 * "a")
+    assert (too_long.status_code, too_long.json()["errors"][0]["field"]) == (422, "route_prefix")
+
+
+def test_what_lies_outside_is_the_operators_to_give(tmp_path: Path, database: Database) -> None:
+    tenants = "tenants:\n  acme: {route_prefixes: [/, /chat]}\n  rival: {route_prefixes: [/, /chat/generate]}\n"
+    with deployment_plane(tmp_path, database, tenants=tenants) as plane:
+        assert plane.deployed("acme")["route_prefix"] == "/"
+        assert plane.deployed("other")["route_prefix"] == "/t/other"
+        assert plane.deployed("acme", route_prefix="/chat")["route_prefix"] == "/chat"
+        assert plane.deployed("other", route_prefix="/chat")["route_prefix"] == "/t/other/chat"
+        for prefix in ("/", "/chat/generate"):
+            refused = plane.deploy("rival", route_prefix=prefix)
+            assert (refused.status_code, refused.json()["errors"][0]["field"]) == (409, "route_prefix")
+            assert not any(told in refused.text for told in ("dep_", "acme", '"/chat"', "'/chat'")), refused.text
+
+
+@pytest.mark.parametrize("keys", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    "pair", [("/a", "/a/generate"), ("/a", "/a/v1/chat"), ("/", "/v1"), ("/", "/metrics"), ("/", "/health/x")]
+)
+def test_no_deployment_takes_requests_of_another(
+    tmp_path: Path, empty_copy: Database, pair: tuple[str, str], first: int, keys: bool
+) -> None:
+    with deployment_plane(tmp_path, empty_copy, keys=keys) as plane:
+        holder = plane.deployed("default", route_prefix=pair[first])
+        refused = plane.deploy("default", route_prefix=pair[1 - first])
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (409, "route_prefix")
+        assert holder["id"] in refused.text, "its own deployment may be named"
+        assert plane.deploy("default", route_prefix="/a/b").status_code == 201, "that takes nothing of either"
+
+
+@pytest.fixture
+def empty_copy(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path / 'test.db'}")
+    database.upgrade()
+    yield database
+    database.close()
+
+
+def test_of_many_who_want_a_route_at_once_one_gets_it(plane: DeploymentPlane) -> None:
+    model = plane.model("acme")
+    for prefixes in (["/a"] * 20, ["/b", "/b/generate"] * 10):
+        answers = at_once([functools.partial(plane.deploy, "acme", model, route_prefix=prefix) for prefix in prefixes])
+        assert Counter(answer.status_code for answer in answers) == {201: 1, 409: 19}
+
+
+def test_deployments_from_before_there_were_keys_keep_their_routes(tmp_path: Path, database: Database) -> None:
+    with deployment_plane(tmp_path, database, keys=False) as plane:
+        before = plane.deployed("default", route_prefix="/chat")
+        assert before["route_prefix"] == "/chat"
+    with deployment_plane(tmp_path, database) as plane:
+        path = f"/deployments/{before['id']}"
+        assert plane.ask("default", "GET", path).json()["route_prefix"] == "/chat"
+        changed = plane.ask("default", "PATCH", path, {"max_replicas": 2}).json()
+        assert (changed["route_prefix"], changed["max_replicas"]) == ("/chat", 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ('{"prompt": "x", "temperature": NaN}', "temperature"),
+        ('{"prompt": "x", "top_p": -Infinity}', "top_p"),
+        ('{"prompt": "x", "temperature": 1e999}', "temperature"),
+        ('{"prompt": "a\\ud800b"}', "prompt"),
+        ('{"prompt": "x", "stop": ["a", "\\udfff"]}', "stop[1]"),
+        ('{"prompt": "x", "\\ud800": 1}', None),
+        ('{"prompt": "x", "logit_bias": {"7": NaN}}', "logit_bias.7"),
+        ('{"prompt": ' + 900 * "[" + 900 * "]" + "}", None),
+        ('{"prompt": ' + 100_000 * "[" + 100_000 * "]" + "}", None),
+        ('{"seed": ' + 5000 * "9" + "}", None),
+        ("[1]", None),
+    ],
+)
+def test_a_proxied_prompt_that_no_replica_could_read_is_refused(
+    tmp_path: Path, empty_copy: Database, body: str, field: str | None
+) -> None:
+    script = Script()
+    script.on("POST", "/t/acme/generate", json_answer({"detail": "no prompt"}, 422))
+    with serve(script) as serve_url, deployment_plane(tmp_path, empty_copy, serve_url=serve_url) as plane:
+        deployment = plane.deployed("acme")["id"]
+        headers = {**plane.headers("acme"), "content-type": "application/json"}
+        answer = plane.client.post(f"/deployments/{deployment}/generate", content=body, headers=headers)
+        assert 400 <= answer.status_code < 500, answer.text
+        if field is not None:
+            assert [error["field"] for error in answer.json()["errors"]] == [field]
+            assert script.requests == [], "nothing reaches a replica"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 
@@ -36,17 +37,19 @@ class DeploymentPlane:
     settings: Settings
     client: httpx.Client
 
-    @functools.cached_property
-    def _tokens(self) -> dict[str, str]:
-        return {}
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tokens: dict[str, str] = {}
 
     def headers(self, tenant: str) -> dict[str, str]:
         """A key of the tenant that opens everything; none where the control plane has no keys."""
         path = self.settings.api_keys_file
         if path is None:
             return {}
-        if tenant not in self._tokens:
-            self._tokens[tenant] = create_key(path, name=tenant, tenant=tenant, scopes=frozenset({Scope.ADMIN}))
+        with self._lock:
+            if tenant not in self._tokens:
+                name, scopes = f"{tenant}-{uuid4().hex}", frozenset({Scope.ADMIN})
+                self._tokens[tenant] = create_key(path, name=name, tenant=tenant, scopes=scopes)
         return {"authorization": f"Bearer {self._tokens[tenant]}"}
 
     def ask(
@@ -76,7 +79,7 @@ class DeploymentPlane:
 def deployment_plane(
     directory: Path, database: Database, *, tenants: str | None = None, keys: bool = True, **settings: Any
 ) -> Iterator[DeploymentPlane]:
-    """A control plane on the database, whose reconciler turns once and sleeps.
+    """A control plane on the database, whose loops turn once and sleep, where `settings` do not say otherwise.
 
     Args:
         tenants: what the tenants file says.
@@ -91,10 +94,9 @@ def deployment_plane(
     chosen = Settings(
         home=directory,
         api_keys_file=directory / "keys.json" if keys else None,
-        reconcile_interval_s=1e6,
         requests_per_minute=100_000,
         _env_file=None,
-        **settings,
+        **{"reconcile_interval_s": 1e6, **settings},
     )
     limits = httpx.Limits(max_connections=_THREADS)
     with (

@@ -100,7 +100,8 @@ class DeploymentRequest(BaseModel):
     model: Annotated[str, Field(min_length=1)]
     """`mdl_` id, the `job_` id of a job that succeeded, or an alias: what is promoted to it later is swapped in."""
     route_prefix: Annotated[str, Field(pattern=r"^/([A-Za-z0-9._~-]+(/[A-Za-z0-9._~-]+)*)?$", max_length=200)] = "/"
-    """HTTP path below which it answers; one deployment can hold it."""
+    """HTTP path below which it answers; one deployment can hold it. Where there are API keys it lies below
+    `/t/{tenant}`: `/chat` becomes `/t/acme/chat`, as the answer shows."""
     min_replicas: Annotated[int, Field(ge=0)] = 1
     """0: no replica while nobody asks; the first request then waits for one."""
     max_replicas: Annotated[int, Field(ge=1)] = 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from sqlalchemy import select
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
 
 from swiftkv_platform.database.paging import fetch, unknown_cursor
 from swiftkv_platform.database.session import Database
@@ -22,6 +22,7 @@ from swiftkv_platform.orchestration.ports import (
     Page,
     Slice,
 )
+from swiftkv_platform.orchestration.routes import interferes
 
 _SPEC = TypeAdapter(DeploymentSpec)
 _STATE = TypeAdapter(DeploymentState)
@@ -53,21 +54,20 @@ class SqlCatalog:
             return Slice([read_model(row) for row in rows.items], rows.has_more)
 
     def create_deployment(self, deployment: Deployment) -> Deployment:
-        try:
-            with self._database.writing() as session:
-                session.add(
-                    DeploymentRow(
-                        id=deployment.spec.id,
-                        tenant=deployment.tenant,
-                        created_at=deployment.created_at,
-                        model=deployment.spec.model,
-                        held_route=deployment.spec.route_prefix,
-                        spec=_SPEC.dump_python(deployment.spec, mode="json"),
-                        state=_STATE.dump_python(deployment.state, mode="json"),
-                    )
+        with self._database.writing() as session:
+            self._database.take_turns(session, "routes of deployments")
+            _check_route(session, deployment)
+            session.add(
+                DeploymentRow(
+                    id=deployment.spec.id,
+                    tenant=deployment.tenant,
+                    created_at=deployment.created_at,
+                    model=deployment.spec.model,
+                    held_route=deployment.spec.route_prefix,
+                    spec=_SPEC.dump_python(deployment.spec, mode="json"),
+                    state=_STATE.dump_python(deployment.state, mode="json"),
                 )
-        except IntegrityError as error:
-            raise self._route_taken(deployment.spec.route_prefix) from error
+            )
         return deployment
 
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
@@ -122,14 +122,24 @@ class SqlCatalog:
             if row is not None:
                 session.delete(row)
 
-    def _route_taken(self, route_prefix: str) -> ConflictError:
-        with self._database.reading() as session:
-            holder = session.scalar(select(DeploymentRow.id).where(DeploymentRow.held_route == route_prefix))
-        return ConflictError(
-            f"route_prefix {route_prefix!r} is held by deployment {holder}; delete that one or choose another prefix",
-            field="route_prefix",
-            value=route_prefix,
-        )
+
+def _check_route(session: Session, wanted: Deployment) -> None:
+    """Raises `ConflictError` if a deployment's route interferes; another tenant's is not named."""
+    route_prefix = wanted.spec.route_prefix
+    held = select(DeploymentRow.id, DeploymentRow.tenant, DeploymentRow.held_route)
+    for holder, tenant, held_route in session.execute(held.where(DeploymentRow.held_route.is_not(None))):
+        if not interferes(route_prefix, held_route):
+            continue
+        if tenant != wanted.tenant:
+            why = "it is taken, or part of what it would answer; choose another prefix"
+        elif held_route == route_prefix:
+            why = f"it is held by deployment {holder}; delete that one or choose another prefix"
+        else:
+            why = (
+                f"one of it and deployment {holder} at {held_route!r} would get requests of the other, since the longest "
+                "prefix wins; choose another prefix"
+            )
+        raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
 
 
 def _unknown(deployment_id: str) -> NotFoundError:

@@ -17,16 +17,27 @@ from swiftkv_platform.orchestration.ports import (
     DeploymentStatus,
 )
 from swiftkv_platform.orchestration.registry import RegistryService, changed
+from swiftkv_platform.orchestration.routes import RouteRules
 from swiftkv_platform.orchestration.service import Caller
 
 
-class DeploymentService:
-    """Putting models into service and taking them out."""
+ONE_TENANT = RouteRules()
 
-    def __init__(self, catalog: Catalog, registry: RegistryService, *, clock: Clock) -> None:
+
+class DeploymentService:
+    """Putting models into service and taking them out.
+
+    Args:
+        routes: where deployments may answer.
+    """
+
+    def __init__(
+        self, catalog: Catalog, registry: RegistryService, *, clock: Clock, routes: RouteRules = ONE_TENANT
+    ) -> None:
         self._catalog = catalog
         self._registry = registry
         self._clock = clock
+        self._routes = routes
 
     def create(
         self,
@@ -48,7 +59,8 @@ class DeploymentService:
         Args:
             model: a `mdl_` id, the `job_` id of a job that succeeded, or an alias, which the deployment then follows.
 
-        Raises `InvalidInputError` for an unknown model and `ConflictError` for a route prefix that is taken.
+        Raises `InvalidInputError` for an unknown model, `ConflictError` for a route prefix that is taken or in the way
+        of another deployment's, and as `RouteRules.placed`.
         """
         found, alias = self._registry.resolve(model, caller.tenant)
         spec = DeploymentSpec(
@@ -56,7 +68,7 @@ class DeploymentService:
             model=found.id,
             artifact_uri=found.artifact_uri,
             alias=alias,
-            route_prefix=route_prefix,
+            route_prefix=self._routes.placed(route_prefix, caller.tenant),
             min_replicas=min_replicas,
             max_replicas=max_replicas,
             target_ongoing_requests=target_ongoing_requests,

@@ -126,7 +126,7 @@ class Catalog(Protocol):
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]: ...
 
     def create_deployment(self, deployment: Deployment) -> Deployment:
-        """Raises `ConflictError` naming the holder if the route prefix is taken."""
+        """Raises `ConflictError` if another deployment's route prefix interferes; it names one of the same tenant."""
         ...
 
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:

@@ -37,6 +37,8 @@ class TenantPolicy(_Record):
     """CPU cores that its jobs hold at a time; a job that alone asks for more is refused."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """What one job may cost before it is paused, whatever its spec says."""
+    route_prefixes: tuple[str, ...] = ()
+    """Route prefixes outside `/t/{tenant}`, such as `/`, that its deployments may have where there are API keys."""
     webhook: WebhookSpec | None = None
     """Told of all its jobs' changes of status, beside what each job names."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
-from fastapi import APIRouter, Request, Response, status
+from fastapi import APIRouter, Depends, Request, Response, status
 from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
@@ -23,6 +23,7 @@ from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.deploying import DeploymentService
 from swiftkv_platform.orchestration.registry import RegistryService
+from swiftkv_platform.orchestration.routes import RouteRules
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 """Seconds; a replica that is busy keeps silent until the first token."""
@@ -30,17 +31,21 @@ _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 router = APIRouter(prefix="/deployments", tags=["deployments"])
 
 
-def _service(parts: Parts) -> DeploymentService:
+def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
     registry = RegistryService(parts.registry, clock=parts.clock)
-    return DeploymentService(parts.catalog, registry, clock=parts.clock)
+    routes = RouteRules(below_tenant=settings.api_keys_file is not None, policies=parts.policies)
+    return DeploymentService(parts.catalog, registry, clock=parts.clock, routes=routes)
+
+
+Service = Annotated[DeploymentService, Depends(deployment_service)]
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_deployment(
-    body: DeploymentRequest, parts: Parts, caller: Deployer, settings: TheSettings, response: Response
+    body: DeploymentRequest, service: Service, caller: Deployer, settings: TheSettings, response: Response
 ) -> DeploymentAnswer:
     """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
-    deployment = _service(parts).create(caller, **body.model_dump())
+    deployment = service.create(caller, **body.model_dump())
     response.headers["Location"] = f"/deployments/{deployment.spec.id}"
     return DeploymentAnswer.of(deployment, settings.serve_url)
 
@@ -77,11 +82,11 @@ async def get_deployment_metrics(
 
 @router.patch("/{deployment_id}")
 def change_deployment(
-    deployment_id: str, body: DeploymentChange, parts: Parts, caller: Deployer, settings: TheSettings
+    deployment_id: str, body: DeploymentChange, service: Service, caller: Deployer, settings: TheSettings
 ) -> DeploymentAnswer:
     """Serve another model, or with other options, without a failed request. Answers at once: the deployment is
     `swapping` until all replicas serve it, and `refused` if they would not; they then serve on what they did."""
-    changed = _service(parts).update(deployment_id, caller, body.changes())
+    changed = service.update(deployment_id, caller, body.changes())
     return DeploymentAnswer.of(changed, settings.serve_url)
 
 
@@ -115,6 +120,8 @@ async def generate(
 
 
 @router.delete("/{deployment_id}", status_code=status.HTTP_202_ACCEPTED)
-def delete_deployment(deployment_id: str, parts: Parts, caller: Deployer, settings: TheSettings) -> DeploymentAnswer:
+def delete_deployment(
+    deployment_id: str, service: Service, caller: Deployer, settings: TheSettings
+) -> DeploymentAnswer:
     """Stop serving. It is `deleting` until its replicas are gone, and then unknown."""
-    return DeploymentAnswer.of(_service(parts).delete(deployment_id, caller), settings.serve_url)
+    return DeploymentAnswer.of(service.delete(deployment_id, caller), settings.serve_url)

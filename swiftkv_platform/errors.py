@@ -12,6 +12,7 @@ SwiftKVError
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
 │   ├── StaleVersionError          somebody else changed the row first
+│   ├── PreconditionFailedError    not the version that the caller named
 │   └── IdempotencyConflictError   the same key with another body
 ├── StorageError               the object store failed
 │   ├── ObjectNotFoundError
@@ -91,6 +92,10 @@ class IllegalTransitionError(ConflictError):
 
 class StaleVersionError(ConflictError):
     code = "stale_version"
+
+
+class PreconditionFailedError(ConflictError):
+    code = "precondition_failed"
 
 
 class IdempotencyConflictError(ConflictError):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.api.schemas import Answer
-from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.orchestration.job import Model
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec, DeploymentStatus
 
@@ -43,28 +42,6 @@ class ModelAnswer(Answer):
             lineage=dict(model.lineage),
             metrics=dict(model.metrics),
         )
-
-
-def _known_to_the_engine(options: Any) -> Any:
-    """Options that a replica would refuse are refused before it is started."""
-    try:
-        EngineConfig.model_validate(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        known = f"unknown option; accepted here: {', '.join(sorted(EngineConfig.model_fields))}"
-        raise PydanticCustomError(
-            "engine",
-            "{why}",
-            {
-                "field": ".".join(["engine", *map(str, first["loc"])]),
-                "value": first["input"],
-                "why": known if first["type"] == "extra_forbidden" else first["msg"],
-            },
-        ) from error
-    return options
-
-
-EngineOptions = Annotated[dict[str, Any], AfterValidator(_known_to_the_engine)]
 
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -112,7 +89,7 @@ class DeploymentRequest(BaseModel):
     """How long the load must ask for more replicas before they are started."""
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = DeploymentSpec.downscale_delay_s
     """How long it must ask for fewer before they are drained."""
-    engine: EngineOptions = {}
+    engine: dict[str, Any] = {}
     """Engine options."""
     candidate: CandidateRequest | None = None
     shadow: ShadowRequest | None = None
@@ -128,8 +105,23 @@ class DeploymentRequest(BaseModel):
         return self
 
 
+class CandidateChange(CandidateRequest):
+    """What to change of a candidate, or all of a new one."""
+
+    # As below: the default is never used.
+    model: Annotated[str, Field(min_length=1)] = ""
+    """`mdl_` id."""
+
+
+class ShadowChange(ShadowRequest):
+    """What to change of a shadow, or all of a new one."""
+
+    against: Literal["teacher", "candidate"] = "teacher"
+    """A new one needs it."""
+
+
 class DeploymentChange(BaseModel):
-    """What to change of a deployment; what is left out stays."""
+    """What to change of a deployment, as a JSON merge patch (RFC 7396); what is left out stays."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -141,14 +133,15 @@ class DeploymentChange(BaseModel):
     target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
     upscale_delay_s: Annotated[float, Field(ge=0.0)] = 0.0
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = 0.0
-    engine: EngineOptions = {}
-    """Engine options, all of them; swapped in as a model is. Other cores or another device replace the replicas."""
-    candidate: CandidateRequest | None = None
+    engine: dict[str, Any] | None = None
+    """Engine options to change, null for one that takes its default again; swapped in as a model is. Other cores or
+    another device replace the replicas. Null: all take their defaults."""
+    candidate: CandidateChange | None = None
     """Loaded as a model is; of one that is there already another `share` counts at once. Null: none any more."""
-    shadow: ShadowRequest | None = None
+    shadow: ShadowChange | None = None
 
     def changes(self) -> dict[str, Any]:
-        return self.model_dump(include=self.model_fields_set)
+        return self.model_dump(exclude_unset=True)
 
 
 class ReplicaMetricsAnswer(Answer):
@@ -176,6 +169,8 @@ class DeploymentAnswer(Answer):
     id: str
     object: Literal["deployment"] = "deployment"
     created_at: int
+    version: int
+    """Rises with every change; `ETag` has it too, for `If-Match`."""
     model: str
     artifact_uri: str
     route_prefix: str
@@ -202,6 +197,7 @@ class DeploymentAnswer(Answer):
         return cls(
             id=spec.id,
             created_at=deployment.created_at,
+            version=deployment.version,
             model=spec.model,
             artifact_uri=spec.artifact_uri,
             route_prefix=spec.route_prefix,

@@ -46,6 +46,8 @@ class PromotionAnswer(Answer):
     by: str
     """Name of the key that asked."""
     created_at: int
+    version: int
+    """Of the alias from then on; `ETag` has it too, for `If-Match`."""
 
     @classmethod
     def of(cls, promotion: Promotion) -> Self:
@@ -58,13 +60,17 @@ class AliasAnswer(Answer):
     id: str
     """The alias."""
     object: Literal["alias"] = "alias"
+    version: int
+    """Rises with every promotion and rollback; `ETag` has it too, for `If-Match`."""
     model: str
     history: list[PromotionAnswer]
     """Oldest first."""
 
     @classmethod
     def of(cls, alias: str, history: Sequence[Promotion]) -> Self:
-        return cls(id=alias, model=history[-1].model, history=[PromotionAnswer.of(item) for item in history])
+        newest = history[-1]
+        answers = [PromotionAnswer.of(item) for item in history]
+        return cls(id=alias, version=newest.version, model=newest.model, history=answers)
 
 
 class LineageDeployment(Answer):

@@ -7,7 +7,7 @@ SwiftKVError
     ├── InvalidRequestError      400, 413, 415, 422; also an InvalidInputError
     ├── AuthenticationError      401, 403
     ├── ResourceNotFoundError    404; also a NotFoundError
-    ├── RequestConflictError     409; also a ConflictError
+    ├── RequestConflictError     409, 412; also a ConflictError
     ├── RateLimitedError         429; retry_after
     └── ServerError              5xx
         └── ServiceUnavailableError   503; retry_after
@@ -115,6 +115,7 @@ _BY_STATUS: dict[int, type[APIError]] = {
     403: AuthenticationError,
     404: ResourceNotFoundError,
     409: RequestConflictError,
+    412: RequestConflictError,
     413: InvalidRequestError,
     415: InvalidRequestError,
     422: InvalidRequestError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -11,11 +12,12 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.database.paging import fetch, unknown_cursor
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.tables import DeploymentRow, ModelRow
+from swiftkv_platform.database.tables import DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.errors import ConflictError, NotFoundError
 from swiftkv_platform.orchestration.job import Model
 from swiftkv_platform.orchestration.ports import (
     Deployment,
+    DeploymentChange,
     DeploymentSpec,
     DeploymentState,
     DeploymentStatus,
@@ -55,8 +57,10 @@ class SqlCatalog:
 
     def create_deployment(self, deployment: Deployment) -> Deployment:
         with self._database.writing() as session:
+            self._await_turn(session, deployment.tenant)
             self._database.take_turns(session, "routes of deployments")
             _check_route(session, deployment)
+            deployment = replace(deployment, spec=_as_promoted(session, deployment.spec, deployment.tenant))
             session.add(
                 DeploymentRow(
                     id=deployment.spec.id,
@@ -66,6 +70,7 @@ class SqlCatalog:
                     held_route=deployment.spec.route_prefix,
                     spec=_SPEC.dump_python(deployment.spec, mode="json"),
                     state=_STATE.dump_python(deployment.state, mode="json"),
+                    version=deployment.version,
                 )
             )
         return deployment
@@ -91,16 +96,21 @@ class SqlCatalog:
         with self._database.reading() as session:
             return [read_deployment(row) for row in session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))]
 
-    def update_deployment(self, spec: DeploymentSpec, state: DeploymentState, *, tenant: str) -> Deployment:
+    def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
         with self._database.writing() as session:
-            row = session.get(DeploymentRow, spec.id, with_for_update=True)
+            self._await_turn(session, tenant)
+            row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or row.tenant != tenant:
-                raise _unknown(spec.id)
-            if _state(row.state).status is DeploymentStatus.DELETING:
+                raise _unknown(deployment_id)
+            deployment = read_deployment(row)
+            if deployment.state.status is DeploymentStatus.DELETING:
                 raise ConflictError(
-                    f"deployment {spec.id} is being deleted; create another one", field="deployment_id", value=spec.id
+                    f"deployment {deployment_id} is being deleted; create another one",
+                    field="deployment_id",
+                    value=deployment_id,
                 )
-            write_deployment(row, spec, state)
+            spec, state = change(deployment)
+            write_deployment(row, _as_promoted(session, spec, tenant), state)
             return read_deployment(row)
 
     def set_deployment_state(
@@ -115,6 +125,10 @@ class SqlCatalog:
             row.state = _STATE.dump_python(state, mode="json")
             if state.status is DeploymentStatus.DELETING:
                 row.held_route = None
+
+    def _await_turn(self, session: Session, tenant: str) -> None:
+        """Wait until no other transaction changes what the tenant's deployments are to be, or its aliases."""
+        self._database.take_turns(session, f"deployments of {tenant}")
 
     def remove_deployment(self, deployment_id: str) -> None:
         with self._database.writing() as session:
@@ -136,8 +150,8 @@ def _check_route(session: Session, wanted: Deployment) -> None:
             why = f"it is held by deployment {holder}; delete that one or choose another prefix"
         else:
             why = (
-                f"one of it and deployment {holder} at {held_route!r} would get requests of the other, since the longest "
-                "prefix wins; choose another prefix"
+                f"one of it and deployment {holder} at {held_route!r} would get requests of the other, since the "
+                "longest prefix wins; choose another prefix"
             )
         raise ConflictError(f"route_prefix is {route_prefix!r}: {why}", field="route_prefix", value=route_prefix)
 
@@ -154,16 +168,30 @@ def read_model(row: ModelRow) -> Model:
     return Model(**{name: getattr(row, name) for name in Model.__dataclass_fields__})
 
 
+def _as_promoted(session: Session, spec: DeploymentSpec, tenant: str) -> DeploymentSpec:
+    """The spec with the model that its alias stands for in this transaction."""
+    if spec.alias is None:
+        return spec
+    promotions = select(PromotionRow.model).where(PromotionRow.tenant == tenant, PromotionRow.alias == spec.alias)
+    model_id = session.scalar(promotions.order_by(PromotionRow.sequence.desc()).limit(1))
+    if model_id is None or model_id == spec.model:
+        return spec
+    return replace(spec, model=model_id, artifact_uri=session.get_one(ModelRow, model_id).artifact_uri)
+
+
 def _state(document: dict[str, Any]) -> DeploymentState:
     return _STATE.validate_python(document)
 
 
 def read_deployment(row: DeploymentRow) -> Deployment:
-    return Deployment(_SPEC.validate_python(row.spec), row.tenant, row.created_at, _state(row.state))
+    return Deployment(_SPEC.validate_python(row.spec), row.tenant, row.created_at, _state(row.state), row.version)
 
 
 def write_deployment(row: DeploymentRow, spec: DeploymentSpec, state: DeploymentState) -> None:
     """Something else is wanted of it; its route prefix stays."""
+    document = _SPEC.dump_python(spec, mode="json")
+    if document != row.spec:
+        row.version += 1
     row.model = spec.model
-    row.spec = _SPEC.dump_python(spec, mode="json")
+    row.spec = document
     row.state = _STATE.dump_python(state, mode="json")

@@ -31,7 +31,7 @@ class SqlRegistry(SqlCatalog):
         self, decide: Callable[[Sequence[Promotion]], Promotion], alias: str, tenant: str, change: Change
     ) -> None:
         with self._database.writing() as session:
-            self._database.take_turns(session, f"alias {alias} of {tenant}")
+            self._await_turn(session, tenant)
             history = _promotions(session, tenant, alias)
             promotion = decide(history)
             if promotion in history:

@@ -107,6 +107,8 @@ class DeploymentRow(Base):
     """Its route prefix, which no other may have; null while it is being deleted."""
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     state: Mapped[dict[str, Any]] = mapped_column(Document)
+    version: Mapped[int]
+    """Rises with every change of `spec`."""
 
 
 class DeliveryRow(Base):
@@ -142,8 +144,13 @@ class PromotionRow(Base):
     reason: Mapped[str]
     by: Mapped[str] = mapped_column(String(200))
     created_at: Mapped[int] = mapped_column(BigInteger)
+    version: Mapped[int]
+    """Place in the alias's history, from 1."""
 
-    __table_args__ = (Index(None, "tenant", "alias", "sequence"),)
+    __table_args__ = (
+        Index(None, "tenant", "alias", "sequence"),
+        Index(None, "tenant", "alias", "version", unique=True),
+    )
 
 
 class LeaseRow(Base):

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, StaleVersionError
+from swiftkv_platform.orchestration.engine_options import check_engine_options
 from swiftkv_platform.orchestration.job import new_id
+from swiftkv_platform.orchestration.merge_patch import contradicted, merged
 from swiftkv_platform.orchestration.ports import (
     Catalog,
     Clock,
@@ -19,7 +21,7 @@ from swiftkv_platform.orchestration.ports import (
 from swiftkv_platform.orchestration.registry import RegistryService, changed
 from swiftkv_platform.orchestration.routes import RouteRules
 from swiftkv_platform.orchestration.service import Caller
-
+from swiftkv_platform.orchestration.versions import Expected
 
 ONE_TENANT = RouteRules()
 
@@ -75,44 +77,56 @@ class DeploymentService:
             upscale_delay_s=upscale_delay_s,
             downscale_delay_s=downscale_delay_s,
             engine=engine,
-            candidate=self._with_artifact(candidate, caller),
+            candidate=None if candidate is None else self._with_artifact(candidate, caller),
             shadow=shadow,
             tenant=caller.tenant,
         )
-        _check_shadow(spec)
+        _check(spec)
         return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())))
 
-    def update(self, deployment_id: str, caller: Caller, changes: Mapping[str, Any]) -> Deployment:
+    def update(
+        self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
+    ) -> Deployment:
         """Want something else of a deployment: another `model`, `engine` or number of replicas.
 
         The reconciler hands it to the cluster, where another model or engine is loaded beside the one that serves, and
-        swapped in. `engine` replaces all options.
+        swapped in. Changes that are made at the same time both take effect where they are of different fields.
 
-        Raises `NotFoundError`, `InvalidInputError` for an unknown model or replicas out of order, and `ConflictError`
-        for a deployment that is being deleted.
+        Args:
+            changes: a JSON merge patch: of `engine`, `candidate` and `shadow` too only what is given changes.
+            expected: versions of the deployment that may be changed; None: the one it is at when this is called, and
+                any that differs from that in other fields.
+
+        Raises `NotFoundError`, `InvalidInputError` for an unknown model or options that would be refused,
+        `PreconditionFailedError` for a deployment at another version than `expected`, `StaleVersionError` where a field
+        is changed to something else at the same time, and `ConflictError` for a deployment that is being deleted.
         """
-        deployment = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
-        spec = replace(deployment.spec, **changes)
-        if "model" in changes:
-            found, alias = self._registry.resolve(spec.model, caller.tenant)
-            spec = replace(spec, model=found.id, artifact_uri=found.artifact_uri, alias=alias)
-        if "candidate" in changes:
-            spec = replace(spec, candidate=self._with_artifact(spec.candidate, caller))
-        _check_shadow(spec)
-        if spec.max_replicas < spec.min_replicas:
-            raise InvalidInputError(
-                f"max_replicas would be {spec.max_replicas}, below min_replicas {spec.min_replicas}",
-                field="max_replicas",
-                value=spec.max_replicas,
-            )
-        if spec == deployment.spec:
-            return deployment
-        spec, state = changed(deployment, spec)
-        return self._catalog.update_deployment(spec, state, tenant=caller.tenant)
+        seen = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
+        patch = self._resolved(changes, caller)
 
-    def _with_artifact(self, candidate: Mapping[str, Any] | None, caller: Caller) -> Mapping[str, Any] | None:
-        if candidate is None:
-            return None
+        def change(present: Deployment) -> tuple[DeploymentSpec, DeploymentState]:
+            if expected is None:
+                _check_uncontradicted(patch, seen, present)
+            else:
+                expected.check(f"deployment {deployment_id}", present.version)
+            spec = _patched(present.spec, patch)
+            _check(spec)
+            return changed(present, spec)
+
+        return self._catalog.change_deployment(deployment_id, change, tenant=caller.tenant)
+
+    def _resolved(self, changes: Mapping[str, Any], caller: Caller) -> dict[str, Any]:
+        """The changes with the artifacts of the models that they name."""
+        patch = dict(changes)
+        if "model" in changes:
+            found, alias = self._registry.resolve(changes["model"], caller.tenant)
+            patch |= {"model": found.id, "artifact_uri": found.artifact_uri, "alias": alias}
+        candidate = changes.get("candidate")
+        if candidate is not None and "model" in candidate:
+            patch["candidate"] = self._with_artifact(candidate, caller)
+        return patch
+
+    def _with_artifact(self, candidate: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
         try:
             found, _ = self._registry.resolve(candidate["model"], caller.tenant)
         except InvalidInputError as error:
@@ -129,7 +143,48 @@ class DeploymentService:
         return replace(deployment, state=deleting)
 
 
-def _check_shadow(spec: DeploymentSpec) -> None:
+def _patched(spec: DeploymentSpec, patch: Mapping[str, Any]) -> DeploymentSpec:
+    fields = {name: merged(getattr(spec, name), value) for name, value in patch.items()}
+    if fields.get("engine", spec.engine) is None:
+        fields["engine"] = {}
+    for name in ("candidate", "shadow"):
+        if fields.get(name) is not None:
+            fields[name] = {"share": 0.0, **fields[name]}
+    return replace(spec, **fields)
+
+
+def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: Deployment) -> None:
+    if present.version == seen.version:
+        return
+    path = contradicted(patch, vars(seen.spec), vars(present.spec))
+    if path is not None:
+        field = ".".join(path)
+        raise StaleVersionError(
+            f"{field} was changed at the same time, and deployment {present.spec.id} is at version {present.version} "
+            "now; look at it, and send the change again if it still holds",
+            field=field,
+            value=present.version,
+        )
+
+
+def _check(spec: DeploymentSpec) -> None:
+    """Raises `InvalidInputError` for what does not fit together."""
+    check_engine_options(spec.engine)
+    if spec.max_replicas < spec.min_replicas:
+        raise InvalidInputError(
+            f"max_replicas would be {spec.max_replicas}, below min_replicas {spec.min_replicas}",
+            field="max_replicas",
+            value=spec.max_replicas,
+        )
+    if spec.candidate is not None and "model" not in spec.candidate:
+        raise InvalidInputError(
+            "candidate.model is missing, and there is no candidate to change; name its model", field="candidate.model"
+        )
+    if spec.shadow is not None and "against" not in spec.shadow:
+        raise InvalidInputError(
+            "shadow.against is missing, and there is no shadow to change; give 'teacher' or 'candidate'",
+            field="shadow.against",
+        )
     if spec.candidate is None and spec.shadow is not None and spec.shadow["against"] == "candidate":
         raise InvalidInputError(
             "shadow.against is 'candidate', and the deployment has none; give a candidate, or 'teacher'",

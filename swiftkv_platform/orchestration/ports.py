@@ -6,7 +6,7 @@ Every method may raise the errors its docstring names and no other; network and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -139,10 +139,11 @@ class Catalog(Protocol):
         """All tenants', oldest first."""
         ...
 
-    def update_deployment(self, spec: DeploymentSpec, state: DeploymentState, *, tenant: str) -> Deployment:
-        """Replace what is wanted of the deployment `spec.id`; its route prefix stays.
+    def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
+        """Store what `change` makes of the deployment as it is now, while no other change is made of the tenant's.
 
-        Raises `NotFoundError`, and `ConflictError` for one that is being deleted.
+        Its route prefix stays, and one that follows an alias gets the model that the alias stands for now. Raises
+        `NotFoundError`, `ConflictError` for one that is being deleted, and what `change` raises, storing nothing then.
         """
         ...
 
@@ -332,6 +333,12 @@ class Deployment:
     tenant: str
     created_at: int
     state: DeploymentState = DeploymentState(DeploymentStatus.PENDING)
+    version: int = 1
+    """Rises with every change of `spec`, and with nothing else."""
+
+
+DeploymentChange = Callable[[Deployment], tuple[DeploymentSpec, DeploymentState]]
+"""What a caller makes of a deployment."""
 
 
 class ServeCluster(Protocol):

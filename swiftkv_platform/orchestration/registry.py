@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.ports import (
     Clock,
@@ -19,6 +19,7 @@ from swiftkv_platform.orchestration.ports import (
     DeploymentState,
     DeploymentStatus,
 )
+from swiftkv_platform.orchestration.versions import Expected
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
 
@@ -39,6 +40,8 @@ class Promotion:
     by: str
     """Name of the key that asked."""
     created_at: int
+    version: int
+    """Of the alias from then on: its place in the alias's history, from 1."""
 
 
 Change = Callable[[Deployment, Model], tuple[DeploymentSpec, DeploymentState]]
@@ -106,29 +109,46 @@ class RegistryService:
             raise NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
         return found
 
-    def promote(self, model_id: str, alias: str, *, tenant: str, by: str, reason: str) -> Promotion:
+    def promote(
+        self, model_id: str, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None
+    ) -> Promotion:
         """Let `alias` stand for the model; promoting what it stands for already changes nothing.
 
-        Raises `NotFoundError` for an unknown model.
+        Args:
+            expected: versions of the alias that may be changed; 0 is that of one that stands for nothing yet. None: the
+                one it is at when this is called.
+
+        Raises `NotFoundError` for an unknown model, `PreconditionFailedError` for an alias at another version than
+        `expected`, and `StaleVersionError` where another model is promoted at the same time.
         """
         model = self._registry.get_model(model_id, tenant=tenant)
+        seen = _version(self._registry.promotions(tenant=tenant, alias=alias))
 
         def decide(history: Sequence[Promotion]) -> Promotion:
+            if expected is not None:
+                expected.check(f"alias {alias!r}", _version(history))
             if history and history[-1].model == model.id:
                 return history[-1]
+            if expected is None:
+                _check_unchanged(alias, seen, history)
             previous = history[-1].model if history else None
-            return self._promotion(alias, "promote", model.id, previous, tenant=tenant, by=by, reason=reason)
+            version = _version(history) + 1
+            return self._promotion(alias, "promote", model.id, previous, version, tenant=tenant, by=by, reason=reason)
 
         return self._store(alias, tenant, decide)
 
-    def rollback(self, alias: str, *, tenant: str, by: str, reason: str) -> Promotion:
+    def rollback(self, alias: str, *, tenant: str, by: str, reason: str, expected: Expected | None = None) -> Promotion:
         """Let `alias` stand for what it stood for before its present model was promoted.
 
-        Raises `NotFoundError` for an unknown alias and `ConflictError` where there is nothing before.
+        Raises `NotFoundError` for an unknown alias, `ConflictError` where there is nothing before, and as `promote`.
         """
-        self.history(alias, tenant)
+        seen = _version(self.history(alias, tenant))
 
         def decide(history: Sequence[Promotion]) -> Promotion:
+            if expected is None:
+                _check_unchanged(alias, seen, history)
+            else:
+                expected.check(f"alias {alias!r}", _version(history))
             stack = _stack(history)
             if len(stack) < 2:
                 raise ConflictError(
@@ -136,7 +156,10 @@ class RegistryService:
                     field="alias",
                     value=alias,
                 )
-            return self._promotion(alias, "rollback", stack[-2], stack[-1], tenant=tenant, by=by, reason=reason)
+            version = _version(history) + 1
+            return self._promotion(
+                alias, "rollback", stack[-2], stack[-1], version, tenant=tenant, by=by, reason=reason
+            )
 
         return self._store(alias, tenant, decide)
 
@@ -156,13 +179,14 @@ class RegistryService:
         action: Literal["promote", "rollback"],
         model: str,
         previous: str | None,
+        version: int,
         *,
         tenant: str,
         by: str,
         reason: str,
     ) -> Promotion:
         now = int(self._clock())
-        return Promotion(new_id("prm"), tenant, alias, action, model, previous, reason, by, now)
+        return Promotion(new_id("prm"), tenant, alias, action, model, previous, reason, by, now, version)
 
 
 def _swap(deployment: Deployment, model: Model) -> tuple[DeploymentSpec, DeploymentState]:
@@ -179,6 +203,20 @@ def changed(deployment: Deployment, spec: DeploymentSpec) -> tuple[DeploymentSpe
     elif status is DeploymentStatus.FAILED:
         status = DeploymentStatus.DEPLOYING
     return spec, DeploymentState(status, "the change is being applied", deployment.state.replicas)
+
+
+def _version(history: Sequence[Promotion]) -> int:
+    return history[-1].version if history else 0
+
+
+def _check_unchanged(alias: str, seen: int, history: Sequence[Promotion]) -> None:
+    if _version(history) != seen:
+        raise StaleVersionError(
+            f"alias {alias!r} was moved to {history[-1].model} by {history[-1].by!r} at the same time, at version "
+            f"{_version(history)}; look at it, and send the change again if it still holds",
+            field="alias",
+            value=alias,
+        )
 
 
 def _stack(history: Sequence[Promotion]) -> list[str]:

@@ -84,14 +84,23 @@ def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(catal
     before = catalog.create_deployment(make_deployment(model)).spec
     after = replace(before, engine={"dtype": "float32"}, max_replicas=3)
     swapping = DeploymentState(DeploymentStatus.SWAPPING)
-    changed = catalog.update_deployment(after, swapping, tenant=TENANT)
-    assert (changed.spec, changed.state) == (after, swapping)
+    catalog.set_deployment_state(before.id, DeploymentState(DeploymentStatus.DEPLOYING), of=before)
+    seen: list[Deployment] = []
+
+    def change(present: Deployment) -> tuple[DeploymentSpec, DeploymentState]:
+        seen.append(present)
+        return after, swapping
+
+    changed = catalog.change_deployment(after.id, change, tenant=TENANT)
+    assert [(item.spec, item.state.status, item.version) for item in seen] == [(before, DeploymentStatus.DEPLOYING, 1)]
+    assert (changed.spec, changed.state, changed.version) == (after, swapping, 2)
     catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.RUNNING), of=before)
     assert catalog.get_deployment(after.id, tenant=TENANT) == changed
     catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.RUNNING), of=after)
     assert catalog.get_deployment(after.id, tenant=TENANT).state.status is DeploymentStatus.RUNNING
+    assert catalog.change_deployment(after.id, change, tenant=TENANT).version == 2, "nothing else is wanted of it"
     with pytest.raises(NotFoundError):
-        catalog.update_deployment(after, swapping, tenant="other")
+        catalog.change_deployment(after.id, change, tenant="other")
     catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.DELETING))
     with pytest.raises(ConflictError, match="being deleted"):
-        catalog.update_deployment(after, swapping, tenant=TENANT)
+        catalog.change_deployment(after.id, change, tenant=TENANT)

@@ -18,6 +18,7 @@ from swiftkv_platform.api.catalog_schemas import (
     ReplicaMetricsAnswer,
 )
 from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Parts, Reader, TheSettings, authorization
+from swiftkv_platform.api.preconditions import IfMatch, tag
 from swiftkv_platform.api.proxied_bodies import check_proxied
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
@@ -48,6 +49,7 @@ def create_deployment(
     """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
     deployment = service.create(caller, **body.model_dump())
     response.headers["Location"] = f"/deployments/{deployment.spec.id}"
+    tag(response, deployment.version)
     return DeploymentAnswer.of(deployment, settings.serve_url)
 
 
@@ -61,9 +63,12 @@ def list_deployments(
 
 
 @router.get("/{deployment_id}")
-def get_deployment(deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings) -> DeploymentAnswer:
-    """One deployment."""
+def get_deployment(
+    deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings, response: Response
+) -> DeploymentAnswer:
+    """One deployment. `ETag` names its version, which `status` and `replicas` do not change."""
     found = parts.catalog.get_deployment(deployment_id, tenant=caller.tenant)
+    tag(response, found.version)
     return DeploymentAnswer.of(found, settings.serve_url)
 
 
@@ -83,11 +88,22 @@ async def get_deployment_metrics(
 
 @router.patch("/{deployment_id}")
 def change_deployment(
-    deployment_id: str, body: DeploymentChange, service: Service, caller: Deployer, settings: TheSettings
+    deployment_id: str,
+    body: DeploymentChange,
+    service: Service,
+    caller: Deployer,
+    settings: TheSettings,
+    expected: IfMatch,
+    response: Response,
 ) -> DeploymentAnswer:
     """Serve another model, or with other options, without a failed request. Answers at once: the deployment is
-    `swapping` until all replicas serve it, and `refused` if they would not; they then serve on what they did."""
-    changed = service.update(deployment_id, caller, body.changes())
+    `swapping` until all replicas serve it, and `refused` if they would not; they then serve on what they did.
+
+    Changes of different fields that are made at the same time both take effect; of two that contradict each other the
+    later one is answered with 409. With `If-Match` a change is made of that version, and of no other (412).
+    """
+    changed = service.update(deployment_id, caller, body.changes(), expected=expected)
+    tag(response, changed.version)
     return DeploymentAnswer.of(changed, settings.serve_url)
 
 

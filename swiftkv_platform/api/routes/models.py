@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import APIRouter, Depends, Path, Response
 
 from swiftkv_platform.api.catalog_schemas import ModelAnswer
 from swiftkv_platform.api.dependencies import Deployer, NewestFirst, Parts, Reader, registry_service
+from swiftkv_platform.api.preconditions import IfMatch, tag
 from swiftkv_platform.api.registry_schemas import (
     AliasAnswer,
     ComparisonAnswer,
@@ -57,9 +58,18 @@ def compare_models(model_id: str, other_id: str, parts: Parts, caller: Reader) -
 
 
 @router.post("/models/{model_id}/promote")
-def promote_model(model_id: str, body: PromotionRequest, caller: Deployer, service: Service) -> PromotionAnswer:
-    """Let an alias stand for the model. Deployments made of the alias swap it in, without a failed request."""
-    promotion = service.promote(model_id, body.alias, tenant=caller.tenant, by=caller.name, reason=body.reason)
+def promote_model(
+    model_id: str, body: PromotionRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
+) -> PromotionAnswer:
+    """Let an alias stand for the model. Deployments made of the alias swap it in, without a failed request.
+
+    Where another model is promoted to it at the same time, the later request is answered with 409. With `If-Match` the
+    alias is changed at that version, and at no other (412).
+    """
+    promotion = service.promote(
+        model_id, body.alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected
+    )
+    tag(response, promotion.version)
     return PromotionAnswer.of(promotion)
 
 
@@ -71,12 +81,21 @@ def list_aliases(caller: Reader, service: Service) -> ListAnswer[AliasAnswer]:
 
 
 @router.get("/aliases/{alias}")
-def get_alias(alias: Alias, caller: Reader, service: Service) -> AliasAnswer:
+def get_alias(alias: Alias, caller: Reader, service: Service, response: Response) -> AliasAnswer:
     """One alias."""
-    return AliasAnswer.of(alias, service.history(alias, caller.tenant))
+    found = AliasAnswer.of(alias, service.history(alias, caller.tenant))
+    tag(response, found.version)
+    return found
 
 
 @router.post("/aliases/{alias}/rollback")
-def roll_back(alias: Alias, body: RollbackRequest, caller: Deployer, service: Service) -> PromotionAnswer:
-    """Let the alias stand for the model before the present one again, and swap that in."""
-    return PromotionAnswer.of(service.rollback(alias, tenant=caller.tenant, by=caller.name, reason=body.reason))
+def roll_back(
+    alias: Alias, body: RollbackRequest, caller: Deployer, service: Service, expected: IfMatch, response: Response
+) -> PromotionAnswer:
+    """Let the alias stand for the model before the present one again, and swap that in.
+
+    `If-Match` as in a promotion.
+    """
+    promotion = service.rollback(alias, tenant=caller.tenant, by=caller.name, reason=body.reason, expected=expected)
+    tag(response, promotion.version)
+    return PromotionAnswer.of(promotion)

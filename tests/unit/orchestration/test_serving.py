@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from swiftkv_platform.errors import ClusterUnavailableError, ConflictError, InvalidInputError, NotFoundError
+from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.errors import (
+    ClusterUnavailableError,
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    PreconditionFailedError,
+    StaleVersionError,
+)
 from swiftkv_platform.orchestration.deploying import DeploymentService
 from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.orchestration.versions import Expected
 from tests.unit.orchestration.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
@@ -121,6 +134,53 @@ def test_a_cluster_that_is_away_gets_the_deployment_later(plane: Plane, model: M
     plane.serving.away = False
     reconciler.tick()
     assert plane.serving.applied == [[deployment.spec]]
+
+
+class BusyCatalog(SqlRegistry):
+    """Lets another caller's changes through between what is read and what is written."""
+
+    meanwhile: list[Mapping[str, Any]]
+
+    def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
+        found = super().get_deployment(deployment_id, tenant=tenant)
+        while self.meanwhile:
+            fields = self.meanwhile.pop()
+            self.change_deployment(
+                deployment_id, lambda other, new=fields: (replace(other.spec, **new), other.state), tenant=tenant
+            )
+        return found
+
+
+def test_of_two_changes_at_once_the_later_one_is_refused_where_it_contradicts(plane: Plane, model: Model) -> None:
+    deployment, catalog = deploy(plane, model.id), BusyCatalog(plane.database)
+    deployments = DeploymentService(catalog, RegistryService(catalog, clock=plane.clock), clock=plane.clock)
+
+    def update(meanwhile: Mapping[str, Any], expected: Expected | None = None, **changes: Any) -> Deployment:
+        catalog.meanwhile = [meanwhile]
+        return deployments.update(deployment.spec.id, ANN, changes, expected=expected)
+
+    found = update({"max_replicas": 5}, upscale_delay_s=1.0)
+    assert (found.spec.max_replicas, found.spec.upscale_delay_s, found.version) == (5, 1.0, 3), "different fields"
+    assert update({"max_replicas": 7}, max_replicas=7).spec.max_replicas == 7, "both want the same"
+    engine = update({"engine": {"dtype": "float32", "seed": 1}}, engine={"block_size": 8}).spec.engine
+    assert engine == {"dtype": "float32", "seed": 1, "block_size": 8}
+    for meanwhile, changes, field in (
+        ({"max_replicas": 8}, {"max_replicas": 9}, "max_replicas"),
+        ({"engine": {**engine, "seed": 2}}, {"engine": {"seed": 3}}, "engine.seed"),
+        ({"engine": engine}, {"engine": {"seed": None}}, "engine.seed"),
+        ({"engine": {}}, {"engine": None, "min_replicas": 2}, None),
+        ({"min_replicas": 1}, {"max_replicas": 1, "min_replicas": 0}, "min_replicas"),
+    ):
+        if field is None:
+            assert update(meanwhile, **changes).spec.min_replicas == 2
+            continue
+        with pytest.raises(StaleVersionError) as stale:
+            update(meanwhile, **changes)
+        assert stale.value.field == field
+    version = catalog.get_deployment(deployment.spec.id, tenant=TENANT).version
+    assert update({"max_replicas": 3}, Expected(frozenset({version + 1})), max_replicas=4).spec.max_replicas == 4
+    with pytest.raises(PreconditionFailedError):
+        update({"max_replicas": 3}, Expected(frozenset({version + 2})), upscale_delay_s=5.0)
 
 
 def test_a_taken_route_and_an_unknown_model_are_refused(plane: Plane, model: Model) -> None:

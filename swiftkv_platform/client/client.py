@@ -143,6 +143,10 @@ def _generate_stream(serve: Transport, body: dict[str, Any], path: str = "/gener
     raise SwiftKVError(f"{serve.base_url} closed the stream before its end; ask again.")
 
 
+def _if_match(version: int | None) -> dict[str, str] | None:
+    return None if version is None else {"If-Match": f'"{version}"'}
+
+
 class Models:
     """Distilled models with their lineage."""
 
@@ -166,10 +170,25 @@ class Models:
         path = f"/models/{model_id}/compare/{other_id}"
         return Comparison.model_validate(self._transport.request("GET", path, repeatable=True).json())
 
-    def promote(self, model_id: str, *, reason: str, alias: str = "production") -> Promotion:
-        """Let `alias` stand for the model; deployments made of the alias swap it in."""
+    def promote(
+        self, model_id: str, *, reason: str, alias: str = "production", version: int | None = None
+    ) -> Promotion:
+        """Let `alias` stand for the model; deployments made of the alias swap it in.
+
+        Args:
+            version: change that version of the alias, and no other; 0 is that of a new one.
+
+        Raises:
+            RequestConflictError: it is at another version, or another model was promoted at the same time.
+        """
         body = {"alias": alias, "reason": reason}
-        response = self._transport.request("POST", f"/models/{model_id}/promote", json=body, repeatable=True)
+        response = self._transport.request(
+            "POST",
+            f"/models/{model_id}/promote",
+            json=body,
+            headers=_if_match(version),
+            repeatable=version is None,
+        )
         return Promotion.model_validate(response.json())
 
     def aliases(self) -> builtins.list[Alias]:
@@ -179,13 +198,16 @@ class Models:
     def alias(self, alias: str) -> Alias:
         return Alias.model_validate(self._transport.request("GET", f"/aliases/{alias}", repeatable=True).json())
 
-    def rollback(self, alias: str = "production", *, reason: str) -> Promotion:
+    def rollback(self, alias: str = "production", *, reason: str, version: int | None = None) -> Promotion:
         """Let `alias` stand for the model before its present one again.
 
-        Not repeated after a broken connection, since a second call would go back one model more.
+        Not repeated after a broken connection, since a second call would go back one model more. `version` as in
+        `promote`.
         """
         path = f"/aliases/{alias}/rollback"
-        response = self._transport.request("POST", path, json={"reason": reason}, repeatable=False)
+        response = self._transport.request(
+            "POST", path, json={"reason": reason}, headers=_if_match(version), repeatable=False
+        )
         return Promotion.model_validate(response.json())
 
 
@@ -218,15 +240,24 @@ class Deployments:
         response = self._transport.request("GET", f"/deployments/{deployment_id}", repeatable=True)
         return Deployment.model_validate(response.json())
 
-    def update(self, deployment_id: str, **changes: Any) -> Deployment:
+    def update(self, deployment_id: str, *, version: int | None = None, **changes: Any) -> Deployment:
         """Serve another model, or with other options, without a failed request; returns at once, `wait_ready` waits.
 
         Args:
-            changes: `model`, `engine` (all its options), `min_replicas`, `max_replicas`, `target_ongoing_requests`,
-                `upscale_delay_s`, `downscale_delay_s`; the rest stays as it is.
+            version: change that version of the deployment, and no other. Without it changes that others make at the
+                same time stay, and one that contradicts this one refuses it.
+            changes: `model`, `min_replicas`, `max_replicas`, `target_ongoing_requests`, `upscale_delay_s`,
+                `downscale_delay_s`, and of `engine`, `candidate` and `shadow` what is to change (None takes an engine
+                option back); the rest stays as it is.
+
+        Raises:
+            RequestConflictError: it is at another version, or a field was changed at the same time.
         """
         path = f"/deployments/{deployment_id}"
-        return Deployment.model_validate(self._transport.request("PATCH", path, json=changes, repeatable=True).json())
+        response = self._transport.request(
+            "PATCH", path, json=changes, headers=_if_match(version), repeatable=version is None
+        )
+        return Deployment.model_validate(response.json())
 
     def metrics(self, deployment_id: str) -> DeploymentMetrics:
         """What its replicas measure now; totals grow, so that two answers give a rate."""

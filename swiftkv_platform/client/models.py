@@ -107,11 +107,18 @@ class Quota(_Answer):
     max_running_jobs: int | None = None
     max_gpus: float | None = None
     max_cpus: float | None = None
+    max_replicas: int | None = None
     queued_jobs: int
     """Jobs that wait or are paused."""
     running_jobs: int
+    replicas: int = 0
+    """Of its deployments, which count with the most they may grow to."""
     gpus: float
+    """Of jobs and deployments together."""
     cpus: float
+    held_by_jobs: dict[str, float] = {}
+    """`gpus` and `cpus`."""
+    held_by_deployments: dict[str, float] = {}
 
 
 class Checkpoint(_Answer):
@@ -157,12 +164,16 @@ class Promotion(_Answer):
     reason: str
     by: str
     created_at: int
+    version: int = 0
+    """Of the alias from then on."""
 
 
 class Alias(_Answer):
     """What an alias stands for."""
 
     id: str
+    version: int = 0
+    """Rises with every promotion and rollback."""
     model: str
     history: list[Promotion] = []
 
@@ -194,6 +205,8 @@ class Deployment(_Answer):
     """A served model."""
 
     id: str
+    version: int = 0
+    """Rises with every change."""
     model: str
     status: str
     message: str | None = None

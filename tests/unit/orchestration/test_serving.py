@@ -146,7 +146,7 @@ class BusyCatalog(SqlRegistry):
         while self.meanwhile:
             fields = self.meanwhile.pop()
             self.change_deployment(
-                deployment_id, lambda other, new=fields: (replace(other.spec, **new), other.state), tenant=tenant
+                deployment_id, lambda other, held, new=fields: (replace(other.spec, **new), other.state), tenant=tenant
             )
         return found
 
@@ -169,7 +169,7 @@ def test_of_two_changes_at_once_the_later_one_is_refused_where_it_contradicts(pl
         ({"engine": {**engine, "seed": 2}}, {"engine": {"seed": 3}}, "engine.seed"),
         ({"engine": engine}, {"engine": {"seed": None}}, "engine.seed"),
         ({"engine": {**engine, "seed": 4}}, {"engine": None}, "engine"),
-        ({"min_replicas": 1}, {"max_replicas": 1, "min_replicas": 0}, "min_replicas"),
+        ({"min_replicas": 2}, {"max_replicas": 1, "min_replicas": 0}, "min_replicas"),
     ):
         with pytest.raises(StaleVersionError) as stale:
             update(meanwhile, **changes)

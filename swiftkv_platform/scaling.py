@@ -26,6 +26,19 @@ LOOK_BACK_S = 15.0
 """Time over which reports are averaged; longer than Serve's interval between them, 10 s."""
 
 
+def replica_resources(engine: Mapping[str, Any]) -> dict[str, float]:
+    """`num_cpus` and `num_gpus` that Ray reserves for a replica with these engine options: for each of its ranks.
+
+    A candidate and a shadow live in the same process and the same reservation, and a swap happens inside it.
+    """
+    asked = engine.get("tensor_parallel_size")
+    num_ranks = asked if isinstance(asked, int) else 1  # what is no number is refused by the replica, which names it
+    return {
+        "num_cpus": num_ranks * (engine.get("num_threads") or 1),
+        "num_gpus": num_ranks * (engine.get("device") == "cuda"),
+    }
+
+
 def replica_load(waiting_steps: float, kv_cache_usage: float) -> float:
     """Load of one replica; 1 is full."""
     return max(waiting_steps / FULL_WAITING_STEPS, kv_cache_usage / FULL_KV_CACHE_USAGE)

@@ -59,6 +59,8 @@ class Settings(BaseSettings):
     """Pause between two rounds of the reconciler."""
     max_running_jobs: Annotated[int, Field(ge=1)] = 1
     """Jobs submitted to Ray at the same time, of all tenants; the rest wait in the queue."""
+    max_deployment_replicas: Annotated[int, Field(ge=1)] = 64
+    """Most replicas of one deployment; what a tenant's deployments hold together is its quota's to bound."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 3000

@@ -103,6 +103,7 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
         policies=parts.policies,
         prices=prices(settings),
         interval_s=settings.reconcile_interval_s,
+        deployments=parts.catalog.all_deployments,
     )
     steps = {
         "jobs": reconciler.tick,

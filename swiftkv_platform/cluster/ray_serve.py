@@ -15,7 +15,7 @@ from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
 from swiftkv_platform.cluster.served_revisions import ServedRevisions
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
-from swiftkv_platform.scaling import autoscaling_config
+from swiftkv_platform.scaling import autoscaling_config, replica_resources
 
 APPLICATION = "serve.app:build_app"
 """What the cluster imports for every deployment."""
@@ -116,19 +116,12 @@ def _application(deployment: DeploymentSpec, api_keys_file: Path | None) -> dict
     A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
     below.
     """
-    asked = deployment.engine.get("tensor_parallel_size")
     keys = {} if api_keys_file is None else {"api_keys_file": str(api_keys_file), "tenant": deployment.tenant}
-    num_ranks = asked if isinstance(asked, int) else 1  # what is no number is refused by the replica, which names it
     return {
         "name": deployment.id,
         "route_prefix": deployment.route_prefix,
         "import_path": APPLICATION,
-        "args": {
-            "id": deployment.id,
-            **keys,
-            "num_cpus": num_ranks * (deployment.engine.get("num_threads") or 1),
-            "num_gpus": num_ranks * (deployment.engine.get("device") == "cuda"),
-        },
+        "args": {"id": deployment.id, **keys, **replica_resources(deployment.engine)},
         "deployments": [
             {
                 "name": "Replica",

@@ -12,22 +12,26 @@ from sqlalchemy.orm import Session
 
 from swiftkv_platform.database.paging import fetch, unknown_cursor
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.tables import DeploymentRow, ModelRow, PromotionRow
+from swiftkv_platform.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
 from swiftkv_platform.errors import ConflictError, NotFoundError
-from swiftkv_platform.orchestration.job import Model
+from swiftkv_platform.orchestration.job import JobStatus, Model
 from swiftkv_platform.orchestration.ports import (
+    Admit,
     Deployment,
     DeploymentChange,
     DeploymentSpec,
     DeploymentState,
     DeploymentStatus,
+    Holdings,
     Page,
     Slice,
 )
 from swiftkv_platform.orchestration.routes import interferes
+from swiftkv_platform.specs import JobSpec
 
 _SPEC = TypeAdapter(DeploymentSpec)
 _STATE = TypeAdapter(DeploymentState)
+_ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
 
 class SqlCatalog:
@@ -55,11 +59,13 @@ class SqlCatalog:
             rows = fetch(session, query, ModelRow.id, page, after=page.after)
             return Slice([read_model(row) for row in rows.items], rows.has_more)
 
-    def create_deployment(self, deployment: Deployment) -> Deployment:
+    def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
         with self._database.writing() as session:
             self._await_turn(session, deployment.tenant)
             self._database.take_turns(session, "routes of deployments")
             _check_route(session, deployment)
+            if admit is not None:
+                admit(_held_beside(session, deployment.spec.id, deployment.tenant))
             deployment = replace(deployment, spec=_as_promoted(session, deployment.spec, deployment.tenant))
             session.add(
                 DeploymentRow(
@@ -109,7 +115,7 @@ class SqlCatalog:
                     field="deployment_id",
                     value=deployment_id,
                 )
-            spec, state = change(deployment)
+            spec, state = change(deployment, _held_beside(session, deployment_id, tenant))
             write_deployment(row, _as_promoted(session, spec, tenant), state)
             return read_deployment(row)
 
@@ -166,6 +172,16 @@ def _unknown(deployment_id: str) -> NotFoundError:
 
 def read_model(row: ModelRow) -> Model:
     return Model(**{name: getattr(row, name) for name in Model.__dataclass_fields__})
+
+
+def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
+    """Deployments that are being deleted count: their replicas have yet to go."""
+    jobs = select(JobRow.spec).where(JobRow.tenant == tenant, JobRow.status.in_(_ON_CLUSTER))
+    deployments = select(DeploymentRow.spec).where(DeploymentRow.tenant == tenant, DeploymentRow.id != deployment_id)
+    return Holdings(
+        [JobSpec.model_validate(spec) for spec in session.scalars(jobs)],
+        [_SPEC.validate_python(spec) for spec in session.scalars(deployments)],
+    )
 
 
 def _as_promoted(session: Session, spec: DeploymentSpec, tenant: str) -> DeploymentSpec:

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError, StaleVersionError
+from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
 from swiftkv_platform.orchestration.engine_options import check_engine_options
+from swiftkv_platform.orchestration.fair_queue import Demand
 from swiftkv_platform.orchestration.job import new_id
 from swiftkv_platform.orchestration.merge_patch import contradicted, merged
 from swiftkv_platform.orchestration.ports import (
@@ -17,6 +19,7 @@ from swiftkv_platform.orchestration.ports import (
     DeploymentSpec,
     DeploymentState,
     DeploymentStatus,
+    Holdings,
 )
 from swiftkv_platform.orchestration.registry import RegistryService, changed
 from swiftkv_platform.orchestration.routes import RouteRules
@@ -24,6 +27,7 @@ from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.versions import Expected
 
 ONE_TENANT = RouteRules()
+UNLIMITED = DeploymentLimits()
 
 
 class DeploymentService:
@@ -31,15 +35,23 @@ class DeploymentService:
 
     Args:
         routes: where deployments may answer.
+        limits: what they may ask for.
     """
 
     def __init__(
-        self, catalog: Catalog, registry: RegistryService, *, clock: Clock, routes: RouteRules = ONE_TENANT
+        self,
+        catalog: Catalog,
+        registry: RegistryService,
+        *,
+        clock: Clock,
+        routes: RouteRules = ONE_TENANT,
+        limits: DeploymentLimits = UNLIMITED,
     ) -> None:
         self._catalog = catalog
         self._registry = registry
         self._clock = clock
         self._routes = routes
+        self._limits = limits
 
     def create(
         self,
@@ -62,7 +74,7 @@ class DeploymentService:
             model: a `mdl_` id, the `job_` id of a job that succeeded, or an alias, which the deployment then follows.
 
         Raises `InvalidInputError` for an unknown model, `ConflictError` for a route prefix that is taken or in the way
-        of another deployment's, and as `RouteRules.placed`.
+        of another deployment's, and as `RouteRules.placed` and `DeploymentLimits.check`.
         """
         found, alias = self._registry.resolve(model, caller.tenant)
         spec = DeploymentSpec(
@@ -82,7 +94,11 @@ class DeploymentService:
             tenant=caller.tenant,
         )
         _check(spec)
-        return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())))
+
+        def admit(held: Holdings) -> None:
+            self._limits.check(spec, caller.tenant, _demand(held))
+
+        return self._catalog.create_deployment(Deployment(spec, caller.tenant, int(self._clock())), admit=admit)
 
     def update(
         self, deployment_id: str, caller: Caller, changes: Mapping[str, Any], *, expected: Expected | None = None
@@ -99,18 +115,20 @@ class DeploymentService:
 
         Raises `NotFoundError`, `InvalidInputError` for an unknown model or options that would be refused,
         `PreconditionFailedError` for a deployment at another version than `expected`, `StaleVersionError` where a field
-        is changed to something else at the same time, and `ConflictError` for a deployment that is being deleted.
+        is changed to something else at the same time, `ConflictError` for a deployment that is being deleted, and as
+        `DeploymentLimits.check`.
         """
         seen = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolved(changes, caller)
 
-        def change(present: Deployment) -> tuple[DeploymentSpec, DeploymentState]:
+        def change(present: Deployment, held: Holdings) -> tuple[DeploymentSpec, DeploymentState]:
             if expected is None:
                 _check_uncontradicted(patch, seen, present)
             else:
                 expected.check(f"deployment {deployment_id}", present.version)
             spec = _patched(present.spec, patch)
             _check(spec)
+            self._limits.check(spec, caller.tenant, _demand(held), before=present.spec)
             return changed(present, spec)
 
         return self._catalog.change_deployment(deployment_id, change, tenant=caller.tenant)
@@ -141,6 +159,11 @@ class DeploymentService:
         deleting = DeploymentState(DeploymentStatus.DELETING)
         self._catalog.set_deployment_state(deployment_id, deleting)
         return replace(deployment, state=deleting)
+
+
+def _demand(held: Holdings) -> Demand:
+    jobs = (Demand.of(spec) for spec in held.jobs)
+    return sum((Demand.of_deployment(spec) for spec in held.deployments), sum(jobs, Demand()))
 
 
 def _patched(spec: DeploymentSpec, patch: Mapping[str, Any]) -> DeploymentSpec:

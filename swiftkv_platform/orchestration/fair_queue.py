@@ -1,4 +1,5 @@
-"""Who starts next: fair between tenants, by priority and age within one. A function of jobs; starts nothing.
+"""Who starts next: fair between tenants, by priority and age within one. A function of jobs and deployments; starts
+nothing.
 
 Between tenants it is dominant resource fairness (Ghodsi et al., NSDI 2011): the tenant with the smallest share of what
 it holds most of goes first, relative to its weight. Where shares are equal, as in a cluster that runs one job at a
@@ -12,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec
 from swiftkv_platform.orchestration.tenants import Policies, TenantPolicy
+from swiftkv_platform.scaling import replica_resources
 from swiftkv_platform.specs import JobSpec
 
 _PRIORITIES = {"high": 0, "normal": 1, "low": 2}
@@ -20,11 +23,12 @@ _PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 
 @dataclass(frozen=True)
 class Demand:
-    """What jobs hold of the cluster, or ask for. An elastic job counts with the most it may grow to."""
+    """What jobs and deployments hold of the cluster, or ask for, counted with the most they may grow to."""
 
     jobs: int = 0
     gpus: float = 0.0
     cpus: float = 0.0
+    replicas: int = 0
 
     @classmethod
     def of(cls, spec: JobSpec) -> Demand:
@@ -32,17 +36,49 @@ class Demand:
         workers = spec.resources.max_workers * trials
         return cls(1, workers * spec.resources.gpus_per_worker, workers * spec.resources.cpus_per_worker)
 
-    def __add__(self, other: Demand) -> Demand:
-        return Demand(self.jobs + other.jobs, self.gpus + other.gpus, self.cpus + other.cpus)
+    @classmethod
+    def of_deployment(cls, spec: DeploymentSpec) -> Demand:
+        resources, replicas = replica_resources(spec.engine), spec.max_replicas
+        return cls(0, replicas * resources["num_gpus"], replicas * resources["num_cpus"], replicas)
 
-    def exceeded_limit(self, policy: TenantPolicy) -> tuple[str, float, float] | None:
-        """Name, demand and limit of the first of a tenant's limits that this is above; None if it is within all."""
-        limits = (
-            ("max_running_jobs", self.jobs, policy.max_running_jobs),
-            ("max_gpus", self.gpus, policy.max_gpus),
-            ("max_cpus", self.cpus, policy.max_cpus),
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(
+            self.jobs + other.jobs,
+            self.gpus + other.gpus,
+            self.cpus + other.cpus,
+            self.replicas + other.replicas,
         )
-        return next(((name, asked, most) for name, asked, most in limits if most is not None and asked > most), None)
+
+    def beyond(self, other: Demand) -> Demand:
+        """What this has more than `other`; nothing of what it has less."""
+        return Demand(
+            max(self.jobs - other.jobs, 0),
+            max(self.gpus - other.gpus, 0.0),
+            max(self.cpus - other.cpus, 0.0),
+            max(self.replicas - other.replicas, 0),
+        )
+
+    def exceeded_limit(self, policy: TenantPolicy, *, adding: Demand | None = None) -> tuple[str, float, float] | None:
+        """Name, demand and limit of the first of a tenant's limits that this is above; None if it is within all.
+
+        Args:
+            adding: the part of this that is new. A limit of something that it has nothing of does not stop it, though
+                what was there before is above.
+        """
+        limits = (
+            ("max_running_jobs", self.jobs, policy.max_running_jobs, adding is None or adding.jobs > 0),
+            ("max_gpus", self.gpus, policy.max_gpus, adding is None or adding.gpus > 0),
+            ("max_cpus", self.cpus, policy.max_cpus, adding is None or adding.cpus > 0),
+            ("max_replicas", self.replicas, policy.max_replicas, adding is None or adding.replicas > 0),
+        )
+        return next(
+            (
+                (name, asked, most)
+                for name, asked, most, counts in limits
+                if counts and most is not None and asked > most
+            ),
+            None,
+        )
 
     def share(self, total: Demand) -> float:
         """The largest of its parts of `total`."""
@@ -50,12 +86,14 @@ class Demand:
         return max((part / whole for part, whole in parts if whole), default=0.0)
 
 
-def held_by(jobs: Iterable[Job]) -> dict[str, Demand]:
-    """What each tenant's jobs hold of the cluster."""
+def held_by(jobs: Iterable[Job], deployments: Iterable[Deployment] = ()) -> dict[str, Demand]:
+    """What each tenant's jobs and deployments hold of the cluster. A deployment does until its replicas are gone."""
     held: dict[str, Demand] = {}
     for job in jobs:
         if job.status.holds_cluster:
             held[job.tenant] = held.get(job.tenant, Demand()) + Demand.of(job.spec)
+    for item in deployments:
+        held[item.tenant] = held.get(item.tenant, Demand()) + Demand.of_deployment(item.spec)
     return held
 
 
@@ -67,21 +105,22 @@ class FairQueue:
         self._given: dict[str, float] = {}
         """Shares started so far over the tenant's weight."""
 
-    def next(self, live: Sequence[Job], *, room: int, now: float) -> list[Job]:
-        """At most `room` of the jobs that wait, in the order in which they should start.
+    def next(self, live: Sequence[Job], *, room: int, now: float, deployments: Sequence[Deployment] = ()) -> list[Job]:
+        """At most `room` of the jobs that wait, in the order in which they should start beside the deployments.
 
         Of a tenant whose first job does not fit its quota none is taken: a smaller one that overtook it could keep it
         waiting for ever.
         """
-        held, queues = held_by(live), _queues(live, now)
+        held, queues = held_by(live, deployments), _queues(live, now)
         total = sum((Demand.of(job.spec) for job in live if job.status is not JobStatus.PAUSED), Demand())
+        total = sum((Demand.of_deployment(item.spec) for item in deployments), total)
         self._catch_up(queues)
         chosen: list[Job] = []
         while len(chosen) < room:
             fitting = [
                 tenant
                 for tenant, queue in queues.items()
-                if queue and self._fits(tenant, held.get(tenant, Demand()) + Demand.of(queue[0].spec))
+                if queue and self._fits(tenant, held.get(tenant, Demand()), Demand.of(queue[0].spec))
             ]
             if not fitting:
                 break
@@ -93,8 +132,8 @@ class FairQueue:
             chosen.append(job)
         return chosen
 
-    def _fits(self, tenant: str, demand: Demand) -> bool:
-        return demand.exceeded_limit(self._policies.policy(tenant)) is None
+    def _fits(self, tenant: str, held: Demand, demand: Demand) -> bool:
+        return (held + demand).exceeded_limit(self._policies.policy(tenant), adding=demand) is None
 
     def _rank(self, tenant: str, held: Demand, total: Demand, first: Job) -> tuple[float, float, str]:
         return held.share(total) / self._policies.policy(tenant).weight, self._given[tenant], first.id

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
+from swiftkv_platform.specs import JobSpec
 
 T = TypeVar("T")
 
@@ -125,8 +126,14 @@ class Catalog(Protocol):
 
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]: ...
 
-    def create_deployment(self, deployment: Deployment) -> Deployment:
-        """Raises `ConflictError` if another deployment's route prefix interferes; it names one of the same tenant."""
+    def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
+        """Store a deployment, while no other is stored or changed of the tenant's.
+
+        Args:
+            admit: raises if there is no room for it beside what the tenant holds.
+
+        Raises `ConflictError` if another deployment's route prefix interferes; it names one of the same tenant.
+        """
         ...
 
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
@@ -337,8 +344,18 @@ class Deployment:
     """Rises with every change of `spec`, and with nothing else."""
 
 
-DeploymentChange = Callable[[Deployment], tuple[DeploymentSpec, DeploymentState]]
-"""What a caller makes of a deployment."""
+@dataclass(frozen=True)
+class Holdings:
+    """What a tenant has on the clusters, or may come to have, beside one deployment."""
+
+    jobs: Sequence[JobSpec]
+    """Whose attempts may be on the cluster."""
+    deployments: Sequence[DeploymentSpec]
+
+
+Admit = Callable[[Holdings], None]
+DeploymentChange = Callable[[Deployment, Holdings], tuple[DeploymentSpec, DeploymentState]]
+"""What a caller makes of a deployment, beside what else the tenant holds."""
 
 
 class ServeCluster(Protocol):

@@ -23,7 +23,14 @@ from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.fair_queue import FairQueue
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start
-from swiftkv_platform.orchestration.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
+from swiftkv_platform.orchestration.ports import (
+    AttemptStore,
+    Clock,
+    Deployment,
+    JobCluster,
+    JobRepository,
+    Submission,
+)
 from swiftkv_platform.orchestration.reading import Reading, read
 from swiftkv_platform.orchestration.settlement import Settlement
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
@@ -59,6 +66,7 @@ class Reconciler:
         prices: what time on the cluster costs.
         interval_s: how long something is left alone after it failed once; more after every further time.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
+        deployments: all tenants', whose replicas count against quotas as jobs do.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class Reconciler:
         policies: Policies = NO_LIMITS,
         prices: Prices = FREE,
         retry_delay_s: float = 1.0,
+        deployments: Callable[[], Sequence[Deployment]] = tuple,
     ) -> None:
         self._jobs = jobs
         self._cluster = cluster
@@ -86,6 +95,7 @@ class Reconciler:
         self._queue = FairQueue(policies)
         self._policies = policies
         self._prices = prices
+        self._deployments = deployments
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._log = get_logger(loop="jobs")
 
@@ -100,7 +110,8 @@ class Reconciler:
         now = self._clock()
         room = self._max_running_jobs - sum(job.status.holds_cluster for job in live)
         ready = [job for job in live if job.status.holds_cluster or self._backoff.ready(job.id, now)]
-        return self._queue.next(ready, room=room, now=now)
+        waiting = room > 0 and any(job.status is JobStatus.QUEUED for job in ready)
+        return self._queue.next(ready, room=room, now=now, deployments=self._deployments() if waiting else ())
 
     def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
         """The job as its step leaves it; unchanged while it or the cluster is left alone after a failure.

@@ -32,9 +32,11 @@ class TenantPolicy(_Record):
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
     """Jobs on the cluster at a time; the others wait."""
     max_gpus: Annotated[float, Field(ge=0.0)] | None = None
-    """GPUs that its jobs hold at a time; a job that alone asks for more is refused."""
+    """GPUs that its jobs and deployments hold at a time; what alone asks for more is refused."""
     max_cpus: Annotated[float, Field(ge=0.0)] | None = None
-    """CPU cores that its jobs hold at a time; a job that alone asks for more is refused."""
+    """CPU cores that its jobs and deployments hold at a time; what alone asks for more is refused."""
+    max_replicas: Annotated[int, Field(ge=0)] | None = None
+    """Sum of its deployments' `max_replicas`; a deployment beyond that is refused."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """What one job may cost before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()

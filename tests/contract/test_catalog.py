@@ -21,6 +21,7 @@ from swiftkv_platform.orchestration.ports import (
     DeploymentSpec,
     DeploymentState,
     DeploymentStatus,
+    Holdings,
     Page,
 )
 from tests.records import TENANT, make_job, make_model, store
@@ -87,7 +88,7 @@ def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(catal
     catalog.set_deployment_state(before.id, DeploymentState(DeploymentStatus.DEPLOYING), of=before)
     seen: list[Deployment] = []
 
-    def change(present: Deployment) -> tuple[DeploymentSpec, DeploymentState]:
+    def change(present: Deployment, held: Holdings) -> tuple[DeploymentSpec, DeploymentState]:
         seen.append(present)
         return after, swapping
 

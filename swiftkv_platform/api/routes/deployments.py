@@ -24,6 +24,7 @@ from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.deploying import DeploymentService
+from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.routes import RouteRules
 
@@ -36,7 +37,8 @@ router = APIRouter(prefix="/deployments", tags=["deployments"])
 def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
     registry = RegistryService(parts.registry, clock=parts.clock)
     routes = RouteRules(below_tenant=settings.api_keys_file is not None, policies=parts.policies)
-    return DeploymentService(parts.catalog, registry, clock=parts.clock, routes=routes)
+    limits = DeploymentLimits(settings.max_deployment_replicas, parts.policies)
+    return DeploymentService(parts.catalog, registry, clock=parts.clock, routes=routes, limits=limits)
 
 
 Service = Annotated[DeploymentService, Depends(deployment_service)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from fastapi import APIRouter
 
@@ -14,8 +14,22 @@ from swiftkv_platform.orchestration.job import JobStatus
 router = APIRouter(tags=["operations"])
 
 
+class HeldAnswer(Answer):
+    """What jobs or deployments hold of the cluster."""
+
+    gpus: float
+    cpus: float
+
+    @classmethod
+    def of(cls, demand: Demand) -> Self:
+        return cls(gpus=demand.gpus, cpus=demand.cpus)
+
+
 class QuotaAnswer(Answer):
-    """Limits of a tenant, null where there is none, and what its jobs hold."""
+    """Limits of a tenant, null where there is none, and what its jobs and deployments hold.
+
+    Both count with the most they may grow to, and a deployment until its replicas are gone.
+    """
 
     object: Literal["quota"] = "quota"
     tenant: str
@@ -25,18 +39,26 @@ class QuotaAnswer(Answer):
     max_running_jobs: int | None
     max_gpus: float | None
     max_cpus: float | None
+    max_replicas: int | None
+    """Of its deployments together."""
     queued_jobs: int
     """Jobs that wait or are paused."""
     running_jobs: int
+    replicas: int
     gpus: float
+    """Of jobs and deployments together."""
     cpus: float
+    held_by_jobs: HeldAnswer
+    held_by_deployments: HeldAnswer
 
 
 @router.get("/quota")
 def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
     """What the caller's tenant may use, and uses."""
     live = [job for job in parts.jobs.live() if job.tenant == caller.tenant]
-    held, policy = held_by(live).get(caller.tenant, Demand()), parts.policies.policy(caller.tenant)
+    deployed = [item for item in parts.catalog.all_deployments() if item.tenant == caller.tenant]
+    jobs, deployments = (held.get(caller.tenant, Demand()) for held in (held_by(live), held_by((), deployed)))
+    held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
     return QuotaAnswer(
         tenant=caller.tenant,
         weight=policy.weight,
@@ -44,8 +66,12 @@ def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
         max_running_jobs=policy.max_running_jobs,
         max_gpus=policy.max_gpus,
         max_cpus=policy.max_cpus,
+        max_replicas=policy.max_replicas,
         queued_jobs=sum(job.status in (JobStatus.QUEUED, JobStatus.PAUSED) for job in live),
         running_jobs=held.jobs,
+        replicas=held.replicas,
         gpus=held.gpus,
         cpus=held.cpus,
+        held_by_jobs=HeldAnswer.of(jobs),
+        held_by_deployments=HeldAnswer.of(deployments),
     )

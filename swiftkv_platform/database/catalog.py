@@ -147,8 +147,8 @@ def _check_route(session: Session, wanted: Deployment) -> None:
     """Raises `ConflictError` if a deployment's route interferes; another tenant's is not named."""
     route_prefix = wanted.spec.route_prefix
     held = select(DeploymentRow.id, DeploymentRow.tenant, DeploymentRow.held_route)
-    for holder, tenant, held_route in session.execute(held.where(DeploymentRow.held_route.is_not(None))):
-        if not interferes(route_prefix, held_route):
+    for holder, tenant, held_route in session.execute(held):
+        if held_route is None or not interferes(route_prefix, held_route):
             continue
         if tenant != wanted.tenant:
             why = "it is taken, or part of what it would answer; choose another prefix"

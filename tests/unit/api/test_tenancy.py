@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +171,53 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
         foreign = {"/jobs": job["id"], "/models": model, "/deployments": deployment["id"]}[path]
         assert stranger.get(path, params={"after": foreign}).status_code == 422, "a cursor is an id too"
     assert whole(as_("acme"), ids) == before
+
+
+def test_refusals_tell_nothing_of_another_tenants(as_: As, server: Server) -> None:
+    """Every wrong request around what another tenant has: an answer repeats what it was asked, and knows no more."""
+    before_keys = server.client.post(
+        "/deployments", json={"model": server.succeed()["distilled_model"], "route_prefix": "/legacy"}
+    ).json()
+    theirs = {before_keys["id"], before_keys["model"], "/legacy"}
+    own = made_model(as_, server, "other")
+    model = made_model(as_, server, "acme")
+    as_("acme").post(f"/models/{model}/promote", json={"alias": "production", "reason": "secret"})
+    for prefix in ("/chat", "/a/generate"):
+        made = as_("acme").post("/deployments", json={"model": "production", "route_prefix": prefix}).json()
+        theirs |= {made["id"], made["model"], made["route_prefix"], "acme", "secret", "production"}
+    stranger = as_("other")
+    deployment = stranger.post("/deployments", json={"model": own, "route_prefix": "/mine"}).json()["id"]
+    bodies: list[dict[str, Any]] = [
+        {"model": name, "route_prefix": prefix, **options}
+        for name in (own, model, "production")
+        for prefix in ("/chat", "/a", "/legacy", "/legacy/v1", "/t/acme/chat", "/t/acme", "/t/acme/../x", "/mine")
+        for options in ({}, {"candidate": {"model": model}}, {"engine": {"x": 1}}, {"max_replicas": 10**6})
+    ]
+    asked = [("POST", "/deployments", body, {}) for body in bodies]
+    for body in ({"model": model}, {"model": "production"}, {"candidate": {"model": model}}, {"route_prefix": "/chat"}):
+        asked += [("PATCH", f"/deployments/{deployment}", body, tag) for tag in ({}, {"if-match": '"9"'})]
+    asked += [("POST", f"/models/{own}/promote", {"reason": "x", "alias": "production"}, {"if-match": '"1"'})]
+    asked += [("POST", "/aliases/production/rollback", {"reason": "x"}, {})]
+    statuses = set()
+    for method, path, body, headers in asked:
+        answer = stranger.request(method, path, json=body, headers=headers)
+        sent = path + json.dumps(body)
+        told = {each for each in theirs if each in answer.text and each not in sent}
+        assert not told, (method, path, body, answer.text)
+        assert answer.status_code < 500
+        statuses.add(answer.status_code)
+    assert statuses == {201, 403, 404, 409, 412, 422}
+
+
+def made_model(as_: As, server: Server, tenant: str) -> str:
+    """Id of a model that the tenant has distilled."""
+    job = as_(tenant).post("/jobs", json=SPEC).json()["id"]
+    server.tick()
+    server.worker(job).say("status", status="running")
+    server.worker(job).artifact()
+    server.cluster.finish(f"{job}-1", SubmissionStatus.SUCCEEDED)
+    server.tick()
+    return str(as_(tenant).get(f"/jobs/{job}").json()["distilled_model"])
 
 
 def whole(client: TestClient, ids: dict[str, str]) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from swiftkv_platform.api.schemas import Answer
+from swiftkv_platform.orchestration.comparison import Comparison
 from swiftkv_platform.orchestration.job import Model
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
-from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, Comparison, Promotion
+from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, Promotion
 
 Reason = Annotated[str, Field(min_length=1, max_length=1000)]
 

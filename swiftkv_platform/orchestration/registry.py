@@ -1,5 +1,5 @@
-"""Names for models in use: which model an alias such as `production` stands for, who put it there and why. And two
-models side by side. Knows the catalog alone.
+"""Names for models in use: which model an alias such as `production` stands for, who put it there and why. Knows the
+catalog alone.
 
 A deployment made of an alias follows it: what is promoted is swapped in, what is rolled back as well.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 from swiftkv_platform.orchestration.job import Model, new_id
@@ -237,91 +237,3 @@ def _no_model(name: str) -> InvalidInputError:
         field="model",
         value=name,
     )
-
-
-# Comparing
-
-_STUDENT = ".student"
-"""Ends the name of a student's score on a task."""
-_BETTER: Mapping[str, Literal["lower", "higher"]] = {
-    "distilled.perplexity": "lower",
-    "distilled.kl": "lower",
-    "distilled.top1_agreement": "higher",
-    "prefill_flops_ratio": "lower",
-    "kv_bytes_ratio": "lower",
-}
-"""Figures of `evaluation.json` that two models are compared by."""
-_SAME = ("teacher", "revision", "data_fingerprint")
-"""What of the lineage must agree for quality to be comparable."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of two models."""
-
-    name: str
-    a: float | None
-    b: float | None
-    better: Literal["a", "b"] | None
-    """None where they are equal or one does not have it."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    a: Model
-    b: Model
-    figures: Sequence[Figure]
-    differences: Mapping[str, tuple[Any, Any]]
-    """Of lineage: where teacher, revision or data differ, quality was not measured alike."""
-    spec_differences: Mapping[str, tuple[Any, Any]]
-    """By dotted path of the spec."""
-
-
-def compare(a: Model, b: Model) -> Comparison:
-    """Quality, prefill compute and cache of two models, and what was done differently to make them."""
-    specs = [_flat(model.lineage.get("spec") or {}) for model in (a, b)]
-    return Comparison(
-        a,
-        b,
-        [_figure(name, a, b) for name in [*_BETTER, *_task_scores(a, b)]],
-        _different({name: a.lineage.get(name) for name in _SAME}, {name: b.lineage.get(name) for name in _SAME}),
-        _different(*specs),
-    )
-
-
-def _figure(name: str, a: Model, b: Model) -> Figure:
-    figures = _flat(a.metrics)
-    first, second = _number(figures.get(name)), _number(_flat(b.metrics).get(name))
-    less_is_better = (
-        _BETTER.get(name) == "lower" or figures.get(f"{name.removesuffix(_STUDENT)}.higher_is_better") is False
-    )
-    better: Literal["a", "b"] | None = None
-    if first is not None and second is not None and first != second:
-        better = "a" if (first < second) == less_is_better else "b"
-    return Figure(name, first, second, better)
-
-
-def _task_scores(a: Model, b: Model) -> list[str]:
-    """Scores of tasks that both have answered."""
-    flat = [_flat(model.metrics) for model in (a, b)]
-    return sorted(name for name in flat[0].keys() & flat[1].keys() if name.endswith(_STUDENT))
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in document.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
-        elif name == "tasks" and all(isinstance(each, Mapping) and "task" in each for each in value):
-            flat.update(_flat({each["task"]: each for each in value}, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {name: (a.get(name), b.get(name)) for name in sorted({*a, *b}) if a.get(name) != b.get(name)}

@@ -18,8 +18,9 @@ from swiftkv_platform.api.registry_schemas import (
     RollbackRequest,
 )
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
+from swiftkv_platform.orchestration.comparison import compare
 from swiftkv_platform.orchestration.ports import Page, Slice
-from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService, compare
+from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService
 
 router = APIRouter(tags=["models"])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from swiftkv_platform.orchestration.comparison import Figure, compare
 from swiftkv_platform.orchestration.job import Model
-from swiftkv_platform.orchestration.registry import Figure, compare
 
 
 def model(metrics: dict[str, Any], **lineage: Any) -> Model:

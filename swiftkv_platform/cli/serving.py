@@ -52,7 +52,8 @@ def deploy(
         str | None, typer.Option(metavar="DEPLOYMENT", help="Swap the model of this deployment (dep_...), live.")
     ] = None,
     route_prefix: Annotated[
-        str | None, typer.Option(metavar="PATH", help="HTTP path below which it answers. Default: /")
+        str | None,
+        typer.Option(metavar="PATH", help="HTTP path below which it answers. Default: /. With keys: below /t/TENANT."),
     ] = None,
     min_replicas: Annotated[int | None, typer.Option(min=0, help="1, or what the deployment has.")] = None,
     max_replicas: Annotated[int | None, typer.Option(min=1, help="1, or what the deployment has.")] = None,
@@ -80,7 +81,8 @@ def deploy(
     if json:
         print_json(deployment)
     else:
-        out().print(f"{deployment.id} serves {deployment.model}: {deployment.status}", highlight=False)
+        where = f" ({deployment.url})" if deployment.url else ""
+        out().print(f"{deployment.id} serves {deployment.model}: {deployment.status}{where}", highlight=False)
 
 
 def generate(

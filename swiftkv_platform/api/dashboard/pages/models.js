@@ -20,7 +20,7 @@ function Deploy({ model }) {
     }
   }
   return html`<form class="row" onSubmit=${submit} aria-label="Deploy ${model.name}">
-      <label>Route <input name="route" value="/" required size="12" /></label>
+      <label>Route <input name="route" value="/" required size="12" title="Where there are API keys, below /t/ and your tenant's name" /></label>
       <label>Serve <select name="mode"><option value="student">the student</option><option value="teacher">its teacher</option></select></label>
       <label>Replicas, least <input name="min" type="number" min="1" value="1" /></label>
       <label>most <input name="max" type="number" min="1" value="1" /></label>

@@ -143,3 +143,21 @@ def test_a_proxied_prompt_that_no_replica_could_read_is_refused(
         if field is not None:
             assert [error["field"] for error in answer.json()["errors"]] == [field]
             assert script.requests == [], "nothing reaches a replica"
+
+
+@pytest.mark.parametrize("number", ["Infinity", "1e999", "NaN", "-Infinity", "9" * 30])
+def test_an_engine_option_that_would_stop_everybodys_deployments_is_refused(
+    tmp_path: Path, empty_copy: Database, number: str
+) -> None:
+    """All tenants' deployments go to Serve in one document, which cannot hold it."""
+    with deployment_plane(tmp_path, empty_copy) as plane:
+        deployment, model = plane.deployed("acme")["id"], plane.model("acme")
+        headers = {**plane.headers("acme"), "content-type": "application/json"}
+        engine = f'"engine": {{"grammar_timeout_s": {number}}}'
+        for method, path, body in (
+            ("POST", "/deployments", f'{{"model": "{model}", "route_prefix": "/b", {engine}}}'),
+            ("PATCH", f"/deployments/{deployment}", f"{{{engine}}}"),
+        ):
+            refused = plane.client.request(method, path, content=body, headers=headers)
+            assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "engine.grammar_timeout_s")
+        assert [item.spec.engine for item in plane.parts.catalog.all_deployments()] == [{}]

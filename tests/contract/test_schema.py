@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
 
+from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database, alembic_config
 from swiftkv_platform.database.tables import Base
@@ -17,6 +19,8 @@ from swiftkv_platform.errors import (
     DatabaseUnavailableError,
     InvalidInputError,
 )
+from swiftkv_platform.orchestration.registry import RegistryService
+from tests.records import TENANT, make_job, make_model, store
 
 
 def test_upgrade_makes_the_schema_that_the_tables_declare_and_can_be_repeated(database: Database) -> None:
@@ -36,6 +40,26 @@ def test_every_migration_can_be_taken_back(database: Database) -> None:
     assert tables == ["alembic_version"]
     database.upgrade()
     database.check_schema()
+
+
+def test_aliases_from_before_versions_are_numbered(database: Database, jobs: SqlJobRepository) -> None:
+    models = []
+    for _ in range(3):
+        job = store(jobs, make_job())
+        models.append(make_model(job).id)
+        jobs.update(job, model=replace(make_model(job), id=models[-1]))
+    registry = SqlRegistry(database)
+    service = RegistryService(registry, clock=lambda: 1.0)
+    for alias, model in [("a", models[0]), ("b", models[1]), ("a", models[1]), ("a", models[2])]:
+        service.promote(model, alias, tenant=TENANT, by="ann", reason="better")
+    before = registry.promotions(tenant=TENANT)
+    assert [(item.alias, item.version) for item in before] == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
+    with database.writing() as session:
+        config = alembic_config()
+        config.attributes["connection"] = session.connection()
+        command.downgrade(config, "0005")
+    database.upgrade()
+    assert registry.promotions(tenant=TENANT) == before
 
 
 def test_check_schema_names_the_way_out_for_an_old_database(database: Database) -> None:

@@ -53,7 +53,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         parts = await run_in_threadpool(build_components, settings) if components is None else components
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
-        loops = _loops(settings, parts, leaderships)
+        deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
+        loops = _loops(settings, parts, leaderships, deliverer)
         app.state.settings = settings
         app.state.key_ring = key_ring
         app.state.followers = Followers(parts.jobs.events)
@@ -67,6 +68,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         finally:
             for loop in loops:
                 await run_in_threadpool(loop.stop, _STOP_TIMEOUT_S)
+            await run_in_threadpool(deliverer.close)
             await run_in_threadpool(_resign, leaderships.values())
             parts.database.close()
 
@@ -90,8 +92,10 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Leadership]) -> list[ControlLoop]:
-    """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
+def _loops(
+    settings: Settings, parts: Components, leaderships: Mapping[str, Leadership], deliverer: Deliverer
+) -> list[ControlLoop]:
+    """One loop for each kind of work: bringing up the first deployment takes Ray Serve a while."""
     reconciler = Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
@@ -107,7 +111,7 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
     steps = {
         "jobs": reconciler.tick,
         "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,
-        "webhooks": Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock).tick,
+        "webhooks": deliverer.tick,
     }
     interval_s = settings.reconcile_interval_s
     return [

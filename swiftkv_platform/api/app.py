@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
@@ -25,6 +25,7 @@ from swiftkv_platform.orchestration.leadership import Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.orchestration.tenants import Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
@@ -60,7 +61,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.followers = Followers(parts.jobs.events)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
-        app.state.metrics = health.metrics_registry(parts, loops)
+        app.state.metrics = health.metrics_registry(parts, loops, _operator_files(key_ring, parts.policies))
         for loop in loops:
             loop.start()
         try:
@@ -118,6 +119,16 @@ def _loops(
         ControlLoop(name, leaderships[name].guard(step), interval_s=interval_s, clock=parts.clock)
         for name, step in steps.items()
     ]
+
+
+def _operator_files(key_ring: KeyRing | None, policies: Policies) -> Mapping[str, Callable[[], bool]]:
+    """Whether each of the operator's files is usable, by name."""
+    files: dict[str, Callable[[], bool]] = {}
+    if key_ring is not None:
+        files["keys"] = lambda: key_ring.is_usable
+    if isinstance(policies, Tenants):
+        files["tenants"] = lambda: policies.is_usable
+    return files
 
 
 def _resign(leaderships: Iterable[Leadership]) -> None:

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fastapi import Request
 from fastapi.testclient import TestClient
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
+from serve.access import Gate
 from swiftkv_platform.cli.app import app as cli
 from swiftkv_platform.errors import InvalidInputError, UnauthenticatedError
 from swiftkv_platform.keys import KeyRing, Scope, create_key, revoke_key
@@ -79,6 +81,7 @@ def test_a_key_file_that_breaks_serves_on_as_it_was(
         with capture_logs() as logs:
             good = [client.get("/jobs", headers={"authorization": f"Bearer {token}"}) for _ in range(3)]
             wrong = client.get("/jobs", headers={"authorization": "Bearer skv_wrong"})
+            assert 'swiftkv_operator_file_usable{file="keys"} 0.0' in client.get("/metrics").text
         assert [answer.status_code for answer in good] == [200, 200, 200]
         assert (wrong.status_code, wrong.json()["code"]) == (401, "unauthenticated")
         for answer in (*good, wrong):
@@ -87,6 +90,15 @@ def test_a_key_file_that_breaks_serves_on_as_it_was(
     [warning] = [entry for entry in logs if entry["log_level"] == "warning"]
     assert "private-place" in str(warning), "the operator's log says which file"
     assert "cafebabe" not in str(warning)
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_replica_serves_on_with_the_keys_it_had(path: Path, token: str, broken: Break) -> None:
+    gate = Gate(KeyRing(path), tenant="acme")
+    headers = [(b"authorization", f"Bearer {token}".encode())]
+    request = Request({"type": "http", "method": "POST", "path": "/generate", "headers": headers, "state": {}})
+    broken(path)
+    assert gate.admit(request).tenant == "acme"
 
 
 def test_a_key_file_that_was_mended_holds_again(path: Path, token: str) -> None:

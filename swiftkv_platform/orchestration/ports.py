@@ -79,6 +79,10 @@ class JobRepository(Protocol):
         """
         ...
 
+    def recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
+        """The job that the tenant's key stands for already. Raises `IdempotencyConflictError` for another body."""
+        ...
+
     def get(self, job_id: str, *, tenant: str) -> Job:
         """Raises `NotFoundError`, also for another tenant's job."""
         ...

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import Json, settings
-from swiftkv_platform.cli.output import err, local_time, out, print_json, print_table
+from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
 from swiftkv_platform.keys import ApiKey, KeyRing, Scope, create_key, revoke_key
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: the file that SWIFTKV_API_KEYS_FILE names.")
@@ -91,7 +91,7 @@ def revoke(name: Name, file: KeyFile = None, json: Json = False) -> None:
     if json:
         print_json({"revoked": name})
     else:
-        out().print(f"Revoked {name}.", highlight=False)
+        say(f"Revoked {name}.")
 
 
 def _expiry(key: ApiKey) -> str | None:

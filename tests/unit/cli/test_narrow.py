@@ -34,8 +34,15 @@ def script() -> Script:
     script.on("GET", f"/jobs/{JOB}", json_answer(ROW))
     for action in ("cancel", "pause", "resume"):
         script.on("POST", f"/jobs/{JOB}/{action}", json_answer(ROW))
-    promotion = {"id": "prm_1", "alias": "production", "model": MODEL, "reason": "good", "created_at": 1}
-    script.on("POST", f"/models/{MODEL}/promote", json_answer({**promotion, "created_by": "ann", "previous": None}))
+    promotion = {
+        "id": "prm_1",
+        "alias": "production",
+        "model": MODEL,
+        "reason": "good",
+        "created_at": 1,
+        "action": "promote",
+    }
+    script.on("POST", f"/models/{MODEL}/promote", json_answer({**promotion, "by": "ann"}))
     script.on("DELETE", f"/deployments/{DEPLOYMENT}", json_answer({"id": DEPLOYMENT}))
     return script
 

@@ -184,4 +184,4 @@ def _write(path: Path, keys: list[ApiKey]) -> None:
 
 
 def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+    return hashlib.sha256(token.encode(errors="replace")).hexdigest()

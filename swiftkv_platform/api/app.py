@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components, prices, webhook_rules
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
+from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.asgi import BodyLimit, PageFiles
+from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import get_logger
@@ -32,6 +36,9 @@ from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.swagger import add_docs
 
 _STOP_TIMEOUT_S = 20.0
+_SIGN_INS_PER_MINUTE = 30
+"""Of one address."""
+_SIGN_INS_AT_ONCE = 10
 LOOPS = ("jobs", "deployments", "webhooks")
 
 
@@ -45,7 +52,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         InvalidInputError: `settings.host` is not a loopback address and there are no API keys, or their file cannot
             be used.
     """
-    key_ring = None if settings.api_keys_file is None else KeyRing(settings.api_keys_file)
+    clock = time.time if components is None else components.clock
+    key_ring = None if settings.api_keys_file is None else KeyRing(settings.api_keys_file, clock=clock)
     if key_ring is None:
         _check_host(settings.host)
 
@@ -58,6 +66,10 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         loops = _loops(settings, parts, leaderships, deliverer)
         app.state.settings = settings
         app.state.key_ring = key_ring
+        app.state.sessions = key_ring and Sessions(
+            SqlSessions(parts.database), key_ring, parts.clock, lifetime_s=settings.session_lifetime_s
+        )
+        app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
         app.state.followers = Followers(parts.jobs.events)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
@@ -86,6 +98,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     if key_ring is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(SecurityHeaders)
+    app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     for module in (jobs, history, outputs, models, deployments, quota, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))

@@ -164,8 +164,9 @@ def test_a_key_expires(tmp_path: Path, empty_database: Path, path: Path) -> None
     now = 2000.0
     with pytest.raises(UnauthenticatedError, match=r"key 'ann' expired at 1970-01-01 00:33:20 UTC"):
         ring.authenticate(f"Bearer {token}")
+    past = create_key(path, name="bob", tenant="acme", scopes=ALL, expires_at=500)
     with plane(tmp_path, empty_database, path) as client:
-        refused = client.get("/jobs", headers={"authorization": f"Bearer {token}"})
+        refused = client.get("/jobs", headers={"authorization": f"Bearer {past}"})
     assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated")
     assert "expired" in refused.json()["detail"]
 

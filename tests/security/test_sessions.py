@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -95,6 +96,7 @@ def test_the_database_opens_nothing(house: House, client: TestClient, tmp_path: 
     assert len(rows) == 1
     assert session not in dump
     assert house.token not in dump
+    client.cookies.clear()
     for value in rows[0]:
         client.cookies.set(SESSION_COOKIE, str(value))
         assert client.get("/jobs").status_code == 401
@@ -202,6 +204,13 @@ def test_guessing_is_slowed_down(house: House) -> None:
         assert client.get("/jobs", headers={"authorization": f"Bearer {house.token}"}).status_code == 200
         house.clock.now += 60.0
         house.sign_in(client)
+
+
+@pytest.mark.parametrize("key", ["", " ", "\ud800", "é\r\nX-Header: x", "x" * 10_000, "\0"])
+def test_no_key_of_any_shape_is_an_error_of_ours(client: TestClient, key: str) -> None:
+    assert client.post("/session", content=json.dumps({"api_key": key})).status_code in (401, 422)
+    for cookie in ("x", "é", "x" * 4000):
+        assert client.get("/jobs", headers={b"cookie": f"{SESSION_COOKIE}={cookie}".encode()}).status_code == 401
 
 
 def test_without_keys_there_is_nothing_to_sign_in_to(house: House) -> None:

@@ -61,6 +61,9 @@ class Settings(BaseSettings):
     """Jobs submitted to Ray at the same time, of all tenants; the rest wait in the queue."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
+    max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20
+    """Kept of the log of an attempt that has ended: its first and its last half, with a line between that says what is
+    left out. The control plane holds half of it in memory while it saves one."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 3000
     """Of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
     session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600

@@ -17,6 +17,7 @@ from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components, prices, webhook_rules
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
+from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.api.webhook_sender import send_webhook
@@ -71,6 +72,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         )
         app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
         app.state.followers = Followers(parts.jobs.events)
+        app.state.log_followers = LogFollowers(parts)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
         app.state.metrics = health.metrics_registry(parts, loops, _operator_files(key_ring, parts.policies))

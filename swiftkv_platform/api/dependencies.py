@@ -79,7 +79,7 @@ def build_components(settings: Settings) -> Components:
         cluster=RayJobs(settings.ray_dashboard_url),
         serving=RayServe(settings.ray_dashboard_url, settings.serve_url, api_keys_file=settings.serve_api_keys_file),
         objects=objects,
-        attempts=AttemptStore(objects),
+        attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
         entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment(settings)),
         outbox=SqlOutbox(database),
         policies=policies,

@@ -118,12 +118,13 @@ def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def logs(
     job_id: JobId,
     follow_: Annotated[bool, typer.Option("--follow", help="Go on as lines are written.")] = False,
+    tail: Annotated[int | None, typer.Option(min=1, help="Only so many lines, the newest attempt's last.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
     """Print a job's log; with --json one object a line."""
     with connect(url) as client:
-        for line in client.jobs.logs(job_id, follow_):
+        for line in client.jobs.logs(job_id, follow_, tail_lines=tail):
             if json:
                 print_json({"line": line})
             else:

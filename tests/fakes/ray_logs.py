@@ -107,7 +107,10 @@ class FakeRayLogs:
                 return answer
             sent += len(block)
             log.sent += len(block)
-            await answer.write(block)
+            try:
+                await answer.write(block)
+            except ConnectionError:  # the reader has what it wanted
+                return answer
         return answer
 
     async def _tail(self, request: web.Request) -> web.WebSocketResponse:

@@ -95,11 +95,11 @@ class House(Server):
 
     def end(self, job: Job) -> None:
         """The driver ends, its log is saved, and the job is cancelled."""
-        log = self.ray.logs[f"{job.id}-1"]
-        log.ended = True
+        name = f"{job.id}-1"
+        self.cluster.stop(name)
+        self.ray.logs[name].ended = True
+        self.cluster.submissions[name].log = b"".join(RayJobs(self.ray.url).logs(name)).decode()
         self.client.post(f"/jobs/{job.id}/cancel")
-        self.parts.attempts.save_logs(job.id, 1, RayJobs(self.ray.url).logs(f"{job.id}-1"))
-        self.cluster.stop(f"{job.id}-1")
         self.tick()
 
     def read(self, job: Job, **params: Any) -> bytes:
@@ -163,6 +163,20 @@ def test_followers_are_sent_what_is_new(house: House) -> None:
         house.end(job)
     assert bytes(received) == log.text
     assert log.sent < 3 * log.size, "once for the follower, once for the store; not the whole for every look"
+
+
+def test_a_log_that_is_out_is_not_read_again(house: House) -> None:
+    """Until the job is settled, which may take long while the store is away, a follower waits for its end alone."""
+    job, log = house.running(LINE)
+    with house.following(job) as received:
+        until(lambda: len(received) == log.size)
+        house.cluster.stop(f"{job.id}-1")
+        log.ended = True
+        until(lambda: log.following == 0)
+        looked = len(log.requests)
+        time.sleep(2.0)
+        assert len(log.requests) == looked
+        house.end(job)
 
 
 def test_a_follower_sees_every_byte_once_over_a_restart_of_ray(house: House) -> None:

@@ -36,7 +36,9 @@ class SqlSessions:
     def get(self, id_sha256: str) -> StoredSession | None:
         with self._database.reading() as transaction:
             row = transaction.get(SessionRow, id_sha256)
-            return row and StoredSession(**{name: getattr(row, name) for name in StoredSession.__dataclass_fields__})
+            if row is None:
+                return None
+            return StoredSession(**{name: getattr(row, name) for name in StoredSession.__dataclass_fields__})
 
     def remove(self, id_sha256: str) -> None:
         with self._database.writing() as transaction:

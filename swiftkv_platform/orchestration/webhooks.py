@@ -196,7 +196,7 @@ class Deliverer:
             self._settle(delivery, self._deliver(delivery))
         except DatabaseUnavailableError as error:
             # Nothing is lost: the claim runs out, and the delivery is sent again.
-            self._log.warning("outcome not stored", event=delivery.event.id, reason=error.message)
+            self._log.warning("outcome not stored", event_id=delivery.event.id, reason=error.message)
         finally:
             with self._changed:
                 self._under_way[receiver] -= 1
@@ -219,12 +219,12 @@ class Deliverer:
         except OSError as error:
             return f"no answer: {error or type(error).__name__}"
         except Exception:
-            self._log.exception("unexpected", job_id=delivery.event.job_id, event=delivery.event.id)
+            self._log.exception("unexpected", job_id=delivery.event.job_id, event_id=delivery.event.id)
             return "not sent: an unexpected error"
         return None if 200 <= status < 300 else f"answered with {status}"
 
     def _settle(self, delivery: Delivery, problem: str | None) -> None:
-        now, log = self._clock(), self._log.bind(job_id=delivery.event.job_id, event=delivery.event.id)
+        now, log = self._clock(), self._log.bind(job_id=delivery.event.job_id, event_id=delivery.event.id)
         if problem is None:
             self._outbox.delivered(delivery.sequence, now)
         elif now - delivery.created_at > _GIVE_UP_S:

@@ -1,7 +1,8 @@
 """API keys: who may ask for what. A file of hashed keys that the operator keeps; knows no HTTP and no database.
 
 A key is 256 random bits, so its SHA-256 needs no salt, and the file gives nothing away but names and tenants. Control
-plane and replicas read the same format; a file that has changed is read again at the next request.
+plane and replicas read the same format; a file that has changed is read again at the next request, and one that is
+broken changes nothing until it is mended.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import hashlib
 import os
 import secrets
 import tempfile
+import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -23,8 +26,11 @@ from swiftkv_platform.errors import (
     NotFoundError,
     UnauthenticatedError,
 )
+from swiftkv_platform.operator_files import OperatorFile
 
 _PREFIX = "skv_"
+_LATEST = 253_402_300_799
+"""The last second of the year 9999."""
 _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
@@ -55,10 +61,15 @@ class ApiKey(BaseModel):
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """Of the key."""
+    expires_at: Annotated[int, Field(ge=0, le=_LATEST)] | None = None
+    """Unix seconds from which the key is refused; None: never."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Requests that a replica answers the key in a minute; None: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Tokens, of prompts and answers together; None: no limit."""
+
+    def has_expired(self, now: float) -> bool:
+        return self.expires_at is not None and now >= self.expires_at
 
     def require(self, scope: Scope) -> None:
         """Raises `ForbiddenError` if the key does not open `scope`."""
@@ -74,41 +85,44 @@ class _KeyFile(BaseModel):
 
 
 class KeyRing:
-    """The keys in a file. Raises `InvalidInputError` where the file cannot be read or understood."""
+    """The keys in a file, in its last good version.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._stamp: tuple[int, int, int] | None = None
-        self._by_digest: dict[str, ApiKey] = {}
-        self.read()
+    Raises `InvalidInputError` where the file cannot be used from the start.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._file = OperatorFile(
+            path, _parse, field="api_keys_file", hint="it holds API keys, and `swiftkv keys create` writes one"
+        )
 
     def authenticate(self, authorization: str | None) -> ApiKey:
         """The key of an `Authorization: Bearer` header. Raises `UnauthenticatedError`."""
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise UnauthenticatedError("send `Authorization: Bearer <key>`", field="Authorization")
-        self.read()
-        key = self._by_digest.get(_digest(token.strip()))
+        key = self._file.content.get(_digest(token.strip()))
         if key is None:
             raise UnauthenticatedError("the key is unknown, or was revoked", field="Authorization")
+        if key.expires_at is not None and key.has_expired(self._clock()):
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(key.expires_at))
+            raise UnauthenticatedError(
+                f"key {key.name!r} expired at {when}; ask the operator for another", field="Authorization"
+            )
         return key
 
     def read(self) -> list[ApiKey]:
         """All keys, in the file's order."""
-        try:
-            status = self._path.stat()
-            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-            if stamp != self._stamp:
-                found = _KeyFile.model_validate_json(self._path.read_bytes()).keys
-                self._by_digest = {key.sha256: key for key in found}
-                self._stamp = stamp
-        except (OSError, ValidationError) as error:
-            raise InvalidInputError(
-                f"the key file {str(self._path)!r} cannot be used: {error}; `swiftkv keys create` writes one",
-                field="api_keys_file",
-                value=str(self._path),
-            ) from error
-        return list(self._by_digest.values())
+        return list(self._file.content.values())
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the file's newest version is the one that holds."""
+        return self._file.is_usable
+
+
+def _parse(content: bytes) -> dict[str, ApiKey]:
+    return {key.sha256: key for key in _KeyFile.model_validate_json(content).keys}
 
 
 def create_key(
@@ -117,6 +131,7 @@ def create_key(
     name: str,
     tenant: str,
     scopes: frozenset[Scope],
+    expires_at: int | None = None,
     requests_per_minute: int | None = None,
     tokens_per_minute: int | None = None,
 ) -> str:
@@ -134,6 +149,7 @@ def create_key(
             tenant=tenant,
             scopes=scopes,
             sha256=_digest(token),
+            expires_at=expires_at,
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
         )
@@ -168,4 +184,4 @@ def _write(path: Path, keys: list[ApiKey]) -> None:
 
 
 def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+    return hashlib.sha256(token.encode(errors="replace")).hexdigest()

@@ -63,8 +63,16 @@ class Settings(BaseSettings):
     """Most replicas of one deployment; what a tenant's deployments hold together is its quota's to bound."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
+    max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20
+    """Kept of the log of an attempt that has ended: its first and its last half, with a line between that says what is
+    left out. The control plane holds half of it in memory while it saves one."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 3000
     """Of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
+    session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600
+    """From signing in to the dashboard to the end of that session."""
+    trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
+    """Addresses and networks (`10.0.0.0/8`) whose `X-Forwarded-Proto` and `X-Forwarded-For` are believed: cookies are
+    `Secure` and sign-ins are counted by the address that they name."""
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
     """Host header values accepted while no API key is configured (a web page must not reach the API by rebinding)."""
 

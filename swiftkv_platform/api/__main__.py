@@ -19,6 +19,7 @@ def main() -> None:
         host=settings.host,
         port=settings.port,
         access_log=False,
+        proxy_headers=False,  # the application looks at them itself, by its own setting
         timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
     )
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import AsyncIterator, Iterable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
 from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components, prices, webhook_rules
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
+from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
+from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.asgi import BodyLimit, PageFiles
+from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import get_logger
@@ -25,12 +30,16 @@ from swiftkv_platform.orchestration.leadership import Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.orchestration.tenants import Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.swagger import add_docs
 
 _STOP_TIMEOUT_S = 20.0
+_SIGN_INS_PER_MINUTE = 30
+"""Of one address."""
+_SIGN_INS_AT_ONCE = 10
 LOOPS = ("jobs", "deployments", "webhooks")
 
 
@@ -44,7 +53,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         InvalidInputError: `settings.host` is not a loopback address and there are no API keys, or their file cannot
             be used.
     """
-    key_ring = None if settings.api_keys_file is None else KeyRing(settings.api_keys_file)
+    clock = time.time if components is None else components.clock
+    key_ring = None if settings.api_keys_file is None else KeyRing(settings.api_keys_file, clock=clock)
     if key_ring is None:
         _check_host(settings.host)
 
@@ -53,13 +63,19 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         parts = await run_in_threadpool(build_components, settings) if components is None else components
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
-        loops = _loops(settings, parts, leaderships)
+        deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
+        loops = _loops(settings, parts, leaderships, deliverer)
         app.state.settings = settings
         app.state.key_ring = key_ring
+        app.state.sessions = key_ring and Sessions(
+            SqlSessions(parts.database), key_ring, parts.clock, lifetime_s=settings.session_lifetime_s
+        )
+        app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
         app.state.followers = Followers(parts.jobs.events)
+        app.state.log_followers = LogFollowers(parts)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
-        app.state.metrics = health.metrics_registry(parts, loops)
+        app.state.metrics = health.metrics_registry(parts, loops, _operator_files(key_ring, parts.policies))
         for loop in loops:
             loop.start()
         try:
@@ -67,6 +83,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         finally:
             for loop in loops:
                 await run_in_threadpool(loop.stop, _STOP_TIMEOUT_S)
+            await run_in_threadpool(deliverer.close)
             await run_in_threadpool(_resign, leaderships.values())
             parts.database.close()
 
@@ -83,6 +100,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     if key_ring is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(SecurityHeaders)
+    app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     for module in (jobs, history, outputs, models, deployments, quota, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
@@ -90,8 +108,10 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Leadership]) -> list[ControlLoop]:
-    """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
+def _loops(
+    settings: Settings, parts: Components, leaderships: Mapping[str, Leadership], deliverer: Deliverer
+) -> list[ControlLoop]:
+    """One loop for each kind of work: bringing up the first deployment takes Ray Serve a while."""
     reconciler = Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
@@ -108,13 +128,23 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
     steps = {
         "jobs": reconciler.tick,
         "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,
-        "webhooks": Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock).tick,
+        "webhooks": deliverer.tick,
     }
     interval_s = settings.reconcile_interval_s
     return [
         ControlLoop(name, leaderships[name].guard(step), interval_s=interval_s, clock=parts.clock)
         for name, step in steps.items()
     ]
+
+
+def _operator_files(key_ring: KeyRing | None, policies: Policies) -> Mapping[str, Callable[[], bool]]:
+    """Whether each of the operator's files is usable, by name."""
+    files: dict[str, Callable[[], bool]] = {}
+    if key_ring is not None:
+        files["keys"] = lambda: key_ring.is_usable
+    if isinstance(policies, Tenants):
+        files["tenants"] = lambda: policies.is_usable
+    return files
 
 
 def _resign(leaderships: Iterable[Leadership]) -> None:

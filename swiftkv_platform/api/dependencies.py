@@ -11,6 +11,7 @@ from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
 from swiftkv_platform import closed_paths
+from swiftkv_platform.api.sessions import Session, Sessions
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.database.catalog import SqlCatalog
@@ -33,7 +34,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
 SESSION_COOKIE = "swiftkv_session"
-"""Carries the dashboard's key. No other site's page can make a browser send it (`SameSite=Strict`)."""
+"""Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""
 _LOCAL_CALLER = Caller(tenant="default", name="local")
 """Who everybody is while no API key is configured."""
 
@@ -78,7 +79,7 @@ def build_components(settings: Settings) -> Components:
         cluster=RayJobs(settings.ray_dashboard_url),
         serving=RayServe(settings.ray_dashboard_url, settings.serve_url, api_keys_file=settings.serve_api_keys_file),
         objects=objects,
-        attempts=AttemptStore(objects),
+        attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
         entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment(settings)),
         outbox=SqlOutbox(database),
         policies=policies,
@@ -141,9 +142,22 @@ def get_caller(
 
 
 def authorization(request: Request) -> str | None:
-    """The caller's `Authorization`, or what the dashboard's cookie makes of it."""
-    header, cookie = request.headers.get("authorization"), request.cookies.get(SESSION_COOKIE)
-    return f"Bearer {cookie}" if header is None and cookie else header
+    """The caller's `Authorization`, or that of the dashboard's session. Raises `UnauthenticatedError`."""
+    header = request.headers.get("authorization")
+    found = current_session(request) if header is None else None
+    return header if found is None else found.authorization
+
+
+def current_session(request: Request) -> Session | None:
+    """The session that the request's cookie names, looked up once. Raises `UnauthenticatedError` where it has ended."""
+    cookie = request.cookies.get(SESSION_COOKIE)
+    sessions: Sessions | None = request.app.state.sessions
+    if not cookie or sessions is None:
+        return None
+    if not hasattr(request.state, "session"):
+        request.state.session = sessions.find(cookie)
+    session: Session = request.state.session
+    return session
 
 
 def newest_first(

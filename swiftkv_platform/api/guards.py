@@ -82,28 +82,40 @@ class SecurityHeaders:
         await self._app(scope, receive, with_headers)
 
 
-class RateLimit:
-    """A bucket of requests for each key, refilled evenly; a tenth of a minute's may come at once."""
+_MOST_BUCKETS = 10_000
+"""A caller with many addresses fills no memory; the bucket that was asked longest ago is given up."""
 
-    def __init__(self, per_minute: int, clock: Clock) -> None:
+
+class RateLimit:
+    """A bucket of requests for each key or address, refilled evenly.
+
+    Args:
+        burst: requests that may come at once; None: a tenth of a minute's.
+        of: what is counted, for the refusal.
+    """
+
+    def __init__(self, per_minute: int, clock: Clock, *, burst: int | None = None, of: str = "key") -> None:
         self._per_second = per_minute / 60.0
-        self._most = max(per_minute / 10.0, 1.0)
+        self._most = float(burst) if burst is not None else max(per_minute / 10.0, 1.0)
         self._clock = clock
+        self._of = of
         self._buckets: dict[str, tuple[float, float]] = {}
-        """Requests left and when that was so, by key."""
+        """Requests left and when that was so, by name; the one asked last comes last."""
         self._lock = threading.Lock()
 
-    def take(self, key: str) -> None:
+    def take(self, name: str) -> None:
         """Count a request. Raises `RateLimitedError`."""
         with self._lock:
             now = self._clock()
-            left, then = self._buckets.get(key, (self._most, now))
+            left, then = self._buckets.pop(name, (self._most, now))
             left = min(left + max(now - then, 0.0) * self._per_second, self._most)
             allowed = left >= 1.0
-            self._buckets[key] = (left - allowed, now)
+            self._buckets[name] = (left - allowed, now)
+            if len(self._buckets) > _MOST_BUCKETS:
+                del self._buckets[next(iter(self._buckets))]
         if not allowed:
             raise RateLimitedError(
-                f"key {key!r} has sent more than {self._per_second * 60:g} requests a minute; wait a moment",
+                f"{self._of} {name!r} has sent more than {self._per_second * 60:g} requests a minute; wait a moment",
                 field="Authorization",
             )
 

@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from swiftkv_platform.cli.context import Json
-from swiftkv_platform.cli.output import err, out, print_json
+from swiftkv_platform.cli.output import err, print_json, say
 from swiftkv_platform.cli.sources import builtin_teacher
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import equal_cache_group_size
@@ -80,20 +80,16 @@ def convert(
     if json:
         print_json(document)
         return
-    out().print(
+    say(
         "{output}: l = {num_key_value_layers} of {num_hidden_layers} layers, g = {key_value_group_size}, KV cache "
         "{kv_bytes_ratio:.1%} of the teacher's; {new_tensors} new tensors, {size:,.1f} MiB".format(
             **document, size=converted.new_bytes / _MIB
-        ),
-        highlight=False,
-        soft_wrap=True,
+        )
     )
     if document["equal_cache_group_size"] not in (None, key_value_group_size):
-        out().print(
+        say(
             "With the heads of {sharing}, --key-value-group-size {equal_cache_group_size} caches as much as gqa does "
-            "with {key_value_group_size}.".format(**document, sharing=sharing),
-            highlight=False,
-            soft_wrap=True,
+            "with {key_value_group_size}.".format(**document, sharing=sharing)
         )
 
 
@@ -117,9 +113,7 @@ def export(
         print_json({"output": str(target), "teacher": teacher, "weight_bytes": size})
         return
     with_teacher = "with" if teacher else "without"
-    out().print(
-        f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher", highlight=False, soft_wrap=True
-    )
+    say(f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect
-from swiftkv_platform.cli.output import local_time, out, print_fields, print_json, print_schema, print_table
+from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_schema, print_table, say
 from swiftkv_platform.client import ReplicaMetrics
 
 deployments_app = typer.Typer(no_args_is_help=True, help="Models in service; `swiftkv deploy` puts them there.")
@@ -61,7 +61,7 @@ def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> 
     if json:
         print_json({"id": deployment_id, "status": "deleting"})
     else:
-        out().print(f"{deployment_id} is being taken out of service.", highlight=False)
+        say(f"{deployment_id} is being taken out of service.")
 
 
 @deployments_app.command()

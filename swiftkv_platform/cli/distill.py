@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import Json, SpecFile, read_spec
-from swiftkv_platform.cli.output import err, out, print_json
+from swiftkv_platform.cli.output import err, print_json, say
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec
@@ -31,11 +31,9 @@ def distill(
         print_json({"output": str(artifact), **evaluation})
         return
     distilled, teacher = evaluation["distilled"], evaluation["teacher"]
-    out().print(
+    say(
         f"{artifact}: perplexity {distilled['perplexity']:.2f} (teacher {teacher['perplexity']:.2f}), "
-        f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}",
-        highlight=False,
-        soft_wrap=True,
+        f"KL {distilled['kl']:.4f} nats, top-1 agreement {distilled['top1_agreement']:.1%}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swiftkv_platform.cli.context import Json
-from swiftkv_platform.cli.output import out, print_fields, print_json, print_table
+from swiftkv_platform.cli.output import print_fields, print_json, print_table, say
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.reports.evaluation import evaluation_page
 
@@ -102,4 +102,4 @@ def _print(report: Report) -> None:
         print_table(("task", "metric", "samples", "teacher", "student", "points lost"), rows, empty="")
     for gate in report.gates:
         kept = "passed" if gate.passed else "failed"
-        out().print(f"{gate.field} {gate.limit:g}: {gate.value:.4g}, {kept}", highlight=False)
+        say(f"{gate.field} {gate.limit:g}: {gate.value:.4g}, {kept}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import JobId, Json, Url, connect
-from swiftkv_platform.cli.output import err, local_time, out, print_json, print_table
+from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 
 _SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
@@ -97,4 +97,4 @@ def download(
     if json:
         print_json({"output": str(output), "files": list(file or present)})
     else:
-        out().print(f"{len(file or present)} files are in {output}.", highlight=False, soft_wrap=True)
+        say(f"{len(file or present)} files are in {output}.")

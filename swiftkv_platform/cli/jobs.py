@@ -10,7 +10,7 @@ import typer
 
 from swiftkv_platform.cli import job_outputs
 from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, connect, read_spec
-from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_schema, print_table
+from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_schema, print_table, say
 from swiftkv_platform.client import Client, Estimate, Job
 from swiftkv_platform.orchestration.validation import validate as validate_spec
 from swiftkv_platform.specs import JobSpec
@@ -39,12 +39,12 @@ def submit(
         job = client.jobs.create(spec, idempotency_key)
         if follow_:
             if not json:
-                out().print(f"Submitted {job.id}", highlight=False)
+                say(f"Submitted {job.id}")
             _watch(client, job, json=json)
         elif json:
             print_json(job)
         else:
-            out().print(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", highlight=False)
+            say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
 
 
 @jobs_app.command()
@@ -79,7 +79,7 @@ def validate(
     if json:
         print_json(estimate)
     else:
-        out().print(f"{file} is accepted.", highlight=False)
+        say(f"{file} is accepted.")
         print_fields(estimate.model_dump(mode="json"))
 
 
@@ -118,12 +118,13 @@ def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def logs(
     job_id: JobId,
     follow_: Annotated[bool, typer.Option("--follow", help="Go on as lines are written.")] = False,
+    tail: Annotated[int | None, typer.Option(min=1, help="Only so many lines, the newest attempt's last.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
     """Print a job's log; with --json one object a line."""
     with connect(url) as client:
-        for line in client.jobs.logs(job_id, follow_):
+        for line in client.jobs.logs(job_id, follow_, tail_lines=tail):
             if json:
                 print_json({"line": line})
             else:
@@ -166,7 +167,7 @@ def _print_status(job: Job, *, json: bool) -> None:
     if json:
         print_json(job)
     else:
-        out().print(f"{job.id} is {job.status}.", highlight=False)
+        say(f"{job.id} is {job.status}.")
 
 
 def _read_object(store: str, key: str) -> bytes:
@@ -183,7 +184,8 @@ def _watch(client: Client, job: Job, *, json: bool) -> None:
         else:
             follow(events, out())
     except KeyboardInterrupt:
-        err().print(f"{job.id} goes on. `swiftkv jobs watch {job.id}` follows, `swiftkv jobs cancel {job.id}` ends it.")
+        hint = f"{job.id} goes on. `swiftkv jobs watch {job.id}` follows, `swiftkv jobs cancel {job.id}` ends it."
+        err().print(hint, highlight=False, soft_wrap=True)
         raise
     job = client.jobs.get(job.id)
     _print_job(job, json=json)

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, settings
-from swiftkv_platform.cli.output import err, out, print_json, print_table
+from swiftkv_platform.cli.output import err, out, print_json, print_table, say
 from swiftkv_platform.local.stack import Stack, StackOptions
 
 
@@ -35,7 +35,7 @@ def up(
     if json:
         print_json(state)
     else:
-        out().print(f"Ready at {state.url} (home {stack.home})", highlight=False, soft_wrap=True)
+        say(f"Ready at {state.url} (home {stack.home})")
 
 
 def down(json: Json = False) -> None:
@@ -45,7 +45,7 @@ def down(json: Json = False) -> None:
     if json:
         print_json({"stopped_processes": count})
     else:
-        out().print(f"Stopped {count} processes." if count else "Nothing was running.", highlight=False)
+        say(f"Stopped {count} processes." if count else "Nothing was running.")
 
 
 def status(json: Json = False) -> None:

@@ -33,6 +33,11 @@ def err() -> Console:
     return Console(stderr=True, emoji=False)
 
 
+def say(line: str) -> None:
+    """A line of results as it is: no width breaks it and no bracket in it is markup, so ids can be copied."""
+    out().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def _remember_json(ctx: typer.Context, value: bool) -> bool:
     ctx.meta[_JSON] = value
     return value

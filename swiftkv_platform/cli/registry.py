@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect
-from swiftkv_platform.cli.output import local_time, out, print_fields, print_json, print_table
+from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_table, say
 from swiftkv_platform.cli.serving import models_app
 
 __all__ = ["models_app"]
@@ -57,7 +57,7 @@ def promote(
     if json:
         print_json(promotion)
     else:
-        out().print(f"{promotion.alias} is {promotion.model}.", highlight=False)
+        say(f"{promotion.alias} is {promotion.model}.")
 
 
 @models_app.command()
@@ -68,7 +68,7 @@ def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, j
     if json:
         print_json(promotion)
     else:
-        out().print(f"{promotion.alias} is {promotion.model} again.", highlight=False)
+        say(f"{promotion.alias} is {promotion.model} again.")
 
 
 @models_app.command()

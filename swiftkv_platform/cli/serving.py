@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from swiftkv_platform.cli.context import Json, ServeUrl, Url, connect
-from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_table
+from swiftkv_platform.cli.output import err, local_time, print_fields, print_json, print_table, say
 from swiftkv_platform.client import Generation
 from swiftkv_platform.errors import InvalidInputError
 
@@ -82,7 +82,7 @@ def deploy(
         print_json(deployment)
     else:
         where = f" ({deployment.url})" if deployment.url else ""
-        out().print(f"{deployment.id} serves {deployment.model}: {deployment.status}{where}", highlight=False)
+        say(f"{deployment.id} serves {deployment.model}: {deployment.status}{where}")
 
 
 def generate(

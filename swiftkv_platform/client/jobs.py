@@ -133,9 +133,15 @@ class Jobs:
         found = rows(self._transport, f"/jobs/{job_id}/metrics", {}, None)
         return sorted((MetricPoint.model_validate(row) for row in found), key=lambda point: point.step)
 
-    def logs(self, job_id: str, follow: bool = False) -> Iterator[str]:
-        """Yield the log's lines; with `follow` as they are written, until the job has finished."""
+    def logs(self, job_id: str, follow: bool = False, *, tail_lines: int | None = None) -> Iterator[str]:
+        """Yield the log's lines; with `follow` as they are written, until the job has finished.
+
+        Args:
+            tail_lines: only the last lines of the newest attempt; not with `follow`.
+        """
         params = {"follow": "true"} if follow else {}
+        if tail_lines is not None:
+            params["tail_lines"] = str(tail_lines)
         with self._transport.stream("GET", f"/jobs/{job_id}/logs", params=params) as response:
             yield from iter_lines(response.iter_bytes())
 

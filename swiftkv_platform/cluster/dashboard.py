@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 
 from swiftkv_platform.errors import ClusterUnavailableError
@@ -18,6 +21,10 @@ from swiftkv_platform.errors import ClusterUnavailableError
 _RAISED = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception): ", re.MULTILINE)
 """Beginning of the line of a traceback that names the error."""
 _LONGEST_REASON = 2000
+_WEB_SOCKET_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3.0)
+_HEARTBEAT_S = 30.0
+"""A dashboard whose machine is gone closes nothing; one that does not answer a ping is away."""
+_LARGEST_MESSAGE = 64 << 20
 
 
 class RayDashboard:
@@ -38,10 +45,45 @@ class RayDashboard:
         try:
             return self._http.request(method, path, json=json, headers=_auth_headers())
         except httpx.TransportError as error:
-            raise self._unavailable(
-                f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
-                "its dashboard's address?"
-            ) from error
+            raise self.silence(error) from error
+
+    @contextmanager
+    def stream(self, path: str, params: Mapping[str, str | int]) -> Iterator[httpx.Response]:
+        """Ray's answer to a GET, whose body is read as it comes; that of a failure is there at once.
+
+        Raises `ClusterUnavailableError` where there is no answer, and `httpx.RemoteProtocolError` where it breaks off.
+        """
+        try:
+            with self._http.stream("GET", path, params=dict(params), headers=_auth_headers()) as response:
+                if not response.is_success:
+                    response.read()
+                yield response
+        except httpx.RemoteProtocolError:
+            raise
+        except httpx.TransportError as error:
+            raise self.silence(error) from error
+
+    async def messages(self, path: str) -> AsyncGenerator[str, None]:
+        """Texts that come over a WebSocket, until Ray closes it; none where Ray does not know the path's object.
+
+        Raises `ClusterUnavailableError`.
+        """
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=_WEB_SOCKET_TIMEOUT, headers=_auth_headers()) as session,
+                session.ws_connect(
+                    f"{self.url}{path}", heartbeat=_HEARTBEAT_S, max_msg_size=_LARGEST_MESSAGE
+                ) as socket,
+            ):
+                async for message in socket:
+                    if message.type is aiohttp.WSMsgType.ERROR:
+                        raise self.silence(socket.exception() or ConnectionError())
+                    yield str(message.data)
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status != httpx.codes.NOT_FOUND:
+                raise self.silence(error) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.silence(error) from error
 
     def document(self, response: httpx.Response, action: str) -> dict[str, Any]:
         """The JSON object of a successful answer. Raises `ClusterUnavailableError`: Ray could not `action`."""
@@ -64,6 +106,13 @@ class RayDashboard:
             hint = "; its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"
         why = last_error(response.text) or response.reason_phrase
         return self._unavailable(f"could not {action}: {response.status_code} {why}{hint}")
+
+    def silence(self, error: BaseException) -> ClusterUnavailableError:
+        """What to raise where Ray gave no answer."""
+        return self._unavailable(
+            f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
+            "its dashboard's address?"
+        )
 
     def close(self) -> None:
         self._http.close()

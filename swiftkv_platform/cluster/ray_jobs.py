@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 from urllib.parse import quote
 
 import httpx
 
 from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
+from swiftkv_platform.cluster.log_text import LogText
 from swiftkv_platform.orchestration.ports import Submission, SubmissionStatus
-from swiftkv_platform.redaction import redact
 
 _TIMEOUT_S = 15.0
+_ALL_LINES = -1
+_LONGEST_READ_S = 3600
+"""Ray breaks off a log that takes longer to read; its own default is 30 s."""
 
 
 class RayJobs:
@@ -43,14 +47,37 @@ class RayJobs:
         if response.status_code != httpx.codes.NOT_FOUND:
             self._dashboard.check(response, f"stop {submission_id}")
 
-    def logs(self, submission_id: str) -> str:
-        response = self._dashboard.request("GET", f"{_path(submission_id)}/logs")
+    def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
+        """Ray reads the log's file in pieces here; its own `/logs` holds all of it in three processes."""
+        response = self._dashboard.request("GET", _path(submission_id))
         if response.status_code == httpx.codes.NOT_FOUND:
-            return ""
-        if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
-            # The node that kept them may be gone for good, and an attempt has to end without them as well.
-            return f"Ray cannot read the log of {submission_id}: {last_error(response.text)}\n"
-        return redact(str(self._dashboard.document(response, f"read the log of {submission_id}")["logs"] or ""))
+            return
+        node = self._dashboard.document(response, f"look up {submission_id}").get("driver_node_id")
+        if node is None:
+            return  # not started yet
+        lines = _ALL_LINES if tail_lines is None else tail_lines
+        params = {"node_id": node, "submission_id": submission_id, "lines": lines, "timeout": _LONGEST_READ_S}
+        text = LogText()
+        try:
+            with self._dashboard.stream("/api/v0/logs/file", params) as response:
+                if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
+                    # The node that kept them may be gone for good, and an attempt has to end without them as well.
+                    yield text.feed(f"Ray cannot read the log of {submission_id}: {last_error(response.text)}\n")
+                else:
+                    self._dashboard.check(response, f"read the log of {submission_id}")
+                    for piece in response.iter_bytes():
+                        yield text.feed(piece)
+        except httpx.RemoteProtocolError:
+            yield text.feed("\n[Ray broke off in the middle of this log]\n")
+        yield text.close()
+
+    async def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
+        """Over the WebSocket that Ray closes when the submission has ended and its log is out."""
+        text = LogText()
+        async with aclosing(self._dashboard.messages(f"{_path(submission_id)}/logs/tail")) as messages:
+            async for message in messages:
+                yield text.feed(message)
+        yield text.close()
 
     def check(self) -> None:
         self._dashboard.check(self._dashboard.request("GET", "/api/version"), "tell its version")

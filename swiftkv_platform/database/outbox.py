@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from sqlalchemy import func, select, update
+from sqlalchemy import ColumnElement, func, or_, select, update
 from sqlalchemy.orm import aliased
 
 from swiftkv_platform.database.session import Database
@@ -44,7 +44,7 @@ class SqlOutbox:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def claim(self, *, now: float, until: float, limit: int) -> Sequence[Delivery]:
+    def claim(self, *, now: float, until: float, limit: int, without: Collection[str] = ()) -> Sequence[Delivery]:
         earlier = aliased(DeliveryRow)
         waits_for_another = (
             select(earlier.sequence)
@@ -61,6 +61,7 @@ class SqlOutbox:
             .join(EventRow, EventRow.id == DeliveryRow.event_id)
             .join(JobRow, JobRow.id == DeliveryRow.job_id)
             .where(DeliveryRow.status == PENDING, DeliveryRow.not_before <= now, ~waits_for_another)
+            .where(*(~_is_at(origin) for origin in without))
             .order_by(DeliveryRow.sequence)
             .limit(limit)
             .with_for_update(skip_locked=True, of=DeliveryRow)
@@ -91,6 +92,11 @@ class SqlOutbox:
         pending = update(DeliveryRow).where(DeliveryRow.sequence == sequence, DeliveryRow.status == PENDING)
         with self._database.writing() as session:
             session.execute(pending.values(**values))
+
+
+def _is_at(origin: str) -> ColumnElement[bool]:
+    url = func.lower(DeliveryRow.url)
+    return or_(url == origin, url.startswith(f"{origin}/", autoescape=True))
 
 
 def _delivery(row: DeliveryRow, event: EventRow, job: JobRow) -> Delivery:

@@ -56,7 +56,7 @@ class SqlJobRepository:
     def create(
         self, job: Job, event: Event, *, idempotency: Idempotency | None = None, max_waiting: int | None = None
     ) -> Job:
-        if idempotency is not None and (known := self._recall(job.tenant, idempotency)) is not None:
+        if idempotency is not None and (known := self.recall(job.tenant, idempotency)) is not None:
             return known
         try:
             with self._database.writing() as session:
@@ -76,11 +76,25 @@ class SqlJobRepository:
                     )
         except (IntegrityError, QuotaExceededError):
             # Another request with the same key may have been faster.
-            known = self._recall(job.tenant, idempotency) if idempotency is not None else None
+            known = self.recall(job.tenant, idempotency) if idempotency is not None else None
             if known is None:
                 raise
             return known
         return job
+
+    def recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
+        with self._database.reading() as session:
+            known = session.get(IdempotencyRow, (tenant, idempotency.key))
+            if known is None:
+                return None
+            if known.body_hash != idempotency.body_hash:
+                raise IdempotencyConflictError(
+                    f"Idempotency-Key {idempotency.key!r} was used for job {known.job_id} with another body; "
+                    "send the same body or take a new key",
+                    field="Idempotency-Key",
+                    value=idempotency.key,
+                )
+            return _job(session.get_one(JobRow, known.job_id))
 
     def get(self, job_id: str, *, tenant: str) -> Job:
         with self._database.reading() as session:
@@ -181,21 +195,6 @@ class SqlJobRepository:
                 field="max_queued_jobs",
                 value=waiting,
             )
-
-    def _recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
-        """The job this key stands for already."""
-        with self._database.reading() as session:
-            known = session.get(IdempotencyRow, (tenant, idempotency.key))
-            if known is None:
-                return None
-            if known.body_hash != idempotency.body_hash:
-                raise IdempotencyConflictError(
-                    f"Idempotency-Key {idempotency.key!r} was used for job {known.job_id} with another body; "
-                    "send the same body or take a new key",
-                    field="Idempotency-Key",
-                    value=idempotency.key,
-                )
-            return _job(session.get_one(JobRow, known.job_id))
 
 
 def _columns(job: Job) -> dict[str, Any]:

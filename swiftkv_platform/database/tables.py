@@ -153,6 +153,18 @@ class PromotionRow(Base):
     )
 
 
+class SessionRow(Base):
+    __tablename__ = "sessions"
+
+    id_sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
+    key_name: Mapped[str] = mapped_column(String(64))
+    sealed_key: Mapped[str]
+    """The API key, sealed with the session's id."""
+    created_at: Mapped[float] = mapped_column(Float(53))
+    expires_at: Mapped[float] = mapped_column(Float(53), index=True)
+    """Unix seconds."""
+
+
 class LeaseRow(Base):
     __tablename__ = "leases"
 

@@ -6,7 +6,7 @@ Every method may raise the errors its docstring names and no other; network and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -78,6 +78,10 @@ class JobRepository(Protocol):
             IdempotencyConflictError: the key came with another body.
             QuotaExceededError: too many of the tenant's jobs wait.
         """
+        ...
+
+    def recall(self, tenant: str, idempotency: Idempotency) -> Job | None:
+        """The job that the tenant's key stands for already. Raises `IdempotencyConflictError` for another body."""
         ...
 
     def get(self, job_id: str, *, tenant: str) -> Job:
@@ -220,8 +224,13 @@ class JobCluster(Protocol):
         """Ask for the end of a submission; harmless for one that has ended or is unknown."""
         ...
 
-    def logs(self, submission_id: str) -> str:
-        """What the entrypoint has printed so far; empty for an unknown id."""
+    def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
+        """What the entrypoint has printed so far (its last lines, where a number is given), as UTF-8 in pieces and
+        without this process's credentials; nothing for an unknown id."""
+        ...
+
+    def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
+        """What the entrypoint prints, as `logs` has it, from its beginning until the submission has ended."""
         ...
 
     def check(self) -> None:
@@ -267,7 +276,9 @@ class AttemptStore(Protocol):
 
     def artifact_uri(self, job_id: str, attempt: int) -> str: ...
 
-    def save_logs(self, job_id: str, attempt: int, text: str) -> None: ...
+    def save_logs(self, job_id: str, attempt: int, pieces: Iterable[bytes]) -> None:
+        """Keep the log of an attempt that has ended."""
+        ...
 
     def discard_inputs(self, job_id: str) -> None:
         """Delete what attempts had prepared and only another attempt would need."""

@@ -115,9 +115,13 @@ class JobService:
     def submit(self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None) -> Job:
         """Store a job; once this returns it is not lost.
 
-        With a key the caller has used before, returns that key's job. Raises `IdempotencyConflictError` if that came
-        with another body, `QuotaExceededError` if too many of the tenant's jobs wait already, and as `validate`.
+        With a key the caller has used before, returns that key's job and checks nothing: quotas, rules and sources may
+        have changed since. Raises `IdempotencyConflictError` if that came with another body, `QuotaExceededError` if
+        too many of the tenant's jobs wait already, and as `validate`.
         """
+        idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
+        if idempotency is not None and (known := self._jobs.recall(caller.tenant, idempotency)) is not None:
+            return known
         foreseen = self._check(spec, caller)
         now = int(self._clock())
         job = Job(
@@ -129,7 +133,6 @@ class JobService:
             flops_per_step=foreseen.flops_per_step,
             planned_memory=foreseen.memory_per_worker,
         )
-        idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         most = self._policies.policy(caller.tenant).max_queued_jobs
         return self._jobs.create(job, status_event(job, now=now), idempotency=idempotency, max_waiting=most)
 

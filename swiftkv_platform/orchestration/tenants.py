@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.logs import get_logger
+from swiftkv_platform.operator_files import OperatorFile
 from swiftkv_platform.webhooks import WebhookSpec
 
 
@@ -55,64 +54,38 @@ class Policies(Protocol):
 
 
 class Tenants:
-    """The policies in a file, read again when it has changed; without a file nobody is limited.
+    """The policies in a file, in its last good version; without a file no tenant is limited.
 
-    Raises `InvalidInputError` for a file that cannot be used. One that is broken later is logged, and what it said
-    before goes on to hold.
+    Raises `InvalidInputError` for a file that cannot be used from the start.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path
-        self._stamp: tuple[int, int, int] | None = None
-        self._content = _TenantsFile()
-        if path is not None:
-            self._stamp, self._content = _stamp(path), _read(path)
+        hint = f"keys are `default` and `tenants`, and of each tenant {', '.join(TenantPolicy.model_fields)}"
+        self._file = None if path is None else OperatorFile(path, _parse, field="tenants_file", hint=hint)
 
     def policy(self, tenant: str) -> TenantPolicy:
         """The tenant's own, completed by the default's."""
-        self._refresh()
-        default, own = self._content.default, self._content.tenants.get(tenant)
+        if self._file is None:
+            return _UNLIMITED
+        content = self._file.content
+        default, own = content.default, content.tenants.get(tenant)
         if own is None:
             return default
         return default.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
 
-    def _refresh(self) -> None:
-        if self._path is None:
-            return
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        try:
-            self._content = _read(self._path)
-        except InvalidInputError as error:
-            get_logger().warning("tenants file not usable; its last version holds", reason=error.message)
+    @property
+    def is_usable(self) -> bool:
+        """Whether the file's newest version is the one that holds."""
+        return self._file is None or self._file.is_usable
 
 
+_UNLIMITED = TenantPolicy()
 NO_LIMITS = Tenants()
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Another one for every version of the file; None where there is none."""
+def _parse(content: bytes) -> _TenantsFile:
     try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def _read(path: Path) -> _TenantsFile:
-    try:
-        document: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return _TenantsFile.model_validate(document if document is not None else {})
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
-        raise _unusable(path, error) from error
-
-
-def _unusable(path: Path, error: Exception) -> InvalidInputError:
-    return InvalidInputError(
-        f"the tenants file {str(path)!r} cannot be used: {error}; keys are `default` and `tenants`, and of each tenant "
-        f"{', '.join(TenantPolicy.model_fields)}",
-        field="tenants_file",
-        value=str(path),
-    )
+        document: Any = yaml.safe_load(content.decode())
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    return _TenantsFile.model_validate(document if document is not None else {})

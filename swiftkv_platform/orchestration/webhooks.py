@@ -1,21 +1,23 @@
-"""Who is told of a job's changes, and the telling: from the outbox, signed, again until it arrives. Knows ports alone.
+"""Delivery of a job's changes to webhooks: from the outbox, signed, again until it arrives. Knows ports alone.
 
 A change and the deliveries it asks for are stored in one transaction, so none is forgotten; a process that dies after
 sending may send again. Receivers tell repetitions by `webhook-id`, the event's id. What is sent to one address about
-one job is sent in order.
+one job is sent in order. Deliveries to different receivers do not wait for each other.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.job import Event, Job
 from swiftkv_platform.orchestration.ports import Clock
@@ -30,8 +32,10 @@ _FIRST_DELAY_S = 5.0
 _LONGEST_DELAY_S = 3600.0
 _GIVE_UP_S = 24 * 3600.0
 _CLAIM_S = 60.0
-"""How long another control plane leaves a delivery alone that this one has begun."""
-_AT_ONCE = 8
+"""How long another control plane leaves a delivery alone that this one has begun; longer than `Send` ever takes."""
+_MOST = 32
+"""Deliveries under way at a time."""
+_MOST_OF_ONE_RECEIVER = 4
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,12 @@ class Delivery:
 class Outbox(Protocol):
     """Deliveries that wait. Every method raises `DatabaseUnavailableError`."""
 
-    def claim(self, *, now: float, until: float, limit: int) -> Sequence[Delivery]:
-        """Due deliveries, the oldest of each job and address; nobody else is given them before `until`."""
+    def claim(self, *, now: float, until: float, limit: int, without: Collection[str] = ()) -> Sequence[Delivery]:
+        """Due deliveries, the oldest of each job and address; no other process is given them before `until`.
+
+        Args:
+            without: origins (`https://host:port`, lower case) whose deliveries wait.
+        """
         ...
 
     def delivered(self, sequence: int, now: float) -> None: ...
@@ -128,8 +136,18 @@ def _is_within(url: str, allowed: str) -> bool:
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
+def _origin(url: str) -> str:
+    """Scheme, host and port of an address in lower case."""
+    parts = urlsplit(url.lower())
+    return f"{parts.scheme}://{parts.netloc}"
+
+
 class Deliverer:
-    """Sends what is due."""
+    """Sends what is due, each delivery in a thread of its own.
+
+    A round starts what it has room for and waits for nothing: up to `_MOST` deliveries are under way, up to
+    `_MOST_OF_ONE_RECEIVER` of them to one origin.
+    """
 
     def __init__(self, outbox: Outbox, rules: WebhookRules, send: Send, clock: Clock) -> None:
         self._outbox = outbox
@@ -137,17 +155,53 @@ class Deliverer:
         self._send = send
         self._clock = clock
         self._log = get_logger(loop="webhooks")
+        self._pool = ThreadPoolExecutor(_MOST, thread_name_prefix="webhook")
+        self._under_way: Counter[str] = Counter()
+        """Deliveries by origin."""
+        self._changed = threading.Condition()
 
     def tick(self) -> None:
-        """Raises `DatabaseUnavailableError`."""
-        now = self._clock()
-        due = self._outbox.claim(now=now, until=now + _CLAIM_S, limit=_AT_ONCE)
-        if not due:
-            return
-        with ThreadPoolExecutor(len(due)) as pool:  # a receiver that does not answer keeps no other waiting
-            problems = list(pool.map(self._deliver, due))
-        for delivery, problem in zip(due, problems, strict=True):
-            self._settle(delivery, problem)
+        """Start what is due. Raises `DatabaseUnavailableError`."""
+        while (full := self._full()) is not None:
+            now = self._clock()
+            # One at a time: what one claim adds decides whether its receiver has room for another.
+            claimed = self._outbox.claim(now=now, until=now + _CLAIM_S, limit=1, without=full)
+            if not claimed:
+                return
+            [delivery] = claimed
+            receiver = _origin(delivery.webhook.url)
+            with self._changed:
+                self._under_way[receiver] += 1
+            self._pool.submit(self._run, delivery, receiver)
+
+    def wait(self) -> None:
+        """Return when no delivery is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._under_way.total())
+
+    def close(self) -> None:
+        """Finish what is under way, within its deadlines; nothing else is started."""
+        self._pool.shutdown()
+
+    def _full(self) -> Sequence[str] | None:
+        """Origins that have no room for another delivery; None where there is no room at all."""
+        with self._changed:
+            if self._under_way.total() >= _MOST:
+                return None
+            return [origin for origin, count in self._under_way.items() if count >= _MOST_OF_ONE_RECEIVER]
+
+    def _run(self, delivery: Delivery, receiver: str) -> None:
+        """A delivery from its sending to what the outbox says of it."""
+        try:
+            self._settle(delivery, self._deliver(delivery))
+        except DatabaseUnavailableError as error:
+            # Nothing is lost: the claim runs out, and the delivery is sent again.
+            self._log.warning("outcome not stored", event_id=delivery.event.id, reason=error.message)
+        finally:
+            with self._changed:
+                self._under_way[receiver] -= 1
+                self._under_way += Counter()  # drops origins that have none left
+                self._changed.notify_all()
 
     def _deliver(self, delivery: Delivery) -> str | None:
         """What went wrong, without anything that the receiver said."""
@@ -163,11 +217,14 @@ class Deliverer:
         except InvalidInputError as error:
             return error.message
         except OSError as error:
-            return f"no answer: {type(error).__name__}"
+            return f"no answer: {error or type(error).__name__}"
+        except Exception:
+            self._log.exception("unexpected", job_id=delivery.event.job_id, event_id=delivery.event.id)
+            return "not sent: an unexpected error"
         return None if 200 <= status < 300 else f"answered with {status}"
 
     def _settle(self, delivery: Delivery, problem: str | None) -> None:
-        now, log = self._clock(), self._log.bind(job_id=delivery.event.job_id, event=delivery.event.id)
+        now, log = self._clock(), self._log.bind(job_id=delivery.event.job_id, event_id=delivery.event.id)
         if problem is None:
             self._outbox.delivered(delivery.sequence, now)
         elif now - delivery.created_at > _GIVE_UP_S:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -30,6 +30,7 @@ from swiftkv_platform.attempts import (
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
+from swiftkv_platform.storage.logs import SavedLog, keep, open_log
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
@@ -59,6 +60,9 @@ class StoredCheckpoint:
     """Digest of its manifest."""
 
 
+MAX_LOG_BYTES = 16 << 20
+
+
 @dataclass(frozen=True, order=True)
 class _CheckpointName:
     """Sorts checkpoints by how far they got; of one step the newest attempt's comes last."""
@@ -69,10 +73,15 @@ class _CheckpointName:
 
 
 class AttemptStore:
-    """What attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails."""
+    """What attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails.
 
-    def __init__(self, store: ObjectStore) -> None:
+    Args:
+        max_log_bytes: kept of an attempt's log, its beginning and its end.
+    """
+
+    def __init__(self, store: ObjectStore, *, max_log_bytes: int = MAX_LOG_BYTES) -> None:
         self._store = store
+        self._max_log_bytes = max_log_bytes
 
     def write_request(self, request: AttemptRequest) -> None:
         """Say what an attempt has to do; doing it again replaces the request."""
@@ -199,16 +208,13 @@ class AttemptStore:
         """Address of the attempt's model: `fetch_directory(open_store(uri), "", destination)` fetches it."""
         return join_key(self._store.uri, artifact_prefix(job_id, attempt))
 
-    def save_logs(self, job_id: str, attempt: int, text: str) -> None:
-        """Keep the entrypoint's log of an attempt that has ended, without this process's credentials."""
-        self._store.put_bytes(logs_key(job_id, attempt), redact(text).encode(errors="replace"))
+    def save_logs(self, job_id: str, attempt: int, pieces: Iterable[bytes]) -> None:
+        """Keep the entrypoint's log of an attempt that has ended; the middle of a long one is left out."""
+        keep(self._store, logs_key(job_id, attempt), pieces, most=self._max_log_bytes)
 
-    def read_logs(self, job_id: str, attempt: int) -> str | None:
+    def saved_logs(self, job_id: str, attempt: int) -> SavedLog | None:
         """The log kept by `save_logs`, None if there is none."""
-        try:
-            return self._store.get_bytes(logs_key(job_id, attempt)).decode(errors="replace")
-        except ObjectNotFoundError:
-            return None
+        return open_log(self._store, logs_key(job_id, attempt))
 
 
 class EventWriter:

@@ -80,8 +80,9 @@ class LocalObjectStore:
             shutil.copyfile(self._path(key), temporary)
             temporary.replace(path)
 
-    def stream(self, key: str, chunk_size: int = CHUNK_SIZE) -> Iterator[bytes]:
+    def stream(self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0) -> Iterator[bytes]:
         with _storage_errors("read", key), self._path(key).open("rb") as file:
+            file.seek(start)
             while chunk := file.read(chunk_size):
                 yield chunk
 

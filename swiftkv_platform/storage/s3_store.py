@@ -138,9 +138,11 @@ class S3ObjectStore:
                 finally:
                     temporary.unlink(missing_ok=True)
 
-    def stream(self, key: str, chunk_size: int = CHUNK_SIZE) -> Iterator[bytes]:
+    def stream(self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0) -> Iterator[bytes]:
         """A connection that breaks is opened again at the next byte of the same version of the object."""
-        received, failures = 0, 0
+        if start and (info := self.head(key)) is not None and start >= info.size:
+            return  # a range must begin within the object
+        received, failures = start, 0
         version: str | None = None
         with self._errors("read", key):
             while True:

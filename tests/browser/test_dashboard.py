@@ -313,6 +313,10 @@ def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: 
         assert page.evaluate("document.cookie") == "", "no script can read the key"
         page.reload()
         expect(page.get_by_text("No jobs.")).to_be_visible()
+        page.get_by_role("button", name="Sign out ann").click()
+        expect(page.get_by_label("API key")).to_be_visible()
+        page.reload()
+        expect(page.get_by_label("API key")).to_be_visible()
         page.goto("about:blank")
 
 

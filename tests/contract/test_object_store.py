@@ -80,6 +80,8 @@ def test_an_object_comes_back_as_it_was_written(store: ObjectStore, data: bytes)
     assert store.get_bytes("a/b.bin") == data
     assert b"".join(store.stream("a/b.bin", chunk_size=1000)) == data
     assert store.head("a/b.bin") == ObjectInfo("a/b.bin", len(data))
+    for start in (1, len(data) // 2, max(len(data) - 1, 1), len(data), len(data) + 1):
+        assert b"".join(store.stream("a/b.bin", chunk_size=1000, start=start)) == data[start:]
 
 
 def test_names_may_have_spaces_and_letters_of_any_script(store: ObjectStore) -> None:
@@ -97,6 +99,8 @@ def test_a_missing_object_is_said_to_be_missing(store: ObjectStore, tmp_path: Pa
             store.get_bytes(missing)
         with pytest.raises(ObjectNotFoundError, match=missing):
             list(store.stream(missing))
+        with pytest.raises(ObjectNotFoundError, match=missing):
+            list(store.stream(missing, start=1))
         with pytest.raises(ObjectNotFoundError, match=missing):
             store.download_file(missing, tmp_path / "out" / "file")
     assert list((tmp_path / "out").glob("*")) == []

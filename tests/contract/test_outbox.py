@@ -75,3 +75,12 @@ def test_of_many_who_claim_at_once_one_gets_each(jobs: SqlJobRepository, outbox:
     for thread in threads:
         thread.join()
     assert len(claimed) == len(set(claimed)) == 20
+
+
+def test_deliveries_to_a_receiver_that_is_left_out_wait(jobs: SqlJobRepository, outbox: SqlOutbox) -> None:
+    for url in ("https://A.example/hook", "https://a.example", "https://a.example.org/x", "https://a.example:8443/x"):
+        store(jobs, make_job(webhook={**HOOK, "url": url}))
+    claimed = outbox.claim(now=200.0, until=260.0, limit=10, without=["https://a.example", "https://b_.example"])
+    assert [delivery.webhook.url for delivery in claimed] == ["https://a.example.org/x", "https://a.example:8443/x"]
+    rest = outbox.claim(now=200.0, until=260.0, limit=10)
+    assert [delivery.webhook.url for delivery in rest] == ["https://A.example/hook", "https://a.example"]

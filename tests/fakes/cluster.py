@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.ports import Submission, SubmissionStatus
+from swiftkv_platform.redaction import redact
+
+_POLL_S = 0.05
 
 
 @dataclass
@@ -43,10 +47,22 @@ class FakeCluster:
         if found is not None and not found.state.status.is_terminal:
             found.state = Submission(SubmissionStatus.STOPPED)
 
-    def logs(self, submission_id: str) -> str:
+    def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
         self.check()
         found = self.submissions.get(submission_id)
-        return "" if found is None else found.log
+        lines = [] if found is None else redact(found.log).encode(errors="replace").splitlines(keepends=True)
+        yield from lines if tail_lines is None else lines[-tail_lines:]
+
+    async def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
+        sent = 0
+        while True:
+            state = self.status(submission_id)
+            text = b"".join(self.logs(submission_id))
+            yield text[sent:]
+            sent = len(text)
+            if state is None or state.status.is_terminal:
+                return
+            await asyncio.sleep(_POLL_S)
 
     def check(self) -> None:
         if self.away:

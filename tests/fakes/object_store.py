@@ -63,10 +63,10 @@ class InMemoryObjectStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    def stream(self, key: str, chunk_size: int = CHUNK_SIZE) -> Iterator[bytes]:
+    def stream(self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0) -> Iterator[bytes]:
         data = self.get_bytes(key)
-        for start in range(0, len(data), chunk_size):
-            yield data[start : start + chunk_size]
+        for offset in range(start, len(data), chunk_size):
+            yield data[offset : offset + chunk_size]
 
     def delete(self, key: str) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ The stand-in is described in `planes.py`.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,12 +132,19 @@ def ended(cluster: JobCluster, submission_id: str) -> SubmissionStatus:
     return outcome
 
 
+async def followed(cluster: JobCluster, submission_id: str) -> bytes:
+    return b"".join([piece async for piece in cluster.follow_logs(submission_id)])
+
+
 def test_cluster_contract_an_id_starts_one_command(cluster: JobCluster, tmp_path: Path) -> None:
     cluster.check()
     for _ in range(2):
         cluster.submit("once", 'echo hello; test "$WORD" = there && exit 0', {"WORD": "there"})
     assert ended(cluster, "once") is SubmissionStatus.SUCCEEDED
-    assert "hello" in cluster.logs("once").splitlines()
+    assert b"hello" in b"".join(cluster.logs("once")).splitlines()
+    log = b"".join(cluster.logs("once"))
+    assert b"".join(cluster.logs("once", tail_lines=1)) == log.splitlines(keepends=True)[-1]
+    assert asyncio.run(followed(cluster, "once")) == log
     cluster.stop("once")
     assert ended(cluster, "once") is SubmissionStatus.SUCCEEDED
 
@@ -157,7 +165,8 @@ def test_cluster_contract_a_stopped_submission_ends(cluster: JobCluster) -> None
 
 def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: JobCluster) -> None:
     assert cluster.status("unknown") is None
-    assert cluster.logs("unknown") == ""
+    assert b"".join(cluster.logs("unknown")) == b""
+    assert asyncio.run(followed(cluster, "unknown")) == b""
     cluster.stop("unknown")
 
 

@@ -287,9 +287,11 @@ def test_a_download_is_whole_or_absent(script: Script, client: Client, tmp_path:
 
 
 def test_logs_are_lines(script: Script, client: Client) -> None:
-    script.on("GET", "/jobs/job_1/logs", Answer(200, "one\ntwö\n".encode()))
+    script.on("GET", "/jobs/job_1/logs", *[Answer(200, "one\ntwö\n".encode())] * 2)
     assert list(client.jobs.logs("job_1", follow=True)) == ["one", "twö"]
     assert script.requests[0].query == {"follow": "true"}
+    assert list(client.jobs.logs("job_1", tail_lines=2)) == ["one", "twö"]
+    assert script.requests[1].query == {"tail_lines": "2"}
 
 
 # Generating

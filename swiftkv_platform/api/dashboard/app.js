@@ -1,7 +1,7 @@
 // The shell: which page is shown, and the key that opens the server. Pages live in pages/.
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
-import { send } from "./api.js";
+import { get, send } from "./api.js";
 import { Problem } from "./parts.js";
 import { Deployment } from "./pages/deployment.js";
 import { Deployments } from "./pages/deployments.js";
@@ -61,13 +61,19 @@ const Skip = () => html`<a class="skip" href="#main" onClick=${(event) => (event
 function App() {
   const [shown, setShown] = useState(route());
   const [open, setOpen] = useState(null);
+  const [session, setSession] = useState(null);
   async function look() {
     try {
+      setSession((await get("/session")).session);
       await send("GET", "/jobs?limit=1");
       setOpen(true);
     } catch (error) {
       setOpen(error.status !== 401);
     }
+  }
+  async function signOut() {
+    await send("DELETE", "/session");
+    location.reload();
   }
   useEffect(() => {
     look();
@@ -89,7 +95,8 @@ function App() {
   if (open === null) page = html`<p class="quiet">Loading…</p>`;
   else if (!open) page = html`<${SignIn} onDone=${look} />`;
   else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
-  return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${MENU.map(link)}</nav></header>
+  return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${MENU.map(link)}</nav>
+      ${session && html`<button class="sign-out" onClick=${signOut}>Sign out ${session.name}</button>`}</header>
     <main id="main" tabindex="-1">${page}</main>`;
 }
 

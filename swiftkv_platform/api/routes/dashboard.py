@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response, status
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from swiftkv_platform.api.dependencies import SESSION_COOKIE
+from swiftkv_platform.api.dependencies import SESSION_COOKIE, current_session
+from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.asgi import PAGE_HEADERS
-from swiftkv_platform.keys import KeyRing
+from swiftkv_platform.errors import UnauthenticatedError
 
 FILES = Path(__file__).parent.parent / "dashboard"
 
@@ -26,20 +28,51 @@ def index() -> FileResponse:
 class SignIn(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    api_key: str
+    api_key: Annotated[str, Field(max_length=200)]
 
 
 @router.post("/session", status_code=status.HTTP_204_NO_CONTENT)
 def sign_in(body: SignIn, request: Request, response: Response) -> None:
-    """Keep a key in a cookie that pages cannot read: an event stream sends no header of its own."""
-    key_ring: KeyRing | None = request.app.state.key_ring
-    if key_ring is not None:
-        key_ring.authenticate(f"Bearer {body.api_key}")
-    secure = request.url.scheme == "https"
-    response.set_cookie(SESSION_COOKIE, body.api_key, httponly=True, samesite="strict", secure=secure)
+    """Begin a session; its id goes into a cookie that pages cannot read: an event stream sends no header of its own."""
+    sessions: Sessions | None = request.app.state.sessions
+    if sessions is None:
+        return
+    request.app.state.sign_ins.take(request.client.host if request.client else "unknown")
+    session = sessions.open(body.api_key)
+    _close(request, sessions)
+    response.set_cookie(
+        SESSION_COOKIE,
+        session.id,
+        max_age=max(int(session.expires_at - session.began_at), 0),
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+    )
+
+
+@router.get("/session")
+def show_session(request: Request) -> dict[str, object]:
+    """Name the session's key and end; null where there is no session."""
+    try:
+        session = current_session(request)
+    except UnauthenticatedError:
+        session = None
+    if session is None:
+        return {"session": None}
+    told = {"name": session.key.name, "tenant": session.key.tenant, "expires_at": int(session.expires_at)}
+    return {"session": told}
 
 
 @router.delete("/session", status_code=status.HTTP_204_NO_CONTENT)
-def sign_out(response: Response) -> None:
-    """Forget the key."""
-    response.delete_cookie(SESSION_COOKIE)
+def sign_out(request: Request, response: Response) -> None:
+    """End the session."""
+    sessions: Sessions | None = request.app.state.sessions
+    if sessions is not None:
+        _close(request, sessions)
+    response.delete_cookie(SESSION_COOKIE, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+
+
+def _close(request: Request, sessions: Sessions) -> None:
+    cookie = request.cookies.get(SESSION_COOKIE)
+    if cookie:
+        sessions.close(cookie)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -60,17 +60,26 @@ def metrics(request: Request) -> Response:
     return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)
 
 
-def metrics_registry(parts: Components, loops: Sequence[ControlLoop]) -> CollectorRegistry:
-    """Metrics of one control plane, read when they are asked for."""
+def metrics_registry(
+    parts: Components, loops: Sequence[ControlLoop], files: Mapping[str, Callable[[], bool]]
+) -> CollectorRegistry:
+    """Metrics of one control plane, read when they are asked for.
+
+    Args:
+        files: whether the newest version of each of the operator's files is usable, by name.
+    """
     registry = CollectorRegistry()
-    registry.register(_Collector(parts, loops))
+    registry.register(_Collector(parts, loops, files))
     return registry
 
 
 class _Collector:
-    def __init__(self, parts: Components, loops: Sequence[ControlLoop]) -> None:
+    def __init__(
+        self, parts: Components, loops: Sequence[ControlLoop], files: Mapping[str, Callable[[], bool]]
+    ) -> None:
         self._parts = parts
         self._loops = loops
+        self._files = files
 
     def describe(self) -> Iterable[Metric]:
         """Nothing ahead of time: registering must not read the database."""
@@ -85,6 +94,12 @@ class _Collector:
         for outcome, count in self._parts.outbox.count_by_status().items():
             deliveries.add_metric([outcome], count)
         yield deliveries
+        files = GaugeMetricFamily(
+            "swiftkv_operator_file_usable", "Whether a file's newest version is usable and holds.", labels=["file"]
+        )
+        for name, is_usable in self._files.items():
+            files.add_metric([name], float(is_usable()))
+        yield files
         ticks = GaugeMetricFamily(
             "swiftkv_loop_last_success_timestamp_seconds", "When a control loop last came around.", labels=["loop"]
         )

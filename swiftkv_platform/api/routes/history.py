@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from itertools import chain
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
 from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
 from swiftkv_platform.api.following import Followers
+from swiftkv_platform.api.job_logs import LogFollowers, read_logs, read_tail
 from swiftkv_platform.api.schemas import EventAnswer, ListAnswer, MetricPointAnswer, list_answer
-from swiftkv_platform.errors import ClusterUnavailableError, DatabaseUnavailableError
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.orchestration.job import Job
 from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.orchestration.service import Caller
 
 router = APIRouter(prefix="/jobs/{job_id}", tags=["jobs"])
 
-_POLL_S = 0.5
+_TEXT = "text/plain; charset=utf-8"
+_LARGEST = (1 << 63) - 1
 
 
 @router.get("/events", response_model=ListAnswer[EventAnswer])
@@ -68,51 +70,45 @@ def list_metrics(job_id: str, parts: Parts, caller: Reader, page: OldestFirst) -
 
 
 @router.get("/logs", response_class=PlainTextResponse)
-def get_logs(
+async def get_logs(
+    request: Request,
     job_id: str,
     parts: Parts,
     caller: Reader,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
+    tail_lines: Annotated[
+        int | None, Query(ge=1, le=100_000, description="only the last lines of the newest attempt")
+    ] = None,
+    offset: Annotated[int, Query(ge=0, le=_LARGEST, description="first byte that is sent")] = 0,
+    limit: Annotated[int | None, Query(ge=1, le=_LARGEST, description="most bytes that are sent")] = None,
 ) -> Response:
-    """What the attempts have printed, one after the other."""
-    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    """What the attempts have printed, one after the other, as it is read; the middle of a long one is left out."""
+    job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
+    if tail_lines is not None and (follow or offset or limit is not None):
+        raise InvalidInputError(
+            "tail_lines goes with none of follow, offset and limit", field="tail_lines", value=tail_lines
+        )
+    if follow and limit is not None:
+        raise InvalidInputError("limit does not go with follow", field="limit", value=limit)
     if follow:
-        return StreamingResponse(_follow_logs(parts, caller, job_id), media_type="text/plain; charset=utf-8")
-    pieces = [_heading(number) + _read_log(parts, job, number) for number in range(1, job.attempt.number + 1)]
-    return PlainTextResponse("".join(pieces))
+        followers: LogFollowers = request.app.state.log_followers
+        return _FollowedLogs(followers, job_id, caller.tenant, offset)
+    if tail_lines is not None:
+        read = read_tail(parts, job, tail_lines)
+    else:
+        read = read_logs(parts, job, offset=offset, limit=limit)
+    # What cannot be read at all is told with a status of its own, so the first piece is read before there is one.
+    first = await run_in_threadpool(next, read, b"")
+    return StreamingResponse(chain([first], read), media_type=_TEXT)
 
 
-async def _follow_logs(parts: Components, caller: Caller, job_id: str) -> AsyncIterator[str]:
-    number, sent = 1, 0
-    while True:
-        # The job is read first: when an attempt is over, its log is complete.
-        job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
-        try:
-            text = await run_in_threadpool(_read_log, parts, job, number)
-        except ClusterUnavailableError as error:
-            get_logger().debug("log not readable now", job_id=job_id, reason=error.message)
-            text = ""
-        if len(text) > sent:
-            yield text[sent:]
-            sent = len(text)
-        if job.attempt.number > number:
-            number, sent = number + 1, 0
-            yield _heading(number)
-        elif job.status.is_terminal:
-            return
-        else:
-            await asyncio.sleep(_POLL_S)
+class _FollowedLogs(StreamingResponse):
+    """Logs as they are written; the follower has a place for as long as the answer is sent, and 429 without one."""
 
+    def __init__(self, followers: LogFollowers, job_id: str, tenant: str, offset: int) -> None:
+        super().__init__(followers.follow(job_id, tenant, offset=offset), media_type=_TEXT)
+        self._followers = followers
 
-def _heading(number: int) -> str:
-    return "" if number == 1 else f"==== attempt {number} ====\n"
-
-
-def _read_log(parts: Components, job: Job, number: int) -> str:
-    """From the store once the attempt is over, from Ray before; empty where there is none."""
-    kept = parts.attempts.read_logs(job.id, number)
-    if kept is not None:
-        return kept
-    if number == job.attempt.number and job.attempt.submission_id is not None and job.status.holds_cluster:
-        return parts.cluster.logs(job.attempt.submission_id)
-    return ""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._followers.place():
+            await super().__call__(scope, receive, send)

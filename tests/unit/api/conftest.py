@@ -78,6 +78,7 @@ class Server:
         self._reconciler.tick()
         self._deployments.tick()
         self._webhooks.tick()
+        self._webhooks.wait()
 
     def submit(self, **spec: Any) -> dict[str, Any]:
         response = self.client.post("/jobs", json={**SPEC, **spec})

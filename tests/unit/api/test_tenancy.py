@@ -13,7 +13,6 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.dependencies import SESSION_COOKIE
 from swiftkv_platform.api.guards import RateLimit
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.keys import Scope, create_key
@@ -118,7 +117,7 @@ def test_a_deployment_is_asked_with_the_callers_own_key(server: Server, tmp_path
         settings = server.settings.model_copy(update={"api_keys_file": path, "serve_url": url})
         with control_plane(server.parts, settings, "http://swiftkv.example") as client:
             if by_cookie:
-                client.cookies.set(SESSION_COOKIE, token)
+                assert client.post("/session", json={"api_key": token}).status_code == 204
             else:
                 client.headers["authorization"] = f"Bearer {token}"
             assert client.post(f"/deployments/{deployment}/generate", json={"prompt": "x"}).json() == {"choices": []}

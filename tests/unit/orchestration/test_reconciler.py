@@ -60,7 +60,9 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     assert (model.artifact_uri, model.size, model.metrics) == (done.artifact_uri, manifest.size, METRICS)
     assert model.artifact_uri == plane.store.artifact_uri(job.id, 1)
     assert (model.lineage, model.job_id, model.attempt) == ({"teacher": "tiny"}, job.id, 1)
-    assert plane.store.read_logs(job.id, 1) == "trained\n"
+    saved = plane.store.saved_logs(job.id, 1)
+    assert saved is not None
+    assert b"".join(saved.stream()) == b"trained\n"
     assert plane.statuses(job) == ["queued", "starting", "running", "evaluating", "succeeded"]
     assert [point.step for point in plane.jobs.points(job.id, Page(order="asc")).items] == [1, 2, 3, 4]
     assert [event.type for event in plane.events(job)].count("metrics") == 2

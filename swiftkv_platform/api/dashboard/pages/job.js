@@ -82,13 +82,16 @@ export function Report({ report }) {
     }} />`;
 }
 
+const LOG_LINES = 1000;
+
 function Log({ job }) {
   const [shown, setShown] = useState(false);
-  const load = async () => (shown ? (await send("GET", `/jobs/${job.id}/logs`)).text() : null);
+  const load = async () => (shown ? (await send("GET", `/jobs/${job.id}/logs?tail_lines=${LOG_LINES}`)).text() : null);
   const [text, problem] = useFresh(load, [job.id, shown], LIVE.has(job.status) ? 3000 : null);
   return html`<details onToggle=${(event) => setShown(event.target.open)}>
     <summary>Log</summary>
     <${Problem} problem=${problem} />
+    <p class="quiet">The last ${LOG_LINES} lines; <a href="/jobs/${job.id}/logs">the whole log</a>.</p>
     <pre tabindex="0" aria-label="Log">${text || "Nothing was printed yet."}</pre>
   </details>`;
 }

@@ -1,0 +1,94 @@
+"""The dashboard's sessions: how a browser brings an API key that no script of a page can read. Knows no route.
+
+The cookie holds a random id and says nothing. The database holds the id's hash and the key, sealed with the id: every
+control plane can serve every session, and neither the database nor a copy of it opens anything. The key itself is
+needed, not just its name: replicas of a deployment ask for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+from swiftkv_platform.database.sessions import SqlSessions, StoredSession
+from swiftkv_platform.errors import UnauthenticatedError
+from swiftkv_platform.keys import ApiKey, KeyRing
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.ports import Clock
+
+_ID_BYTES = 32
+_SEAL = b"swiftkv session seal\0"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A browser that has signed in."""
+
+    id: str
+    """What the cookie holds."""
+    key: ApiKey
+    authorization: str
+    """The header that the browser would send if it could."""
+    began_at: float
+    """Unix seconds."""
+    expires_at: float
+    """Unix seconds."""
+
+
+class Sessions:
+    """Sessions of every control plane on one database.
+
+    Args:
+        lifetime_s: from signing in to the end, however much the session is used.
+    """
+
+    def __init__(self, store: SqlSessions, key_ring: KeyRing, clock: Clock, *, lifetime_s: int) -> None:
+        self._store = store
+        self._key_ring = key_ring
+        self._clock = clock
+        self._lifetime_s = lifetime_s
+
+    def open(self, api_key: str) -> Session:
+        """Begin a session with a key. Raises `UnauthenticatedError`."""
+        authorization = f"Bearer {api_key}"
+        key = self._key_ring.authenticate(authorization)
+        session_id, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
+        expires_at = now + self._lifetime_s
+        if key.expires_at is not None:
+            expires_at = min(expires_at, float(key.expires_at))
+        sealed = _seal(session_id, api_key.strip().encode()).hex()
+        self._store.add(StoredSession(_digest(session_id), key.name, sealed, now, expires_at), now=now)
+        get_logger().info("signed in", tenant=key.tenant, key=key.name)
+        return Session(session_id, key, authorization, now, expires_at)
+
+    def find(self, session_id: str) -> Session:
+        """The session of a cookie. Raises `UnauthenticatedError`; one whose key opens nothing any more is ended."""
+        stored = self._store.get(_digest(session_id))
+        if stored is None or stored.expires_at <= self._clock():
+            raise UnauthenticatedError("the session has ended; sign in again", field="Cookie")
+        authorization = f"Bearer {_seal(session_id, bytes.fromhex(stored.sealed_key)).decode(errors='replace')}"
+        try:
+            api_key = self._key_ring.authenticate(authorization)
+        except UnauthenticatedError:
+            self.close(session_id)
+            raise
+        return Session(session_id, api_key, authorization, stored.created_at, stored.expires_at)
+
+    def close(self, session_id: str) -> None:
+        """End a session; one that has ended is no error."""
+        self._store.remove(_digest(session_id))
+
+
+def _digest(session_id: str) -> str:
+    """256 random bits need no salt."""
+    return hashlib.sha256(session_id.encode()).hexdigest()
+
+
+def _seal(session_id: str, text: bytes) -> bytes:
+    """`text` sealed with a session's id, and a sealed text opened: a one-time pad, since an id seals one key.
+
+    A pad that was tampered with opens to a key that the key file does not have.
+    """
+    pad = hashlib.shake_256(_SEAL + session_id.encode()).digest(len(text))
+    return bytes(left ^ right for left, right in zip(text, pad, strict=True))

@@ -1,0 +1,98 @@
+"""Files that the operator keeps and edits while servers run: keys, tenants. Knows no format.
+
+A broken, half-written, missing or unreadable version is logged once and changes nothing: the last good one holds. What
+it holds goes to no caller; the operator finds path and reason in the log, and at the start in the error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.logs import get_logger
+
+Content = TypeVar("Content")
+Stamp = tuple[int, int, int, int] | None
+
+
+class OperatorFile(Generic[Content]):
+    """The last good version of a file, read again when it has changed.
+
+    Raises `InvalidInputError`, naming the file, where its first version cannot be used.
+
+    Args:
+        parse: raises `ValueError` for content that cannot be used.
+        field: name of the setting that names the file.
+        hint: what would do, for the error.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], Content], *, field: str, hint: str) -> None:
+        self._path = path
+        self._parse = parse
+        self._field = field
+        self._hint = hint
+        self._lock = threading.Lock()
+        self._told: tuple[Stamp, str] | None = None
+        """The broken version that was logged last."""
+        self._stamp: Stamp = _stamp(path)
+        self._content = self._load()
+
+    @property
+    def content(self) -> Content:
+        stamp = _stamp(self._path)
+        if stamp is None or stamp != self._stamp:
+            with self._lock:
+                self._refresh(stamp)
+        return self._content
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the file's newest version is the one that holds."""
+        _ = self.content
+        return self._told is None
+
+    def _refresh(self, stamp: Stamp) -> None:
+        if stamp is not None and stamp == self._stamp:
+            return  # another thread was faster
+        try:
+            self._content = self._load()
+        except InvalidInputError as error:
+            # The stamp stays the old one: what cannot be read for another reason than its content is tried again.
+            if self._told != (stamp, error.message):
+                self._told = stamp, error.message
+                get_logger().warning("file not usable; its last good version holds", reason=error.message)
+        else:
+            self._stamp, self._told = stamp, None
+
+    def _load(self) -> Content:
+        try:
+            return self._parse(self._path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidInputError(
+                f"the file {str(self._path)!r} cannot be used: {_reason(error)}; {self._hint}",
+                field=self._field,
+                value=str(self._path),
+            ) from error
+
+
+def _stamp(path: Path) -> Stamp:
+    """Another one for every version of the file and of who may read it; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, without what the file holds there."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    items = error.errors(include_url=False, include_input=False, include_context=False)
+    places = [(".".join(map(str, item["loc"])), item["msg"]) for item in items]
+    return "; ".join(f"{place}: {message}" if place else message for place, message in places)

@@ -1,0 +1,217 @@
+"""Receivers of webhooks that do not play along: none delays another's deliveries, and each has a bounded time."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.api import webhook_sender
+from swiftkv_platform.api.webhook_sender import send_webhook
+from swiftkv_platform.database.outbox import SqlOutbox
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.job import Job, new_id, status_event
+from swiftkv_platform.orchestration.loop import ControlLoop
+from swiftkv_platform.orchestration.webhooks import Deliverer, SecretFiles, WebhookRules
+from swiftkv_platform.specs import JobSpec
+
+PATIENCE_S = 30.0
+"""Longest wait for something that happens at once where nothing is wrong."""
+GOOD = b"HTTP/1.1 204 No Content\r\n\r\n"
+
+Answer = Callable[[socket.socket, threading.Event], None]
+
+
+@dataclass
+class Receiver:
+    """An HTTP server below the level of HTTP: `answer` has the connection, and ends when `over` is set."""
+
+    answer: Answer
+    url: str = ""
+    over: threading.Event = field(default_factory=threading.Event)
+    asked: list[bytes] = field(default_factory=list)
+    """First bytes of each request, in order."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    open: int = 0
+    most_open: int = 0
+    """Connections held at one time."""
+
+    def wait_for(self, count: int) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: len(self.asked) >= count, PATIENCE_S)
+
+    def handle(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            first = connection.recv(65536)
+            with self.changed:
+                self.asked.append(first)
+                self.open += 1
+                self.most_open = max(self.most_open, self.open)
+                self.changed.notify_all()
+            try:
+                self.answer(connection, self.over)
+            finally:
+                with self.changed:
+                    self.open -= 1
+                    self.changed.notify_all()
+
+
+@contextmanager
+def receiving(answer: Answer) -> Iterator[Receiver]:
+    receiver, threads = Receiver(answer), []
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        receiver.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    thread = threading.Thread(target=receiver.handle, args=[listener.accept()[0]], daemon=True)
+                    thread.start()
+                    threads.append(thread)
+
+        acceptor = threading.Thread(target=accept, daemon=True)
+        acceptor.start()
+        try:
+            yield receiver
+        finally:
+            receiver.over.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            for thread in [acceptor, *threads]:
+                thread.join(PATIENCE_S)
+
+
+def good(connection: socket.socket, _over: threading.Event) -> None:
+    connection.sendall(GOOD)
+
+
+def silent(_connection: socket.socket, over: threading.Event) -> None:
+    over.wait()
+
+
+def dripping(connection: socket.socket, over: threading.Event) -> None:
+    """A header that never ends, a byte at a time: no single read waits long."""
+    connection.sendall(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+    while not over.wait(0.05):
+        connection.sendall(b"a")
+
+
+@dataclass
+class Post:
+    """Jobs whose changes are told, and the loop that tells."""
+
+    jobs: SqlJobRepository
+    outbox: SqlOutbox
+
+    def tell(self, receiver: Receiver, path: str = "/hook") -> Job:
+        hook = {"url": f"{receiver.url}{path}", "secret_ref": "signing"}
+        spec = JobSpec.model_validate({"name": "test", "webhook": hook})
+        job = Job(new_id("job"), "default", "ann", spec, 1000)
+        return self.jobs.create(job, status_event(job, now=1000))
+
+    @contextmanager
+    def delivering(self, *receivers: Receiver, secrets: Path) -> Iterator[None]:
+        origins = tuple(receiver.url for receiver in receivers)
+        deliverer = Deliverer(
+            self.outbox, WebhookRules(origins, SecretFiles(secrets)), send_webhook, clock=lambda: 2000.0
+        )
+        loop = ControlLoop("webhooks", deliverer.tick, interval_s=0.01, clock=lambda: 2000.0)
+        loop.start()
+        try:
+            yield
+        finally:
+            for receiver in receivers:
+                receiver.over.set()
+            loop.stop(PATIENCE_S)
+            deliverer.close()
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Path:
+    (tmp_path / "secrets" / "default").mkdir(parents=True)
+    (tmp_path / "secrets" / "default" / "signing").write_text("a secret that signs webhooks")
+    return tmp_path / "secrets"
+
+
+@pytest.fixture
+def post(tmp_path: Path, empty_database: Path) -> Iterator[Post]:
+    database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
+    yield Post(SqlJobRepository(database), SqlOutbox(database))
+    database.close()
+
+
+@pytest.mark.parametrize("hanging", [silent, dripping])
+def test_a_receiver_that_hangs_delays_no_other(post: Post, secrets: Path, hanging: Answer) -> None:
+    with receiving(hanging) as slow, receiving(good) as other, post.delivering(slow, other, secrets=secrets):
+        post.tell(slow)
+        assert slow.wait_for(1)
+        post.tell(other)
+        assert other.wait_for(1), "told while the first one still hangs"
+        assert slow.open == 1
+
+
+def test_a_receiver_that_hangs_takes_a_few_connections_and_no_more(post: Post, secrets: Path) -> None:
+    with receiving(silent) as slow, receiving(good) as other, post.delivering(slow, other, secrets=secrets):
+        for number in range(60):
+            post.tell(slow, f"/{number}")
+        assert slow.wait_for(1)
+        for _ in range(3):
+            post.tell(other)
+        assert other.wait_for(3), "sixty older deliveries do not stand before it"
+        assert slow.most_open <= 8
+
+
+def test_a_delivery_ends_at_its_deadline_however_its_answer_drips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook_sender, "_DEADLINE_S", 0.5)
+    with receiving(dripping) as slow:
+        with pytest.raises(ConnectionError, match="TimeoutError"):
+            send_webhook(slow.url, {}, b"{}")
+        assert not slow.over.is_set(), "given up by the sender, not ended by the receiver"
+
+
+def test_a_delivery_ends_at_its_deadline_while_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body larger than the buffers between the two: the sender is the one who waits to write."""
+    monkeypatch.setattr(webhook_sender, "_DEADLINE_S", 0.5)
+    with receiving(silent) as slow, pytest.raises(ConnectionError):
+        send_webhook(slow.url, {}, b"x" * (64 << 20))
+
+
+def test_an_endless_answer_is_not_read(post: Post, secrets: Path) -> None:
+    sent = []
+
+    def endless(connection: socket.socket, over: threading.Event) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not over.is_set():
+            connection.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+            sent.append(65536)
+
+    with receiving(endless) as receiver:
+        assert send_webhook(receiver.url, {}, b"{}") == 200
+    assert sum(sent) < 64 << 20
+
+
+def test_an_unexpected_failure_is_told_again_later(post: Post, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect in one delivery neither ends the loop nor forgets the delivery."""
+    with receiving(good) as receiver:
+        post.tell(receiver)
+
+        def broken(*_: object) -> int:
+            raise RuntimeError("a defect")
+
+        rules, now = WebhookRules((receiver.url,), SecretFiles(secrets)), 2000.0
+        deliverer = Deliverer(post.outbox, rules, broken, clock=lambda: now)
+        deliverer.tick()
+        deliverer.close()
+        assert post.outbox.count_by_status()["pending"] == 1
+        now += 6.0  # after the pause of a failed delivery, long before the claim runs out
+        deliverer = Deliverer(post.outbox, rules, send_webhook, clock=lambda: now)
+        deliverer.tick()
+        deliverer.close()
+        assert receiver.wait_for(1)
+        assert post.outbox.count_by_status()["delivered"] == 1

@@ -29,6 +29,7 @@ from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.swagger import add_docs
+from swiftkv_platform.web.input_guard import InputGuard
 
 _STOP_TIMEOUT_S = 20.0
 LOOPS = ("jobs", "deployments", "webhooks")
@@ -79,6 +80,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         responses={"default": {"model": error_handlers.Problem, "description": "Problem details (RFC 9457)"}},
     )
     error_handlers.install(app)
+    app.add_middleware(InputGuard)
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes, refuse=too_large)
     if key_ring is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)

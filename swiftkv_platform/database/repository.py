@@ -38,6 +38,8 @@ _WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 _EVERYTHING = JobFilter()
 NOBODY_ELSE = recipients(NO_LIMITS)
 """A job's own webhook alone."""
+_DIGITS_OF_A_STEP = 18
+"""A column holds every number of so many."""
 _STEPS_PER_DELETE = 500
 """Databases limit the number of parameters of a statement."""
 
@@ -154,9 +156,7 @@ class SqlJobRepository:
             return Slice([_event(row) for row in rows.items], rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
-        if page.after is not None and not page.after.isdecimal():
-            raise unknown_cursor(page.after)
-        after = None if page.after is None else int(page.after)
+        after = None if page.after is None else _step(page.after)
         with self._database.reading() as session:
             rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
             return Slice(
@@ -206,6 +206,13 @@ def _columns(job: Job) -> dict[str, Any]:
 
 def _job(row: JobRow) -> Job:
     return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
+
+
+def _step(cursor: str) -> int:
+    """Raises `InvalidInputError` for what no step can be."""
+    if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
+        raise unknown_cursor(cursor)
+    return int(cursor)
 
 
 def _event(row: EventRow) -> Event:

@@ -49,8 +49,17 @@ class Caller:
     name: str
 
 
+def _nothing(_job: Job) -> None:
+    """No rehearsal."""
+
+
 class JobService:
-    """Submitting, pausing, resuming and cancelling."""
+    """Submitting, pausing, resuming and cancelling.
+
+    Args:
+        rehearse: called with every job before it is stored; what it raises keeps the job from being stored. A caller
+            that answers with the job writes the answer here, so that nothing is stored that could not be answered.
+    """
 
     def __init__(
         self,
@@ -63,7 +72,9 @@ class JobService:
         webhooks: WebhookRules = NO_WEBHOOKS,
         prices: Prices = FREE,
         flops_per_second: float | None = None,
+        rehearse: Callable[[Job], object] = _nothing,
     ) -> None:
+        self._rehearse = rehearse
         self._jobs = jobs
         self._clock = clock
         self._read_object = read_object
@@ -129,6 +140,7 @@ class JobService:
             flops_per_step=foreseen.flops_per_step,
             planned_memory=foreseen.memory_per_worker,
         )
+        self._rehearse(job)
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         most = self._policies.policy(caller.tenant).max_queued_jobs
         return self._jobs.create(job, status_event(job, now=now), idempotency=idempotency, max_waiting=most)
@@ -215,6 +227,7 @@ class JobService:
             changed, events = step(self._jobs.get(job_id, tenant=caller.tenant), int(self._clock()))
             if not events:
                 return changed
+            self._rehearse(changed)
             try:
                 return self._jobs.update(changed, events=events)
             except StaleVersionError as error:

@@ -5,6 +5,7 @@ refuses, and nothing of it is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,24 @@ from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
 JSON = {"Content-Type": "application/json"}
 
 
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Iterator[Server]:
+    """A control plane that refuses all it is sent, so that one does for all."""
+    with asking(tmp_path_factory.mktemp("door"), empty_database) as server:
+        yield server
+
+
 @pytest.fixture
 def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
+    with asking(tmp_path, empty_database) as server:
+        yield server
+
+
+@contextmanager
+def asking(directory: Path, empty_database: Path) -> Iterator[Server]:
     """A control plane that answers a bug with 500, as a caller would see it."""
-    parts = make_parts(tmp_path, empty_database)
-    settings = Settings(home=tmp_path, max_request_bytes=1 << 20, _env_file=None)
+    parts = make_parts(directory, empty_database)
+    settings = Settings(home=directory, max_request_bytes=1 << 20, _env_file=None)
     with control_plane(parts, settings) as client:
         client._transport.raise_server_exceptions = False  # type: ignore[attr-defined]
         yield Server(client, parts, settings)
@@ -46,12 +60,12 @@ def check_untouched(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/validate"])
 @pytest.mark.parametrize("bad", SPECS, ids=lambda bad: bad.name)
-def test_a_hostile_spec_is_refused_and_not_stored(server: Server, bad: BadBody, path: str) -> None:
-    response = server.client.post(path, content=bad.content, headers=JSON)
+def test_a_hostile_spec_is_refused_and_not_stored(door: Server, bad: BadBody, path: str) -> None:
+    response = door.client.post(path, content=bad.content, headers=JSON)
     errors = refusal(response, 422, 400)["errors"]
     assert any(error["message"] for error in errors)
     assert any(str(error["field"]).startswith(str(bad.field)) for error in errors), errors
-    check_untouched(server)
+    check_untouched(door)
 
 
 @pytest.mark.parametrize(
@@ -91,25 +105,25 @@ def test_a_page_that_cannot_be_is_refused(server: Server, query: dict[str, str])
         ("status=%00", "status"),
     ],
 )
-def test_a_filter_that_cannot_be_is_refused(server: Server, query: str, field: str) -> None:
-    [error] = refusal(server.client.get(f"/jobs?{query}"))["errors"]
+def test_a_filter_that_cannot_be_is_refused(door: Server, query: str, field: str) -> None:
+    [error] = refusal(door.client.get(f"/jobs?{query}"))["errors"]
     assert error["field"].startswith(field)
 
 
 @pytest.mark.parametrize(
     "path", ["/jobs/%00", "/jobs/a%00b/events", "/models/%00", "/deployments/%00", "/jobs/x/artifacts/%00"]
 )
-def test_a_path_with_nul_is_refused(server: Server, path: str) -> None:
-    [error] = refusal(server.client.get(path))["errors"]
+def test_a_path_with_nul_is_refused(door: Server, path: str) -> None:
+    [error] = refusal(door.client.get(path))["errors"]
     assert error["field"] == "path"
 
 
 @pytest.mark.parametrize("value", [b"a\x00b", b"x" * 256, b""])
-def test_an_idempotency_key_that_cannot_be_is_refused(server: Server, value: bytes) -> None:
-    response = server.client.post("/jobs", json=SPEC, headers=[(b"Idempotency-Key", value)])
+def test_an_idempotency_key_that_cannot_be_is_refused(door: Server, value: bytes) -> None:
+    response = door.client.post("/jobs", json=SPEC, headers=[(b"Idempotency-Key", value)])
     [error] = refusal(response)["errors"]
     assert error["field"].lower() == "idempotency-key"
-    check_untouched(server)
+    check_untouched(door)
 
 
 @pytest.mark.parametrize("body", ["NaN", "Infinity", "1e999", "-1", '"\\ud800"'])
@@ -130,8 +144,8 @@ def test_a_cost_cap_that_is_no_number_is_refused(server: Server, body: str) -> N
         ("/models/mdl_1/promote", r'{"alias": "production", "reason": "\ud800"}', "reason"),
     ],
 )
-def test_every_route_is_behind_the_same_door(server: Server, path: str, body: str, field: str) -> None:
-    [error] = refusal(server.client.post(path, content=body, headers=JSON))["errors"]
+def test_every_route_is_behind_the_same_door(door: Server, path: str, body: str, field: str) -> None:
+    [error] = refusal(door.client.post(path, content=body, headers=JSON))["errors"]
     assert error["field"] == field
 
 

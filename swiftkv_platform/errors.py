@@ -12,7 +12,8 @@ SwiftKVError
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
 │   ├── StaleVersionError          somebody else changed the row first
-│   └── IdempotencyConflictError   the same key with another body
+│   ├── IdempotencyConflictError   the same key with another body
+│   └── UnreadableRowError         a row that another version of this program has written
 ├── StorageError               the object store failed
 │   ├── ObjectNotFoundError
 │   └── ArtifactCorruptError       a file differs from its manifest
@@ -95,6 +96,10 @@ class StaleVersionError(ConflictError):
 
 class IdempotencyConflictError(ConflictError):
     code = "idempotency_key_reused"
+
+
+class UnreadableRowError(ConflictError):
+    code = "unreadable_row"
 
 
 class StorageError(SwiftKVError):

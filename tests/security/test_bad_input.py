@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from swiftkv_platform.api.schemas import JobAnswer
 from swiftkv_platform.settings import Settings
@@ -18,6 +19,13 @@ from tests.security.bad_bodies import SPECS, BadBody
 from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
 
 JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def _short_logs() -> Iterator[None]:
+    """Without configuration, structlog draws each traceback with all variables, which takes seconds."""
+    with capture_logs():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from structlog.testing import capture_logs
 
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import StorageError, UnreadableRowError
@@ -21,6 +22,13 @@ from swiftkv_platform.orchestration.reconciler import Reconciler
 from tests.unit.orchestration.conftest import Plane
 
 SLOTS = 4
+
+
+@pytest.fixture(autouse=True)
+def _short_logs() -> Iterator[None]:
+    """Without configuration, structlog draws each traceback with all variables, which takes seconds."""
+    with capture_logs():
+        yield
 
 
 @pytest.fixture
@@ -44,10 +52,10 @@ class Poisoned:
         if name not in self._methods:
             return real
 
-        def call(subject: Any, *arguments: Any) -> Any:
+        def call(subject: Any, *arguments: Any, **named: Any) -> Any:
             if getattr(subject, "job_id", subject) in self.jobs:
                 raise self._error
-            return real(subject, *arguments)
+            return real(subject, *arguments, **named)
 
         return call
 

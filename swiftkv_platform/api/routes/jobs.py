@@ -19,7 +19,7 @@ from swiftkv_platform.api.dependencies import (
     read_object,
     webhook_rules,
 )
-from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
+from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, JobListAnswer, ResumeRequest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.access import SourceRules
 from swiftkv_platform.orchestration.job import Job, JobStatus
@@ -89,11 +89,11 @@ def list_jobs(
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
-) -> ListAnswer[JobAnswer]:
+) -> JobListAnswer:
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, _metadata_asked_for(request))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return list_answer(found, present, lambda job: job.id)
+    return JobListAnswer.of(found, present, page.order)
 
 
 def _metadata_asked_for(request: Request) -> dict[str, str]:

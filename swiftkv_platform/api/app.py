@@ -21,6 +21,7 @@ from swiftkv_platform.asgi import BodyLimit, PageFiles
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.leadership import Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.reconciler import Reconciler
@@ -104,6 +105,7 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
         max_running_jobs=settings.max_running_jobs,
         policies=parts.policies,
         prices=prices(settings),
+        limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
     )
     steps = {

@@ -26,6 +26,7 @@ from swiftkv_platform.errors import (
     StorageError,
 )
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.attempt_limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.fair_queue import FairQueue
@@ -69,6 +70,7 @@ class Reconciler:
         policies: quotas and weights of tenants.
         prices: what time on the cluster costs.
         interval_s: how long something is left alone after it failed once; more after every further time.
+        limits: how long attempts may take.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
     """
 
@@ -85,6 +87,7 @@ class Reconciler:
         interval_s: float,
         policies: Policies = NO_LIMITS,
         prices: Prices = FREE,
+        limits: AttemptLimits = DEFAULT_LIMITS,
         retry_delay_s: float = 1.0,
     ) -> None:
         self._jobs = jobs
@@ -97,6 +100,7 @@ class Reconciler:
         self._queue = FairQueue(policies)
         self._policies = policies
         self._prices = prices
+        self._limits = limits
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._surprises: dict[str, list[str]] = {}
         """Unexpected failures in a row, by job."""
@@ -227,10 +231,8 @@ class Reconciler:
 
     def _keep(self, before: Job, reading: Reading) -> Job:
         """Store what a running attempt has said, and stop it if it must not go on."""
-        if self._is_overdue(reading.job):
-            limit = reading.job.spec.limits.max_runtime_s
-            message = f"attempt {reading.job.attempt.number} ran longer than limits.max_runtime_s, {limit} s"
-            reason = Reason("max_runtime_exceeded", message, field="limits.max_runtime_s")
+        reason = reading.job.attempt.stopping or self._limits.exceeded(reading.job, self._clock())
+        if reason is not None:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
         self._cap_cost(reading)
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
@@ -239,13 +241,9 @@ class Reconciler:
         job = reading.job
         if job != before:
             job = self._jobs.update(job, events=reading.events, points=reading.points)
-        if job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused:
+        if _is_to_end(job):
             self._cluster.stop(_submission_id(job))
         return job
-
-    def _is_overdue(self, job: Job) -> bool:
-        limit, since = job.spec.limits.max_runtime_s, job.attempt.submitted_at
-        return limit is not None and since is not None and self._clock() - since > limit
 
     def _cap_cost(self, reading: Reading) -> None:
         """Pause a job that has cost more than it may."""
@@ -261,6 +259,12 @@ class Reconciler:
         if job.attempt.submitted_at is not None:
             return job
         return replace(job, attempt=replace(job.attempt, submitted_at=self._clock()))
+
+
+def _is_to_end(job: Job) -> bool:
+    """Whether the attempt has nothing more to do on the cluster. One that waits for a place has nothing to save."""
+    waits = job.status is JobStatus.PAUSING and bool(job.attempt.waiting)
+    return job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused or waits
 
 
 def _will_pass(error: Exception) -> bool:

@@ -24,6 +24,7 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
+from swiftkv_platform.orchestration.job_limits import UNLIMITED, JobLimits
 from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
@@ -72,8 +73,10 @@ class JobService:
         webhooks: WebhookRules = NO_WEBHOOKS,
         prices: Prices = FREE,
         flops_per_second: float | None = None,
+        limits: JobLimits = UNLIMITED,
         rehearse: Callable[[Job], object] = _nothing,
     ) -> None:
+        self._limits = limits
         self._rehearse = rehearse
         self._jobs = jobs
         self._clock = clock
@@ -92,6 +95,7 @@ class JobService:
         return self._as_measured(self._check(spec, caller), spec, caller)
 
     def _check(self, spec: JobSpec, caller: Caller) -> Estimate:
+        self._limits.check(spec)
         self._rules.check(spec, caller.tenant)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:

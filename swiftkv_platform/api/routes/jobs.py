@@ -15,6 +15,7 @@ from swiftkv_platform.api.dependencies import (
     Reader,
     TheSettings,
     Writer,
+    job_limits,
     prices,
     read_object,
     webhook_rules,
@@ -52,6 +53,7 @@ def _service(parts: Parts, settings: TheSettings, present: Present) -> JobServic
         webhooks=webhook_rules(settings),
         prices=prices(settings),
         flops_per_second=settings.flops_per_second,
+        limits=job_limits(settings),
         rehearse=lambda job: present(job).model_dump_json(),
     )
 

@@ -60,9 +60,9 @@ class Settings(BaseSettings):
     max_running_jobs: Annotated[int, Field(ge=1)] = 1
     """Jobs submitted to Ray at the same time, of all tenants; the rest wait in the queue."""
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
-    """How long a job may hold its slot while the cluster has no place for its workers; it then fails as `not_placed`."""
+    """How long a job may hold its slot while its workers find no place; then it fails as `not_placed`."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
-    """The longest that an attempt may run; `limits.max_runtime_s` of a spec may ask for less. None leaves it to specs."""
+    """The longest that an attempt may run; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
     max_workers_per_job: Annotated[int, Field(ge=1)] = 1024
     """Workers that a job may ask for, over all trials of a sweep that run at a time."""
     max_batch_size: Annotated[int, Field(ge=1)] = 65536

@@ -55,13 +55,15 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         parts = await run_in_threadpool(build_components, settings) if components is None else components
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
-        loops = _loops(settings, parts, leaderships)
+        reconciler = _reconciler(settings, parts)
+        loops = _loops(settings, parts, leaderships, reconciler)
         app.state.settings = settings
         app.state.key_ring = key_ring
         app.state.followers = Followers(parts.jobs.events)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
-        app.state.metrics = health.metrics_registry(parts, loops)
+        app.state.readiness = health.Readiness(parts, loops)
+        app.state.metrics = health.metrics_registry(parts, loops, lambda: reconciler.jobs_put_off)
         for loop in loops:
             loop.start()
         try:
@@ -93,9 +95,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Leadership]) -> list[ControlLoop]:
-    """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
-    reconciler = Reconciler(
+def _reconciler(settings: Settings, parts: Components) -> Reconciler:
+    return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
         store=parts.attempts,
@@ -108,6 +109,12 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
     )
+
+
+def _loops(
+    settings: Settings, parts: Components, leaderships: Mapping[str, Leadership], reconciler: Reconciler
+) -> list[ControlLoop]:
+    """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
     steps = {
         "jobs": reconciler.tick,
         "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,

@@ -45,25 +45,32 @@ def later(server: Server, seconds: float) -> None:
     clock.now += seconds
 
 
-def test_probes_that_come_at_once_look_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_that_come_at_once_look_once(
+    tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = replace(make_parts(tmp_path, empty_database), clock=StillClock())
     calls: list[str] = []
 
     def counted(owner: object, name: str) -> None:
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda: (calls.append(name), real())[1])
 
-    counted(server.parts.objects, "ping")
-    counted(server.cluster, "check")
-    counted(server.parts.jobs, "count_by_status")
-    counted(server.parts.outbox, "count_by_status")
-    later(server, 3600)
-    for _ in range(20):
-        assert server.client.get("/readyz").status_code == 200
-        assert server.client.get("/metrics").status_code == 200
-    assert sorted(calls) == ["check", "count_by_status", "count_by_status", "ping"]
-    later(server, 60)
-    server.client.get("/readyz")
-    assert calls.count("ping") == 2
+    counted(parts.objects, "ping")
+    counted(parts.cluster, "check")
+    counted(parts.jobs, "count_by_status")
+    counted(parts.outbox, "count_by_status")
+    settings = Settings(home=tmp_path, _env_file=None)
+    with control_plane(parts, settings) as client:
+        server = Server(client, parts, settings)
+        later(server, 3600)
+        calls.clear()
+        for _ in range(20):
+            assert client.get("/readyz").status_code == 200
+            assert client.get("/metrics").status_code == 200
+        assert sorted(calls) == ["check", "count_by_status", "count_by_status", "ping"]
+        later(server, 60)
+        client.get("/readyz")
+        assert calls.count("ping") == 2
 
 
 def test_an_outage_is_told_within_seconds(server: Server) -> None:

@@ -159,8 +159,8 @@ class Reconciler:
         latest = self._jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
         if latest.status.is_terminal:
             return latest
-        if latest.status.holds_cluster:
-            self._cluster.stop(_submission_id(latest))
+        if latest.status.holds_cluster and latest.attempt.submission_id is not None:
+            self._cluster.stop(latest.attempt.submission_id)
         causes = self._surprises[job.id]
         message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
         failed, event = transition(latest, JobStatus.FAILED, now=int(self._clock()), reason=Reason("internal", message))

@@ -122,6 +122,15 @@ def test_a_poison_jobs_submission_is_stopped(plane: Plane) -> None:
     assert plane.cluster.submissions[f"{job.id}-1"].state.status is SubmissionStatus.STOPPED
 
 
+def test_a_state_that_should_not_be_is_poison_too(plane: Plane) -> None:
+    job, good = plane.submit(), plane.submit()
+    with plane.database.writing() as session:
+        session.execute(text("UPDATE jobs SET status = 'starting' WHERE id = :id"), {"id": job.id})
+    turn(plane, plane.reconciler(), 60)
+    assert plane.get(job).status is JobStatus.FAILED
+    assert plane.get(good).status is JobStatus.STARTING
+
+
 def test_while_ray_is_away_a_poison_job_is_not_given_up(plane: Plane) -> None:
     """Its submission could not be stopped, and would go on with nothing that knows it."""
     store = Poisoned(plane.store, ZeroDivisionError("a bug"), "read_events")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -162,7 +162,7 @@ def _on_bug(request: Request, error: Exception) -> JSONResponse:
     return problem_response(request.url.path, 500, SwiftKVError.code, detail)
 
 
-def _field_problem(place: Place, item: dict[str, Any], body: Any) -> FieldProblem:
+def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldProblem:
     field, message = dotted(place), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "json_invalid":

@@ -218,14 +218,19 @@ def _job(row: JobRow) -> Job:
     try:
         return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
     except (ValidationError, TypeError) as error:
-        cause = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else {"loc": (), "msg": error}
-        place = ".".join(map(str, cause["loc"])) or "its state"
         raise UnreadableRowError(
             f"job {row.id} cannot be read, perhaps since another version of this program has stored it: "
-            f"{place}: {cause['msg']}; run that version, or cancel the job there",
+            f"{_first_problem(error)}; run that version, or cancel the job there",
             field="job_id",
             value=row.id,
         ) from error
+
+
+def _first_problem(error: ValidationError | TypeError) -> str:
+    if isinstance(error, TypeError):
+        return "its state is no object"
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _readable(rows: Iterable[JobRow]) -> tuple[builtins.list[Job], builtins.list[str]]:

@@ -25,6 +25,7 @@ from jobs.events import Reporter
 from jobs.failures import Failure, explain, root_cause
 from jobs.following import following
 from jobs.phases import StoppedError, evaluate
+from jobs.places import say_waiting
 from jobs.sweep import run_sweep
 from jobs.training import (
     as_task,
@@ -106,6 +107,7 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
     else:
         checkpoint, prepared = train(store, request, reporter)
         reporter.status("evaluating")
+        say_waiting(reporter, request.spec, "evaluate")
         task = as_task(evaluate, request.spec.resources)
         manifest = wait_for(task.remote(request, store.uri, checkpoint, prepared), store, request)
     reporter.artifact(artifact_prefix(request.job_id, request.attempt), manifest)

@@ -20,7 +20,7 @@ from swiftkv_platform.storage.attempt_store import EventWriter
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.tracking.tracker import TrackingInfo
 
-EventType = Literal["message", "status", "metrics", "checkpoint", "artifact", "tracking", "error"]
+EventType = Literal["message", "status", "metrics", "checkpoint", "artifact", "tracking", "placement", "error"]
 Level = Literal["info", "warn", "error"]
 
 
@@ -55,6 +55,10 @@ class Reporter:
 
     def tracking(self, info: TrackingInfo) -> None:
         self._write("tracking", f"tracked by {info.provider}, {info.mode}", info.as_dict())
+
+    def placement(self, **data: str) -> None:
+        """See `AttemptEvent`; `jobs.places` says it."""
+        self._write("placement", f"{data['phase']}: {data['state']}", data)
 
     def error(self, message: str, *, code: str, field: str | None, value: Any, retryable: bool) -> None:
         data = {"code": code, "field": field, "value": value, "retryable": retryable}

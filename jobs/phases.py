@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
+from jobs.events import Reporter
+from jobs.places import say_placed, say_waiting
 from jobs.rows import StoredPreparation, find_rows, find_start, load_start, publish_rows, publish_start
 from swiftkv_platform.attempts import AttemptRequest, Manifest
 from swiftkv_platform.distillation.wishes import Wish
@@ -85,7 +87,9 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
     from jobs.write import write as run
 
-    return 0 if find_rows(open_store(store_uri), request) is not None else run(request, store_uri, worker)
+    store = open_store(store_uri)
+    say_placed(store, request, "write")
+    return 0 if find_rows(store, request) is not None else run(request, store_uri, worker)
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
@@ -97,6 +101,7 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
     from jobs.write import AttemptAnswers
 
     store = open_store(store_uri)
+    say_placed(store, request, "prepare")
     with tempfile.TemporaryDirectory(prefix="rows-") as workspace:
         rows = Path(workspace) / "rows"
         key = find_rows(store, request)
@@ -129,6 +134,8 @@ def _collect_elsewhere(
 ) -> Iterator[CalibrationStatistics]:
     """Collect all shares but the first in tasks of their own, which are under way when this returns."""
     # The task that asks holds one worker's resources itself: together they take what training will.
+    if num_shares > 1:
+        say_waiting(Reporter(open_store(store_uri), request, "prepare"), request.spec, "calibrate")
     task = ray.remote(collect_share).options(**task_options(request.spec.resources))
     pending = [task.remote(request, store_uri, rows, share, num_shares) for share in range(1, num_shares)]
     return (ray.get(share) for share in pending)
@@ -142,7 +149,9 @@ def collect_share(
     from jobs.prepare import collect_share as run
 
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:
-        fetch_directory(open_store(store_uri), rows, Path(directory))
+        store = open_store(store_uri)
+        say_placed(store, request, "calibrate")
+        fetch_directory(store, rows, Path(directory))
         return run(request.spec, Path(directory), share, num_shares)
 
 
@@ -168,6 +177,7 @@ def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, sto
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", trial=request.spec.name)
     from jobs.evaluate import evaluate_trial as run
 
+    say_placed(open_store(store_uri), request, "evaluate")
     with _fetched(stored) as prepared:
         return run(request, store_uri, checkpoint, prepared)
 
@@ -187,6 +197,7 @@ def evaluate(request: AttemptRequest, store_uri: str, checkpoint: str, stored: S
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate")
     from jobs.evaluate import evaluate_and_publish
 
+    say_placed(open_store(store_uri), request, "evaluate")
     with _fetched(stored) as prepared:
         return evaluate_and_publish(request, store_uri, checkpoint, prepared)
 

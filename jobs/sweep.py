@@ -17,6 +17,7 @@ from jobs.events import Reporter
 from jobs.failures import explain, root_cause
 from jobs.following import following
 from jobs.phases import STOPPED, StoppedError, evaluate_trial, publish_trial
+from jobs.places import say_waiting
 from jobs.training import as_task, train, wait_for
 from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
 from swiftkv_platform.distillation.wishes import Wish
@@ -92,6 +93,8 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
                 {**p, "step": trial.index * total + p["step"], "trial": trial.index} for p in event.data["points"]
             ]
             reporter.metrics(points, num_trials * total)
+        elif event.type == "placement":
+            reporter.placement(**event.data)
         elif event.type in ("message", "tracking"):
             reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
 
@@ -104,6 +107,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
             message = explain(error).message
             trial_store.put_bytes(_failure_key(request.job_id, request.attempt), message.encode())
             return Outcome(None, message)
+        say_waiting(reporter, own.spec, "evaluate")
         task = as_task(evaluate_trial, trial.spec.resources)
         manifest: Manifest = wait_for(task.remote(own, trial_store.uri, checkpoint, prepared), trial_store, own)
     return Outcome(manifest)

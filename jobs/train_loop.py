@@ -23,6 +23,7 @@ from jobs.checkpoints import AttemptCheckpoints
 from jobs.control import ControlWatcher, told_to_leave
 from jobs.events import MetricsBuffer, Reporter
 from jobs.phases import STOPPED, Outcome, WorkerConfig
+from jobs.places import say_placed
 from jobs.prepare import compute_dtype, load_student, set_up_process, student_shape
 from jobs.rows import StoredPreparation
 from jobs.sources import teacher_path
@@ -52,8 +53,10 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     request, spec = worker.request, worker.request.spec
     rank = ray.train.get_context().get_world_rank()
     configure_logging(job_id=request.job_id, attempt=request.attempt, rank=rank)
-    set_up_process(spec)
     store = open_store(worker.store_uri)
+    if rank == 0:
+        say_placed(store, request, "train")
+    set_up_process(spec)
     listener: _Listener = _RankZero(store, worker) if rank == 0 else _Silent()
     checkpoints = AttemptCheckpoints(
         store, request, keep=spec.checkpoint.keep, on_commit=listener.on_commit, on_failure=listener.on_failure

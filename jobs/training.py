@@ -13,6 +13,7 @@ import ray
 from jobs.control import LOOK_INTERVAL_S, look
 from jobs.events import Reporter
 from jobs.phases import STOPPED, Plan, StoppedError, WorkerConfig, prepare, task_options, write
+from jobs.places import say_waiting
 from swiftkv_platform.attempts import AttemptRequest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
@@ -33,6 +34,7 @@ def train(
         rows_store: keeps the prepared rows, where that is not `store`.
     """
     rows_uri = (rows_store or store).uri
+    say_waiting(reporter, request.spec, "prepare")
     plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
     from jobs.fit import fit  # takes seconds, in which the task has begun
 
@@ -49,6 +51,7 @@ def train(
     checkpoint = _finished_before(store, request, plan.total_steps)
     if checkpoint is None:
         settled = request.model_copy(update={"spec": plan.spec})
+        say_waiting(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
         checkpoint = fit(WorkerConfig(settled, store.uri, plan.total_steps, prepared, plan.flops_per_token))
     return checkpoint, prepared
 
@@ -59,6 +62,7 @@ def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Rep
         return
     reporter.message("the teacher answers the prompts of its data")
     resources = request.spec.resources
+    say_waiting(reporter, request.spec, "write")
     task = as_task(write, resources)
     shares = [task.remote(request, store.uri, worker) for worker in range(resources.max_workers)]
     written = sum(wait_for(share, store, request) for share in shares)

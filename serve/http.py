@@ -26,6 +26,7 @@ from swiftkv_platform.asgi import BodyLimit
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.swagger import add_docs
+from swiftkv_platform.web.input_guard import InputGuard
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -54,6 +55,7 @@ def create_http_app(current: Current, *, key_ring: KeyRing | None = None, tenant
     add_docs(app)
     app.state.gate = Gate(key_ring, tenant)
     app.add_middleware(AnswerHeaders, replica=current.replica)
+    app.add_middleware(InputGuard, allow_nul=True)  # a prompt may hold any character, and reaches no database
     app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, refuse=too_large)
     add_problem_handlers(app)
     app.include_router(openai_router(current))

@@ -56,6 +56,8 @@ class AttemptEvent(_Record):
     - `checkpoint`: `{"step": int, "key": str, "size": int, "sha256": str}` (of its manifest).
     - `artifact`: `{"key": str, "sha256": str, "size": int, "metrics": {...}}`; the attempt has done its work.
     - `tracking`: `{"provider": "wandb", "run_id", "url", "mode"}`.
+    - `placement`: `{"phase": str, "state": "waiting", "needs": str}` of the driver, before it asks the cluster for
+      workers: what they need and what there is, in words; `{"phase": str, "state": "placed"}` of one of them.
     - `error`: `{"code": str, "field": str | None, "value": Any, "retryable": bool}`; the attempt has failed.
     - `message`: free.
     """
@@ -63,7 +65,7 @@ class AttemptEvent(_Record):
     time: float
     """Unix seconds."""
     level: Literal["info", "warn", "error"] = "info"
-    type: Literal["message", "status", "metrics", "checkpoint", "artifact", "tracking", "error"]
+    type: Literal["message", "status", "metrics", "checkpoint", "artifact", "tracking", "placement", "error"]
     message: str
     data: dict[str, Any] = {}
 

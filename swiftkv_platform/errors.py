@@ -13,7 +13,8 @@ SwiftKVError
 │   ├── IllegalTransitionError     a status that cannot follow the present one
 │   ├── StaleVersionError          somebody else changed the row first
 │   ├── PreconditionFailedError    not the version that the caller named
-│   └── IdempotencyConflictError   the same key with another body
+│   ├── IdempotencyConflictError   the same key with another body
+│   └── UnreadableRowError         a row that another version of this program has written
 ├── StorageError               the object store failed
 │   ├── ObjectNotFoundError
 │   └── ArtifactCorruptError       a file differs from its manifest
@@ -100,6 +101,10 @@ class PreconditionFailedError(ConflictError):
 
 class IdempotencyConflictError(ConflictError):
     code = "idempotency_key_reused"
+
+
+class UnreadableRowError(ConflictError):
+    code = "unreadable_row"
 
 
 class StorageError(SwiftKVError):

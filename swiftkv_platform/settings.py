@@ -61,6 +61,14 @@ class Settings(BaseSettings):
     """Jobs submitted to Ray at the same time, of all tenants; the rest wait in the queue."""
     max_deployment_replicas: Annotated[int, Field(ge=1)] = 64
     """Most replicas of one deployment; what a tenant's deployments hold together is its quota's to bound."""
+    placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
+    """How long a job may hold its slot while its workers find no place; then it fails as `not_placed`."""
+    max_runtime_s: Annotated[int, Field(ge=1)] | None = None
+    """The longest that an attempt may run; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
+    max_workers_per_job: Annotated[int, Field(ge=1)] = 1024
+    """Workers that a job may ask for, over all trials of a sweep that run at a time."""
+    max_batch_size: Annotated[int, Field(ge=1)] = 65536
+    """`training.batch_size`, and rows of one worker's pass, that a job may ask for."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
     max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20

@@ -26,6 +26,7 @@ from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.leadership import Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.reconciler import Reconciler
@@ -35,6 +36,7 @@ from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.swagger import add_docs
+from swiftkv_platform.web.input_guard import InputGuard
 
 _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30
@@ -64,7 +66,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
         deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
-        loops = _loops(settings, parts, leaderships, deliverer)
+        reconciler = _reconciler(settings, parts)
+        loops = _loops(settings, parts, leaderships, reconciler, deliverer)
         app.state.settings = settings
         app.state.key_ring = key_ring
         app.state.sessions = key_ring and Sessions(
@@ -75,7 +78,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.log_followers = LogFollowers(parts)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
-        app.state.metrics = health.metrics_registry(parts, loops, _operator_files(key_ring, parts.policies))
+        files = _operator_files(key_ring, parts.policies)
+        app.state.readiness = health.Readiness(parts, loops)
+        app.state.metrics = health.metrics_registry(parts, loops, lambda: reconciler.jobs_put_off, files)
         for loop in loops:
             loop.start()
         try:
@@ -96,6 +101,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         responses={"default": {"model": error_handlers.Problem, "description": "Problem details (RFC 9457)"}},
     )
     error_handlers.install(app)
+    app.add_middleware(InputGuard)
     app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes, refuse=too_large)
     if key_ring is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
@@ -108,11 +114,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _loops(
-    settings: Settings, parts: Components, leaderships: Mapping[str, Leadership], deliverer: Deliverer
-) -> list[ControlLoop]:
-    """One loop for each kind of work: bringing up the first deployment takes Ray Serve a while."""
-    reconciler = Reconciler(
+def _reconciler(settings: Settings, parts: Components) -> Reconciler:
+    return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
         store=parts.attempts,
@@ -122,9 +125,20 @@ def _loops(
         max_running_jobs=settings.max_running_jobs,
         policies=parts.policies,
         prices=prices(settings),
+        limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
         deployments=parts.catalog.all_deployments,
     )
+
+
+def _loops(
+    settings: Settings,
+    parts: Components,
+    leaderships: Mapping[str, Leadership],
+    reconciler: Reconciler,
+    deliverer: Deliverer,
+) -> list[ControlLoop]:
+    """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
     steps = {
         "jobs": reconciler.tick,
         "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,

@@ -23,6 +23,7 @@ from swiftkv_platform.database.session import Database
 from swiftkv_platform.keys import KeyRing, Scope
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
+from swiftkv_platform.orchestration.job_limits import JobLimits
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.orchestration.registry import Registry, RegistryService
@@ -88,6 +89,10 @@ def build_components(settings: Settings) -> Components:
 
 def prices(settings: Settings) -> Prices:
     return Prices(settings.gpu_hour_price, settings.cpu_hour_price)
+
+
+def job_limits(settings: Settings) -> JobLimits:
+    return JobLimits(settings.max_workers_per_job, settings.max_batch_size, settings.max_runtime_s)
 
 
 def webhook_rules(settings: Settings) -> WebhookRules:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -14,6 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from swiftkv_platform.api.refused_fields import accepted_keys, most_telling, place_of
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,
@@ -32,6 +32,7 @@ from swiftkv_platform.errors import (
     UnauthenticatedError,
 )
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.web.hostile_json import Place, dotted
 
 _STATUS: Sequence[tuple[type[SwiftKVError], int]] = (
     (InvalidInputError, 422),
@@ -61,6 +62,8 @@ _HEADERS = {
 """By status."""
 _LONGEST_VALUE = 500
 """Characters of a refused value that are repeated in the answer."""
+_MOST_FIELDS = 20
+"""Refused fields that an answer names."""
 
 
 class FieldProblem(BaseModel):
@@ -106,12 +109,19 @@ def problem_response(
         code=code,
         errors=list(errors),
     )
-    return JSONResponse(
+    return _AsciiJSON(
         problem.model_dump(mode="json"),
         status_code=status,
         headers={**_HEADERS.get(status, {}), **(headers or {})},
         media_type="application/problem+json",
     )
+
+
+class _AsciiJSON(JSONResponse):
+    """Errors repeat what they were sent, and whatever that was has to fit."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode("ascii")
 
 
 def install(app: FastAPI) -> None:
@@ -134,10 +144,9 @@ def _on_our_error(request: Request, error: Exception) -> JSONResponse:
 
 def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    places = {item["loc"] for item in error.errors()}
-    # A container complains as well when its items do; the items say it better.
-    innermost = [item for item in error.errors() if not any(_is_inside(place, item["loc"]) for place in places)]
-    errors = [_field_problem(request, item) for item in innermost]
+    body = _body_annotation(request)
+    found = most_telling([(place_of(item, body), item) for item in error.errors()])
+    errors = [_field_problem(place, item, body) for place, item in found[:_MOST_FIELDS]]
     detail = "; ".join(f"{item.field}: {item.message}" if item.field else item.message for item in errors)
     return problem_response(request.url.path, 422, InvalidInputError.code, detail, errors=errors)
 
@@ -155,61 +164,30 @@ def _on_bug(request: Request, error: Exception) -> JSONResponse:
     return problem_response(request.url.path, 500, SwiftKVError.code, detail)
 
 
-def _field_problem(request: Request, item: dict[str, Any]) -> FieldProblem:
-    # The first part of the location says where the value came from: body, query, header, path.
-    source, *location = item["loc"]
-    message: str = item["msg"].removeprefix("Value error, ")
+def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldProblem:
+    field, message = dotted(place), item["msg"].removeprefix("Value error, ")
     match item["type"]:
         case "json_invalid":
             return FieldProblem(field=None, message=f"the body is no JSON: {item['ctx']['error']}")
         case "extra_forbidden":
-            message = f"unknown key; accepted here: {', '.join(_accepted_keys(request, location[:-1]))}"
+            message = f"unknown key; accepted here: {', '.join(accepted_keys(item, body))}"
         case "missing":
-            return FieldProblem(field=_dotted(location) or str(source), message="required, and missing")
+            return FieldProblem(field=field or str(item["loc"][0]), message="required, and missing")
     # A rule over several fields says itself which one it would change.
     context = item.get("ctx", {})
-    field, value = context.get("field", _dotted(location)), context.get("value", item.get("input"))
+    field, value = context.get("field", field), context.get("value", item.get("input"))
     return FieldProblem(field=field, value=_shown(value), message=message)
 
 
-def _is_inside(place: tuple[str | int, ...], other: tuple[str | int, ...]) -> bool:
-    return len(place) > len(other) and place[: len(other)] == other
-
-
-def _dotted(location: Sequence[str | int]) -> str | None:
-    """`("data", "sources", 0, "split")` as `data.sources[0].split`; None for the whole."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return path.removeprefix(".") or None
-
-
-def _accepted_keys(request: Request, location: Sequence[str | int]) -> Sequence[str]:
-    """Keys of the model at `location` of the body that the request's endpoint takes."""
-    hints = typing.get_type_hints(request.scope["endpoint"])
-    del hints["return"]
-    found: Any = next(hint for hint in hints.values() if isinstance(hint, type) and issubclass(hint, BaseModel))
-    for part in location:
-        if isinstance(part, str):
-            found = found.model_fields[part].annotation
-        found = _model_in(found)
-    return sorted(found.model_fields)
-
-
-def _model_in(annotation: Any) -> Any:
-    """The model itself, or the one inside a container or an optional."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in typing.get_args(annotation):
-        found = _model_in(argument)
-        if found is not None:
-            return found
-    return None
+def _body_annotation(request: Request) -> Any:
+    """What the request's endpoint takes as its body; None for none."""
+    parameters = request.scope["route"].dependant.body_params
+    return parameters[0].field_info.annotation if parameters else None
 
 
 def _shown(value: Any) -> Any:
-    """The value if it is short enough to repeat."""
+    """The value if it is short enough to repeat, and text."""
     try:
-        return value if len(json.dumps(value)) <= _LONGEST_VALUE else None
-    except (TypeError, ValueError):
+        return value if len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode()) <= _LONGEST_VALUE else None
+    except (TypeError, ValueError, RecursionError):
         return None

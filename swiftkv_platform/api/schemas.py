@@ -129,6 +129,24 @@ class JobAnswer(Answer):
         )
 
 
+class JobListAnswer(ListAnswer[JobAnswer]):
+    """Part of the list of jobs."""
+
+    left_out: list[str] = []
+    """Ids of jobs of this part that cannot be read, as another version of the program stored them."""
+
+    @classmethod
+    def of(cls, found: Slice[Job], make: Callable[[Job], JobAnswer], order: Literal["asc", "desc"]) -> Self:
+        ids = sorted([*(job.id for job in found.items), *found.left_out], reverse=order == "desc")
+        return cls(
+            data=[make(job) for job in found.items],
+            has_more=found.has_more,
+            first_id=ids[0] if ids else None,
+            last_id=ids[-1] if ids else None,
+            left_out=list(found.left_out),
+        )
+
+
 class ResumeRequest(BaseModel):
     """How a paused job goes on."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
@@ -16,7 +16,14 @@ from swiftkv_platform.database.outbox import delivery_rows
 from swiftkv_platform.database.paging import fetch, unknown_cursor
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow
-from swiftkv_platform.errors import IdempotencyConflictError, NotFoundError, QuotaExceededError, StaleVersionError
+from swiftkv_platform.errors import (
+    IdempotencyConflictError,
+    NotFoundError,
+    QuotaExceededError,
+    StaleVersionError,
+    UnreadableRowError,
+)
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.orchestration.ports import Idempotency, JobFilter, Page, Slice
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
@@ -38,6 +45,8 @@ _WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 _EVERYTHING = JobFilter()
 NOBODY_ELSE = recipients(NO_LIMITS)
 """A job's own webhook alone."""
+_DIGITS_OF_A_STEP = 18
+"""A column holds every number of so many."""
 _STEPS_PER_DELETE = 500
 """Databases limit the number of parameters of a statement."""
 
@@ -117,18 +126,20 @@ class SqlJobRepository:
                 if row is None or row.tenant != tenant:
                     raise unknown_cursor(page.after)
             rows = fetch(session, query, JobRow.id, page, after=page.after)
-            return Slice([_job(row) for row in rows.items], rows.has_more)
+            jobs, left_out = _readable(rows.items)
+            return Slice(jobs, rows.has_more, left_out)
 
     def live(self) -> Sequence[Job]:
         query = select(JobRow).where(JobRow.status.in_(_LIVE)).order_by(JobRow.id)
         with self._database.reading() as session:
-            return [_job(row) for row in session.scalars(query)]
+            jobs, _ = _readable(session.scalars(query))
+            return jobs
 
     def count_by_status(self) -> Mapping[JobStatus, int]:
         query = select(JobRow.status, func.count()).group_by(JobRow.status)
         with self._database.reading() as session:
-            found = {JobStatus(status): count for status, count in session.execute(query)}
-        return {status: found.get(status, 0) for status in JobStatus}
+            found = {str(status): int(count) for status, count in session.execute(query)}
+        return {status: found.get(status.value, 0) for status in JobStatus}
 
     def update(
         self,
@@ -168,9 +179,7 @@ class SqlJobRepository:
             return Slice([_event(row) for row in rows.items], rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
-        if page.after is not None and not page.after.isdecimal():
-            raise unknown_cursor(page.after)
-        after = None if page.after is None else int(page.after)
+        after = None if page.after is None else _step(page.after)
         with self._database.reading() as session:
             rows = fetch(session, select(PointRow).where(PointRow.job_id == job_id), PointRow.step, page, after=after)
             return Slice(
@@ -204,7 +213,42 @@ def _columns(job: Job) -> dict[str, Any]:
 
 
 def _job(row: JobRow) -> Job:
-    return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
+    """Raises `UnreadableRowError`."""
+    try:
+        return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
+    except (ValidationError, TypeError) as error:
+        raise UnreadableRowError(
+            f"job {row.id} cannot be read, perhaps since another version of this program has stored it: "
+            f"{_first_problem(error)}; run that version, or cancel the job there",
+            field="job_id",
+            value=row.id,
+        ) from error
+
+
+def _first_problem(error: ValidationError | TypeError) -> str:
+    if isinstance(error, TypeError):
+        return "its state is no object"
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _readable(rows: Iterable[JobRow]) -> tuple[builtins.list[Job], builtins.list[str]]:
+    """The jobs, and the ids of the rows that cannot be read."""
+    jobs, left_out = builtins.list[Job](), builtins.list[str]()
+    for row in rows:
+        try:
+            jobs.append(_job(row))
+        except UnreadableRowError as error:
+            get_logger().error("row left out", job_id=row.id, reason=error.message)
+            left_out.append(row.id)
+    return jobs, left_out
+
+
+def _step(cursor: str) -> int:
+    """Raises `InvalidInputError` for what no step can be."""
+    if not cursor.isdecimal() or len(cursor) > _DIGITS_OF_A_STEP:
+        raise unknown_cursor(cursor)
+    return int(cursor)
 
 
 def _event(row: EventRow) -> Event:

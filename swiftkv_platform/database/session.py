@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -106,8 +107,10 @@ def _open_engine(url: str) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            return create_engine(parsed, pool_pre_ping=True)
-        engine = create_engine(parsed, connect_args={"timeout": _BUSY_TIMEOUT_S})
+            return create_engine(parsed, pool_pre_ping=True, json_serializer=_to_json, json_deserializer=_from_json)
+        engine = create_engine(
+            parsed, connect_args={"timeout": _BUSY_TIMEOUT_S}, json_serializer=_to_json, json_deserializer=_from_json
+        )
     except (ArgumentError, NoSuchModuleError, ImportError) as error:
         raise InvalidInputError(
             f"the database address cannot be used: {error}; sqlite:///FILE and postgresql+psycopg://USER@HOST/NAME can",
@@ -118,6 +121,19 @@ def _open_engine(url: str) -> Engine:
     event.listen(engine, "connect", _configure_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _to_json(value: Any) -> str:
+    """Without escapes: SQLite compares keys as they are written, and text that cannot be encoded stays outside."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _from_json(text: str) -> Any:
+    """None for a damaged document: the row then fails where it is understood, and no other row of its list does."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 
@@ -25,6 +26,15 @@ class Backoff:
         self._not_before[name] = now + delay
         return delay
 
+    def failing(self, name: str) -> bool:
+        """Whether it has failed and not succeeded since."""
+        return name in self._failures
+
     def succeeded(self, name: str) -> None:
         self._failures.pop(name, None)
         self._not_before.pop(name, None)
+
+    def keep(self, names: Set[str]) -> None:
+        """Forget all others."""
+        for name in self._failures.keys() - names:
+            self.succeeded(name)

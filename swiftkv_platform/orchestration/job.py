@@ -146,6 +146,12 @@ class Attempt:
     """Whether the attempt has been asked to pause."""
     peak_memory: int = 0
     """The most bytes that a worker has said it held."""
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    """What the workers of a phase need that have not found a place yet, by phase."""
+    waiting_since: float | None = None
+    """When one of them began to wait, or another last made progress; Unix seconds, by the control plane's clock."""
+    placed: tuple[str, ...] = ()
+    """Phases whose workers have found one."""
     paused: bool = False
     """Whether the attempt says that it has: its checkpoint is complete."""
     stopping: Reason | None = None

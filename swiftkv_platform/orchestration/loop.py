@@ -11,6 +11,8 @@ from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.ports import Clock
 
 _LONGEST_PAUSE_S = 30.0
+_STALLED_AFTER_S = 90.0
+"""Without a step that came to its end, beside the usual pause: three of the longest pauses after failures."""
 
 
 class ControlLoop:
@@ -20,6 +22,7 @@ class ControlLoop:
         self.name = name
         self.last_success: float | None = None
         """Unix seconds at which the step last came to its end."""
+        self._started: float | None = None
         self._step = step
         self._interval_s = interval_s
         self._clock = clock
@@ -28,7 +31,14 @@ class ControlLoop:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its steps fail, or one hangs, for longer than a passing trouble takes. One that stands by is not."""
+        since = self._started if self.last_success is None else self.last_success
+        return since is not None and self._clock() - since > self._interval_s + _STALLED_AFTER_S
+
     def start(self) -> None:
+        self._started = self._clock()
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:

@@ -44,6 +44,8 @@ class Slice(Generic[T]):
 
     items: Sequence[T]
     has_more: bool
+    left_out: Sequence[str] = ()
+    """Ids of rows of this part that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class JobRepository(Protocol):
         ...
 
     def get(self, job_id: str, *, tenant: str) -> Job:
-        """Raises `NotFoundError`, also for another tenant's job."""
+        """Raises `NotFoundError`, also for another tenant's job, and `UnreadableRowError`."""
         ...
 
     def list(self, page: Page, *, tenant: str, where: JobFilter = ...) -> Slice[Job]:
@@ -93,7 +95,7 @@ class JobRepository(Protocol):
         ...
 
     def live(self) -> Sequence[Job]:
-        """All tenants' jobs that are not in a final status, oldest first."""
+        """All tenants' jobs that are not in a final status, oldest first; a row that cannot be read is left out."""
         ...
 
     def count_by_status(self) -> Mapping[JobStatus, int]: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,6 +42,12 @@ class _Point(BaseModel):
 class _Metrics(BaseModel):
     points: list[_Point]
     total_steps: Annotated[int, Field(ge=1)] | None = None
+
+
+class _Placement(BaseModel):
+    phase: Annotated[str, Field(max_length=200)]
+    state: Literal["waiting", "placed"]
+    needs: Annotated[str, Field(max_length=2000)] = ""
 
 
 class _Error(BaseModel):
@@ -90,8 +96,12 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
             _advance(reading, _Status.model_validate(event.data).status)
         case "metrics":
             _measure(reading, event, _Metrics.model_validate(event.data))
+            _note_progress(reading)
             _record(reading, event, "metrics")
+        case "placement":
+            _place(reading, _Placement.model_validate(event.data))
         case "checkpoint":
+            _note_progress(reading)
             _record(reading, event, "checkpoint")
         case "error":
             error = _Error.model_validate(event.data)
@@ -114,6 +124,24 @@ def _advance(reading: Reading, status: JobStatus) -> None:
         reading.move(JobStatus.RUNNING)
     if reading.job.status is JobStatus.RUNNING and status is JobStatus.EVALUATING:
         reading.move(JobStatus.EVALUATING)
+
+
+def _place(reading: Reading, told: _Placement) -> None:
+    """Note who waits for a place. Driver and worker have clocks of their own, so `placed` may be read first."""
+    attempt = reading.job.attempt
+    waiting = {phase: needs for phase, needs in attempt.waiting.items() if phase != told.phase}
+    if told.state == "placed":
+        attempt = replace(attempt, placed=(*attempt.placed, told.phase))
+    elif told.phase not in attempt.placed:
+        waiting[told.phase] = _plain(told.needs)
+    attempt = replace(attempt, waiting=waiting, waiting_since=reading.now if waiting else None)
+    reading.job = replace(reading.job, attempt=attempt)
+
+
+def _note_progress(reading: Reading) -> None:
+    """Of several trials, one may wait as long as others get on."""
+    if reading.job.attempt.waiting:
+        reading.job = replace(reading.job, attempt=replace(reading.job.attempt, waiting_since=reading.now))
 
 
 def _measure(reading: Reading, event: AttemptEvent, metrics: _Metrics) -> None:

@@ -17,12 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swiftkv_platform.attempts import AttemptRequest, Manifest
-from swiftkv_platform.errors import ClusterUnavailableError, StaleVersionError, StorageError, SwiftKVError
+from swiftkv_platform.errors import (
+    ArtifactCorruptError,
+    ClusterUnavailableError,
+    DatabaseUnavailableError,
+    ObjectNotFoundError,
+    StaleVersionError,
+    StorageError,
+)
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.orchestration.attempt_limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.fair_queue import FairQueue
-from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start
+from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start, transition
 from swiftkv_platform.orchestration.ports import (
     AttemptStore,
     Clock,
@@ -34,9 +42,13 @@ from swiftkv_platform.orchestration.ports import (
 from swiftkv_platform.orchestration.reading import Reading, read
 from swiftkv_platform.orchestration.settlement import Settlement
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
+from swiftkv_platform.redaction import redact
 
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
+_MOST_SURPRISES = 5
+"""Unexpected failures in a row after which a job is given up: some 15 seconds with the default interval."""
+_LONGEST_CAUSE = 500
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ class Reconciler:
         policies: quotas and weights of tenants.
         prices: what time on the cluster costs.
         interval_s: how long something is left alone after it failed once; more after every further time.
+        limits: how long attempts may take.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
         deployments: all tenants', whose replicas count against quotas as jobs do.
     """
@@ -82,6 +95,7 @@ class Reconciler:
         interval_s: float,
         policies: Policies = NO_LIMITS,
         prices: Prices = FREE,
+        limits: AttemptLimits = DEFAULT_LIMITS,
         retry_delay_s: float = 1.0,
         deployments: Callable[[], Sequence[Deployment]] = tuple,
     ) -> None:
@@ -96,7 +110,12 @@ class Reconciler:
         self._policies = policies
         self._prices = prices
         self._deployments = deployments
+        self._limits = limits
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
+        self._surprises: dict[str, list[str]] = {}
+        """Unexpected failures in a row, by job."""
+        self.jobs_put_off = 0
+        """Jobs that failed when they were last attended to, after the latest tick."""
         self._log = get_logger(loop="jobs")
 
     def tick(self) -> None:
@@ -104,6 +123,8 @@ class Reconciler:
         live = [self._attend(job, self._follow) if job.status.holds_cluster else job for job in self._jobs.live()]
         for job in self._next_in_queue([job for job in live if not job.status.is_terminal]):
             self._attend(job, self._start)
+        self._forget_ended([job for job in live if not job.status.is_terminal])
+        self.jobs_put_off = sum(self._backoff.failing(job.id) for job in live)
 
     def _next_in_queue(self, live: Sequence[Job]) -> Sequence[Job]:
         """As many as there is room for. A job that is left alone after a failure takes nobody's place."""
@@ -116,27 +137,51 @@ class Reconciler:
     def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
         """The job as its step leaves it; unchanged while it or the cluster is left alone after a failure.
 
-        One job's failure, whatever it is, does not stop the others; a cluster that is away stops all.
+        One job's failure, whatever it is, does not stop the others; a cluster that is away stops all. What is away
+        comes back, so a job waits for it. Any other failure is a mistake of ours, or a job made to cause one: after a
+        few tries in a row that job has failed.
         """
         now = self._clock()
         if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
             return job
         try:
-            after = step(job)
+            after = self._give_up(job) if self._is_hopeless(job) else step(job)
         except StaleVersionError as error:
             self._log.info("changed by somebody else; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
             self._put_off(_CLUSTER, job, error)
-        except SwiftKVError as error:
-            self._put_off(job.id, job, error)
         except Exception as error:
             self._put_off(job.id, job, error)
-            self._log.exception("unexpected", job_id=job.id)
+            if not _will_pass(error):
+                self._log.exception("unexpected", job_id=job.id)
+                self._surprises.setdefault(job.id, []).append(_described(error))
         else:
             self._backoff.succeeded(_CLUSTER)
             self._backoff.succeeded(job.id)
+            self._surprises.pop(job.id, None)
             return after
         return job
+
+    def _is_hopeless(self, job: Job) -> bool:
+        return len(self._surprises.get(job.id, ())) >= _MOST_SURPRISES
+
+    def _give_up(self, job: Job) -> Job:
+        """Fail a job that cannot be handled, and stop what it has on the cluster."""
+        latest = self._jobs.get(job.id, tenant=job.tenant)  # the step that failed may have stored a change
+        if latest.status.is_terminal:
+            return latest
+        if latest.status.holds_cluster and latest.attempt.submission_id is not None:
+            self._cluster.stop(latest.attempt.submission_id)
+        causes = self._surprises[job.id]
+        message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
+        failed, event = transition(latest, JobStatus.FAILED, now=int(self._clock()), reason=Reason("internal", message))
+        self._log.error("given up", job_id=job.id, causes=causes)
+        return self._jobs.update(failed, events=[event])
+
+    def _forget_ended(self, live: Sequence[Job]) -> None:
+        ids = {job.id for job in live}
+        self._surprises = {job_id: causes for job_id, causes in self._surprises.items() if job_id in ids}
+        self._backoff.keep({_CLUSTER, *ids})
 
     def _put_off(self, name: str, job: Job, error: Exception) -> None:
         delay = self._backoff.failed(name, self._clock())
@@ -197,10 +242,8 @@ class Reconciler:
 
     def _keep(self, before: Job, reading: Reading) -> Job:
         """Store what a running attempt has said, and stop it if it must not go on."""
-        if self._is_overdue(reading.job):
-            limit = reading.job.spec.limits.max_runtime_s
-            message = f"attempt {reading.job.attempt.number} ran longer than limits.max_runtime_s, {limit} s"
-            reason = Reason("max_runtime_exceeded", message, field="limits.max_runtime_s")
+        reason = reading.job.attempt.stopping or self._limits.exceeded(reading.job, self._clock())
+        if reason is not None:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
         self._cap_cost(reading)
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
@@ -209,13 +252,9 @@ class Reconciler:
         job = reading.job
         if job != before:
             job = self._jobs.update(job, events=reading.events, points=reading.points)
-        if job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused:
+        if _is_to_end(job):
             self._cluster.stop(_submission_id(job))
         return job
-
-    def _is_overdue(self, job: Job) -> bool:
-        limit, since = job.spec.limits.max_runtime_s, job.attempt.submitted_at
-        return limit is not None and since is not None and self._clock() - since > limit
 
     def _cap_cost(self, reading: Reading) -> None:
         """Pause a job that has cost more than it may."""
@@ -231,6 +270,25 @@ class Reconciler:
         if job.attempt.submitted_at is not None:
             return job
         return replace(job, attempt=replace(job.attempt, submitted_at=self._clock()))
+
+
+def _is_to_end(job: Job) -> bool:
+    """Whether the attempt has nothing more to do on the cluster. One that waits for a place has nothing to save."""
+    waits = job.status is JobStatus.PAUSING and bool(job.attempt.waiting)
+    return job.status is JobStatus.CANCELLING or job.attempt.stopping is not None or job.attempt.paused or waits
+
+
+def _will_pass(error: Exception) -> bool:
+    """Whether something is away, and comes back. An object that is missing or damaged stays so."""
+    if isinstance(error, (ObjectNotFoundError, ArtifactCorruptError)):
+        return False
+    return isinstance(error, (ClusterUnavailableError, DatabaseUnavailableError, StorageError))
+
+
+def _described(error: Exception) -> str:
+    """An unexpected error in a form that can be stored and shown."""
+    text = redact(f"{type(error).__name__}: {error}")[:_LONGEST_CAUSE]
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "")
 
 
 def _submission_id(job: Job) -> str:

@@ -24,6 +24,7 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
+from swiftkv_platform.orchestration.job_limits import UNLIMITED, JobLimits
 from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
@@ -49,8 +50,17 @@ class Caller:
     name: str
 
 
+def _nothing(_job: Job) -> None:
+    """No rehearsal."""
+
+
 class JobService:
-    """Submitting, pausing, resuming and cancelling."""
+    """Submitting, pausing, resuming and cancelling.
+
+    Args:
+        rehearse: called with every job before it is stored; what it raises keeps the job from being stored. A caller
+            that answers with the job writes the answer here, so that nothing is stored that could not be answered.
+    """
 
     def __init__(
         self,
@@ -63,7 +73,11 @@ class JobService:
         webhooks: WebhookRules = NO_WEBHOOKS,
         prices: Prices = FREE,
         flops_per_second: float | None = None,
+        limits: JobLimits = UNLIMITED,
+        rehearse: Callable[[Job], object] = _nothing,
     ) -> None:
+        self._limits = limits
+        self._rehearse = rehearse
         self._jobs = jobs
         self._clock = clock
         self._read_object = read_object
@@ -81,6 +95,7 @@ class JobService:
         return self._as_measured(self._check(spec, caller), spec, caller)
 
     def _check(self, spec: JobSpec, caller: Caller) -> Estimate:
+        self._limits.check(spec)
         self._rules.check(spec, caller.tenant)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
@@ -133,6 +148,7 @@ class JobService:
             flops_per_step=foreseen.flops_per_step,
             planned_memory=foreseen.memory_per_worker,
         )
+        self._rehearse(job)
         most = self._policies.policy(caller.tenant).max_queued_jobs
         return self._jobs.create(job, status_event(job, now=now), idempotency=idempotency, max_waiting=most)
 
@@ -218,6 +234,7 @@ class JobService:
             changed, events = step(self._jobs.get(job_id, tenant=caller.tenant), int(self._clock()))
             if not events:
                 return changed
+            self._rehearse(changed)
             try:
                 return self._jobs.update(changed, events=events)
             except StaleVersionError as error:

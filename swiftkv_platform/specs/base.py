@@ -4,12 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MOST_WORKERS = 100_000
+"""Workers of a job; what an operator allows is usually far less."""
+
+
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+"""Whatever a random generator, a database and JSON's other readers can hold."""
+Count = Annotated[int, Field(ge=1, le=10**12)]
+"""Steps, tokens, samples: more than any cluster will see, and few enough to be multiplied by each other."""
+Size = Annotated[int, Field(ge=1, le=1 << 24)]
+"""What is held at a time: rows of a batch, prompts of a pass."""
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+"""Layers of a model, or a part of them."""
+Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
+Amount = Annotated[float, Field(ge=0.0, le=10_000.0)]
+"""Cores or devices of one worker."""
+Weight = Annotated[float, Field(ge=0.0, le=1e6)]
+
+Name = Annotated[str, Field(max_length=1024)]
+"""A model, data set, task or directory."""
+Word = Annotated[str, Field(max_length=200)]
+"""A revision, split, metric or tag."""
+Label = Annotated[str, Field(min_length=1, max_length=128, pattern=r'^[^"\\\x00-\x1f]+$')]
+"""A key of `metadata`. Quotes and backslashes would end a JSON path, by which lists are filtered."""
+LabelValue = Annotated[str, Field(max_length=4096)]
 
 
 class Spec(BaseModel):
+    """Part of a spec. Every number and text in it has bounds (`tests/unit/test_spec_bounds.py`)."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_storable(cls, value: Any) -> Any:
+        """Text that neither UTF-8 nor a database can hold would fail later, when the spec is written somewhere."""
+        match value:
+            case str():
+                _check_storable(value)
+            case tuple():
+                for item in value:
+                    cls._is_storable(item)
+            case dict():
+                cls._is_storable((*value.keys(), *value.values()))
+        return value
+
+
+def _check_storable(text: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"has NUL at character {text.index(chr(0))}; leave it out")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has a lone surrogate at character {error.start}, which is no text; leave it out") from error
 
 
 def looks_like_a_path(name: str, suffixes: Collection[str] = ()) -> bool:

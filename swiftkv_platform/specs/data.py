@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from swiftkv_platform.specs.base import Spec
+from swiftkv_platform.specs.base import Count, Name, Seed, Size, Spec, Weight, Word
 
 BUILTIN_DATA = "builtin:python-stdlib"
 """The sources of the interpreter's standard library."""
@@ -15,33 +15,33 @@ BUILTIN_DATA = "builtin:python-stdlib"
 class CompletionSpec(Spec):
     """How the teacher answers the prompts of a source."""
 
-    max_tokens: Annotated[int, Field(ge=1)] = 512
+    max_tokens: Size = 512
     """Most tokens of an answer."""
-    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    temperature: Weight = 1.0
     """0 takes the most probable token."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Samples among the fewest tokens whose probabilities sum to at least this."""
-    num_completions: Annotated[int, Field(ge=1)] = 1
+    num_completions: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Answers to each prompt."""
-    prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+    prompt_tokens: Size | None = None
     """Of a text, only so many tokens from its beginning are the prompt."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Seed = 0
     """With the prompt's own tokens it decides every draw."""
 
 
 class DataSourceSpec(Spec):
     """One data set."""
 
-    name_or_path: Annotated[str, Field(min_length=1)]
+    name_or_path: Annotated[Name, Field(min_length=1)]
     """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix,
     or `builtin:python-stdlib` (the sources of the interpreter's standard library)."""
-    split: str = "train"
+    split: Word = "train"
     """Split of a hub or built-in data set, or of a directory laid out as one."""
-    subset: Annotated[str, Field(min_length=1)] | None = None
+    subset: Annotated[Word, Field(min_length=1)] | None = None
     """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`."""
-    sample_count: Annotated[int, Field(ge=1)] | None = None
+    sample_count: Count | None = None
     """Take only so many samples, chosen by the seed."""
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    weight: Annotated[Weight, Field(gt=0.0)] = 1.0
     """Share of this source relative to the others: 2.0 repeats each sample twice, 0.5 keeps half."""
     format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"
     """Row format; `auto` detects it from the columns."""
@@ -56,8 +56,10 @@ class DataSourceSpec(Spec):
 class DataSpec(Spec):
     """Training text."""
 
-    sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1)] = (DataSourceSpec(name_or_path=BUILTIN_DATA),)
-    max_length: Annotated[int, Field(ge=16)] = 8192
+    sources: Annotated[tuple[DataSourceSpec, ...], Field(min_length=1, max_length=1000)] = (
+        DataSourceSpec(name_or_path=BUILTIN_DATA),
+    )
+    max_length: Annotated[Size, Field(ge=16)] = 8192
     """Tokens per sequence, at most the model's context (`max_position_embeddings`); a longer sample is cut."""
     packing: bool = True
     """Pack samples into one sequence, attention kept apart and positions restarted."""

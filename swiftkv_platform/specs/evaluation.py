@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from swiftkv_platform.specs.base import Spec
+from swiftkv_platform.specs.base import Count, Layers, Name, Size, Spec, Word
 
 _MOST_TRIALS = 256
 BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
@@ -21,14 +21,14 @@ BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
 class TaskSpec(Spec):
     """A task of lm-evaluation-harness, answered by teacher and student."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[Name, Field(min_length=1)]
     """Task or group that the harness knows, a task's `.yaml` file (local or `s3://`), `builtin:mmlu` or `builtin:gsm8k`
     (those over their authors' files in `data_dir`), or `paper`: the seven tasks of table B.1."""
-    data_dir: str | None = None
+    data_dir: Name | None = None
     """Where the relative `data_files` of a file or built-in task lie; default: beside the file."""
-    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    num_fewshot: Annotated[int, Field(ge=0, le=10_000)] | None = None
     """Examples in the prompt; default: the task's own number."""
-    metric: str | None = None
+    metric: Word | None = None
     """Score that counts, e.g. `acc_norm`; default: the task's first of which more is better. One of which less is
     better, as `word_perplexity`, has to be named."""
     chat_template: bool = False
@@ -54,17 +54,17 @@ PAPER_TASKS = (
 class EvaluationSpec(Spec):
     """The report of a job, and its quality gate: with a limit passed the job fails as `quality_gate`."""
 
-    max_tokens: Annotated[int, Field(ge=64)] = 65536
+    max_tokens: Annotated[Count, Field(ge=64)] = 65536
     """Held-out tokens measured."""
-    tasks: tuple[Annotated[str, Field(min_length=1)] | TaskSpec, ...] = ()
+    tasks: Annotated[tuple[Annotated[Name, Field(min_length=1)] | TaskSpec, ...], Field(max_length=1000)] = ()
     """Tasks of lm-evaluation-harness; a string is a task's `name`."""
-    task_limit: Annotated[int, Field(ge=1)] | None = None
+    task_limit: Count | None = None
     """Samples of each task, the first ones; default: all."""
-    task_batch_size: Annotated[int, Field(ge=1)] = 8
+    task_batch_size: Size = 8
     """Prompts a forward pass of a task."""
-    continuations: Annotated[int, Field(ge=0)] = 16
+    continuations: Annotated[int, Field(ge=0, le=1_000_000)] = 16
     """Held-out prompts that teacher and student continue greedily."""
-    continuation_tokens: Annotated[int, Field(ge=1)] = 32
+    continuation_tokens: Size = 32
     """Tokens of each continuation."""
     max_kl: Annotated[float, Field(gt=0.0)] | None = None
     """Gate: most KL (nats) on held-out text."""
@@ -106,13 +106,13 @@ class SweepSpec(Spec):
     pass the gates of `evaluation`: they are the sweep's accuracy budget.
     """
 
-    num_key_value_layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    num_key_value_layers: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS)] = ()
     """Values of `swiftkv.num_key_value_layers` (l)."""
-    key_value_group_size: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    key_value_group_size: Annotated[tuple[Layers, ...], Field(max_length=_MOST_TRIALS)] = ()
     """Values of `swiftkv.key_value_group_size` (g)."""
-    learning_rate: tuple[Annotated[float, Field(gt=0.0)], ...] = ()
+    learning_rate: Annotated[tuple[Annotated[float, Field(gt=0.0)], ...], Field(max_length=_MOST_TRIALS)] = ()
     """Values of `optimizer.learning_rate`."""
-    max_concurrent: Annotated[int, Field(ge=1)] = 1
+    max_concurrent: Annotated[int, Field(ge=1, le=_MOST_TRIALS)] = 1
     """Trials that train at a time, each with the workers that `resources` asks for."""
 
     @model_validator(mode="after")

@@ -9,7 +9,19 @@ import yaml
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from swiftkv_platform.specs.base import Spec
+from swiftkv_platform.specs.base import (
+    Amount,
+    Count,
+    Label,
+    LabelValue,
+    Layers,
+    Name,
+    Size,
+    Spec,
+    Weight,
+    Word,
+    Workers,
+)
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.webhooks import WebhookSpec
@@ -21,9 +33,9 @@ BUILTIN_TEACHER = "builtin:python-5m"
 class ModelSpec(Spec):
     """The teacher."""
 
-    name_or_path: Annotated[str, Field(min_length=1)] = BUILTIN_TEACHER
+    name_or_path: Annotated[Name, Field(min_length=1)] = BUILTIN_TEACHER
     """Hub id, local directory, `s3://` prefix, or `builtin:python-5m` (the teacher that ships with the package)."""
-    revision: str | None = None
+    revision: Word | None = None
     """Hub revision."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute dtype of forward and backward; trained weights and optimizer state are always float32."""
@@ -32,11 +44,11 @@ class ModelSpec(Spec):
 class SwiftKVSpec(Spec):
     """The transformation (paper, section 3)."""
 
-    num_key_value_layers: Annotated[int, Field(ge=1)] | None = None
+    num_key_value_layers: Layers | None = None
     """l: layers that compute their own KV, 1..L-1. Exclusive with `prefill_reduction`."""
     prefill_reduction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Share of the layers that prefill skips; l = L - round(share x L). Default 0.5 where neither is given."""
-    key_value_group_size: Annotated[int, Field(ge=1)] = 1
+    key_value_group_size: Layers = 1
     """AcrossKV: consecutive layers that share one KV cache layer; 1 shares nothing."""
     sharing: Literal["gqa", "mqa", "mha"] = "gqa"
     """Key-value heads of layers >= l (paper, appendix C): the teacher's, one, or one for each query head. The cache
@@ -45,7 +57,7 @@ class SwiftKVSpec(Spec):
     """Train an exit head at layer l."""
     initialization: Literal["calibrated", "copied"] = "calibrated"
     """How `{k,v}_proj_swiftkv` start: ridge regression on the teacher's own K and V, or the mean of its weights."""
-    calibration_tokens: Annotated[int, Field(ge=1024)] = 16384
+    calibration_tokens: Annotated[Count, Field(ge=1024)] = 16384
     """Tokens used for the calibrated start."""
 
     @model_validator(mode="after")
@@ -59,11 +71,11 @@ class DistillationSpec(Spec):
     """Losses (paper, section 3.3)."""
 
     temperature: Annotated[float, Field(gt=0.0)] = 2.0
-    logits_loss_weight: Annotated[float, Field(ge=0.0)] = 1.0
-    exit_loss_weight: Annotated[float, Field(ge=0.0)] = 1.0
+    logits_loss_weight: Weight = 1.0
+    exit_loss_weight: Weight = 1.0
     """Weight of the exit head's loss, with `swiftkv.early_exit`."""
-    hidden_loss_weight: Annotated[float, Field(ge=0.0)] = 0.0
-    hidden_loss_layer: int = -2
+    hidden_loss_weight: Weight = 0.0
+    hidden_loss_layer: Annotated[int, Field(ge=-10_000, le=10_000)] = -2
     """Index into the hidden states, as in the reference; -2 is the output of the layer before the last."""
     objective: Literal["logits", "lm"] = "logits"
     """`lm` trains on the next token instead of the teacher (table 6a)."""
@@ -89,19 +101,19 @@ class OptimizerSpec(Spec):
 
 
 class TrainingSpec(Spec):
-    num_epochs: Annotated[int, Field(ge=1)] = 2
-    max_steps: Annotated[int, Field(ge=1)] | None = None
+    num_epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 2
+    max_steps: Count | None = None
     """Overrides `num_epochs`."""
-    batch_size: Annotated[int, Field(ge=1)] | None = None
+    batch_size: Size | None = None
     """Packed sequences per optimizer step, over all workers. Default: 32, halved while the epochs make fewer than 100
     steps."""
-    micro_batch_size: Annotated[int, Field(ge=1)] = 1
+    micro_batch_size: Size = 1
     """Packed sequences per forward and worker; must divide batch_size / num_workers."""
     gradient_checkpointing: bool = False
     """Recompute activations of the student's upper layers in the backward pass."""
     compile: bool = False
     """Compile the layers with `torch.compile`: the first steps take minutes, the rest less time."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = 0
 
 
 class ShardingSpec(Spec):
@@ -112,7 +124,7 @@ class ShardingSpec(Spec):
     """`deepspeed`: shard the optimizer state (1), gradients too (2), parameters too (3)."""
     cpu_offload: bool = False
     """FSDP2: keep sharded parameters in host memory. ZeRO: optimizer state, with stage 3 parameters too."""
-    sequence_parallel_size: Annotated[int, Field(ge=1)] = 1
+    sequence_parallel_size: Workers = 1
     """Neighbouring workers that divide the tokens of the same rows among them, for rows too long for one. Must divide
     `resources.num_workers`, `data.max_length` and the model's attention heads, key-value heads included."""
 
@@ -125,8 +137,8 @@ class ShardingSpec(Spec):
 class ElasticSpec(Spec):
     """A number of workers that follows the cluster."""
 
-    min: Annotated[int, Field(ge=1)]
-    max: Annotated[int, Field(ge=1)]
+    min: Workers
+    max: Workers
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -136,11 +148,11 @@ class ElasticSpec(Spec):
 
 
 class ResourcesSpec(Spec):
-    num_workers: Annotated[int, Field(ge=1)] | ElasticSpec = 2
+    num_workers: Workers | ElasticSpec = 2
     """Or `{min, max}`: training goes on with fewer when machines leave, and with more when they come."""
-    gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
-    cpus_per_worker: Annotated[float, Field(gt=0.0)] = 1
-    accelerator_type: str | None = None
+    gpus_per_worker: Amount = 0
+    cpus_per_worker: Annotated[Amount, Field(gt=0.0)] = 1
+    accelerator_type: Word | None = None
     """Ray's name of the GPU type, e.g. `H100`."""
     peak_flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
     """Of one worker's device in `model.dtype`, for the metric `mfu`; default: known for current GPUs, else no `mfu`."""
@@ -155,17 +167,17 @@ class ResourcesSpec(Spec):
 
 
 class CheckpointSpec(Spec):
-    every_steps: Annotated[int, Field(ge=1)] = 100
-    keep: Annotated[int, Field(ge=1)] = 2
+    every_steps: Count = 100
+    keep: Size = 2
     """Newest checkpoints kept; older ones are deleted."""
 
 
 class WandbSpec(Spec):
-    project: str = "swiftkv"
-    entity: str | None = None
+    project: Word = "swiftkv"
+    entity: Word | None = None
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """`auto`: online where a key is set, else offline."""
-    tags: tuple[str, ...] = ()
+    tags: Annotated[tuple[Word, ...], Field(max_length=64)] = ()
 
 
 class TrackingSpec(Spec):
@@ -173,7 +185,7 @@ class TrackingSpec(Spec):
 
 
 class FaultToleranceSpec(Spec):
-    max_retries: Annotated[int, Field(ge=0)] = 3
+    max_retries: Annotated[int, Field(ge=0, le=1000)] = 3
     """New attempts after a failure that another try can mend; bad data is never retried."""
 
 
@@ -182,7 +194,7 @@ class LimitsSpec(Spec):
     """Queue order; within a priority first come, first served."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """In the operator's currency: a job that has cost more is paused, at a checkpoint."""
-    max_runtime_s: Annotated[int, Field(ge=1)] | None = None
+    max_runtime_s: Count | None = None
     """An attempt that runs longer is stopped and the job fails."""
 
 
@@ -207,7 +219,7 @@ class JobSpec(Spec):
     limits: LimitsSpec = LimitsSpec()
     webhook: WebhookSpec | None = None
     """Told of the job's changes of status."""
-    metadata: dict[str, str] = Field(default={}, max_length=32)
+    metadata: dict[Label, LabelValue] = Field(default={}, max_length=32)
     """Free key/value pairs, kept with the job and its model."""
 
     @property

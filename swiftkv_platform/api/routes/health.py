@@ -10,14 +10,18 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from swiftkv_platform.api.dependencies import Components, Parts
+from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.api.error_handlers import FieldProblem, problem_response
-from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.api.probing import Kept, complaint_of
 from swiftkv_platform.orchestration.loop import ControlLoop
 
 router = APIRouter(tags=["operations"])
 
 _CHECK_TIMEOUT_S = 10.0
+_KEEP_CHECK_S = 2.0
+_KEEP_PING_S = 30.0
+_KEEP_COUNTS_S = 10.0
+"""How old an answer may be: counting reads a whole index, a ping writes to the store, and no key is asked for."""
 
 
 @router.get("/healthz")
@@ -27,31 +31,46 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz", response_model=None)
-async def readyz(request: Request, parts: Parts) -> Response:
-    """Database, Ray and object store answer; 503 names those that do not."""
-    checks: dict[str, Callable[[], None]] = {
-        "database": parts.database.check,
-        "ray": parts.cluster.check,
-        "object_store": parts.objects.ping,
-    }
-    complaints = dict(zip(checks, await asyncio.gather(*map(_complaint, checks.values())), strict=True))
+async def readyz(request: Request) -> Response:
+    """Database, Ray and object store answer, and the loops come around; 503 names those that do not."""
+    readiness: Readiness = request.app.state.readiness
+    complaints = await readiness.complaints()
     errors = [
         FieldProblem(field=name, message=complaint) for name, complaint in complaints.items() if complaint is not None
     ]
     if errors:
         detail = "; ".join(f"{error.field}: {error.message}" for error in errors)
         return problem_response(request.url.path, 503, "not_ready", detail, errors=errors)
-    return JSONResponse({"status": "ok", "checks": dict.fromkeys(checks, "ok")})
+    return JSONResponse({"status": "ok", "checks": dict.fromkeys(readiness.checks, "ok")})
 
 
-async def _complaint(check: Callable[[], None]) -> str | None:
+class Readiness:
+    """Whether a control plane can do its work, looked at anew every few seconds: anybody may ask."""
+
+    def __init__(self, parts: Components, loops: Sequence[ControlLoop]) -> None:
+        self.checks = {
+            "database": Kept(complaint_of(parts.database.check), parts.clock, keep_s=_KEEP_CHECK_S),
+            "ray": Kept(complaint_of(parts.cluster.check), parts.clock, keep_s=_KEEP_CHECK_S),
+            # This one writes.
+            "object_store": Kept(complaint_of(parts.objects.ping), parts.clock, keep_s=_KEEP_PING_S),
+        }
+        self._loops = loops
+
+    async def complaints(self) -> dict[str, str | None]:
+        """What is wrong with each part, None for nothing; of the loops only those with which something is."""
+        found = await asyncio.gather(*(_complaint(check.get) for check in self.checks.values()))
+        return dict(zip(self.checks, found, strict=True)) | {
+            f"loop {loop.name}": "no step of it has come to its end for minutes; the log says why"
+            for loop in self._loops
+            if loop.is_stalled
+        }
+
+
+async def _complaint(ask: Callable[[], str | None]) -> str | None:
     try:
-        await asyncio.wait_for(asyncio.to_thread(check), _CHECK_TIMEOUT_S)
-    except SwiftKVError as error:
-        return error.message
+        return await asyncio.wait_for(asyncio.to_thread(ask), _CHECK_TIMEOUT_S)
     except TimeoutError:
         return f"no answer within {_CHECK_TIMEOUT_S:g} s"
-    return None
 
 
 @router.get("/metrics")
@@ -61,23 +80,32 @@ def metrics(request: Request) -> Response:
 
 
 def metrics_registry(
-    parts: Components, loops: Sequence[ControlLoop], files: Mapping[str, Callable[[], bool]]
+    parts: Components,
+    loops: Sequence[ControlLoop],
+    jobs_put_off: Callable[[], int],
+    files: Mapping[str, Callable[[], bool]],
 ) -> CollectorRegistry:
-    """Metrics of one control plane, read when they are asked for.
+    """Metrics of one control plane, read when they are asked for; what has to be counted is counted now and then.
 
     Args:
         files: whether the newest version of each of the operator's files is usable, by name.
     """
     registry = CollectorRegistry()
-    registry.register(_Collector(parts, loops, files))
+    registry.register(_Collector(parts, loops, jobs_put_off, files))
     return registry
 
 
 class _Collector:
     def __init__(
-        self, parts: Components, loops: Sequence[ControlLoop], files: Mapping[str, Callable[[], bool]]
+        self,
+        parts: Components,
+        loops: Sequence[ControlLoop],
+        jobs_put_off: Callable[[], int],
+        files: Mapping[str, Callable[[], bool]],
     ) -> None:
-        self._parts = parts
+        self._jobs = Kept(parts.jobs.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
+        self._deliveries = Kept(parts.outbox.count_by_status, parts.clock, keep_s=_KEEP_COUNTS_S)
+        self._jobs_put_off = jobs_put_off
         self._loops = loops
         self._files = files
 
@@ -87,11 +115,11 @@ class _Collector:
 
     def collect(self) -> Iterable[Metric]:
         jobs = GaugeMetricFamily("swiftkv_jobs", "Jobs by status.", labels=["status"])
-        for status, count in self._parts.jobs.count_by_status().items():
+        for status, count in self._jobs.get().items():
             jobs.add_metric([status.value], count)
         yield jobs
         deliveries = GaugeMetricFamily("swiftkv_webhook_deliveries", "Webhook deliveries by status.", labels=["status"])
-        for outcome, count in self._parts.outbox.count_by_status().items():
+        for outcome, count in self._deliveries.get().items():
             deliveries.add_metric([outcome], count)
         yield deliveries
         files = GaugeMetricFamily(
@@ -100,9 +128,19 @@ class _Collector:
         for name, is_usable in self._files.items():
             files.add_metric([name], float(is_usable()))
         yield files
+        yield GaugeMetricFamily(
+            "swiftkv_jobs_put_off",
+            "Jobs that failed to be handled in the latest round and are tried again.",
+            value=self._jobs_put_off(),
+        )
+        stalled = GaugeMetricFamily(
+            "swiftkv_loop_stalled", "Whether a control loop gets nowhere; /readyz is 503 then.", labels=["loop"]
+        )
         ticks = GaugeMetricFamily(
             "swiftkv_loop_last_success_timestamp_seconds", "When a control loop last came around.", labels=["loop"]
         )
         for loop in self._loops:
+            stalled.add_metric([loop.name], loop.is_stalled)
             ticks.add_metric([loop.name], loop.last_success or 0.0)
+        yield stalled
         yield ticks

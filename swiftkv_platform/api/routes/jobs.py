@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
+from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.api.dependencies import (
     NewestFirst,
@@ -14,23 +15,34 @@ from swiftkv_platform.api.dependencies import (
     Reader,
     TheSettings,
     Writer,
+    job_limits,
     prices,
     read_object,
     webhook_rules,
 )
-from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
+from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, JobListAnswer, ResumeRequest
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.access import SourceRules
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
 from swiftkv_platform.orchestration.service import JobService
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.base import Label
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
 _METADATA = "metadata."
+_LABEL = TypeAdapter[str](Label)
 
 
-def _service(parts: Parts, settings: TheSettings) -> JobService:
+def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
+    return lambda job: JobAnswer.of(job, prices(settings), parts.clock())
+
+
+Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
+
+
+def _service(parts: Parts, settings: TheSettings, present: Present) -> JobService:
     rules = SourceRules(settings.resolved_source_roots)
     return JobService(
         parts.jobs,
@@ -41,15 +53,12 @@ def _service(parts: Parts, settings: TheSettings) -> JobService:
         webhooks=webhook_rules(settings),
         prices=prices(settings),
         flops_per_second=settings.flops_per_second,
+        limits=job_limits(settings),
+        rehearse=lambda job: present(job).model_dump_json(),
     )
 
 
-def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
-    return lambda job: JobAnswer.of(job, prices(settings), parts.clock())
-
-
 Service = Annotated[JobService, Depends(_service)]
-Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
@@ -82,15 +91,26 @@ def list_jobs(
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
-) -> ListAnswer[JobAnswer]:
+) -> JobListAnswer:
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
-    metadata = {
+    where = JobFilter(status, model, _metadata_asked_for(request))
+    found = parts.jobs.list(page, tenant=caller.tenant, where=where)
+    return JobListAnswer.of(found, present, page.order)
+
+
+def _metadata_asked_for(request: Request) -> dict[str, str]:
+    asked = {
         name.removeprefix(_METADATA): value
         for name, value in request.query_params.items()
         if name.startswith(_METADATA)
     }
-    found = parts.jobs.list(page, tenant=caller.tenant, where=JobFilter(status, model, metadata))
-    return list_answer(found, present, lambda job: job.id)
+    for key in asked:
+        try:
+            _LABEL.validate_python(key)
+        except ValidationError as error:
+            message = f"no job has such a key of metadata: {error.errors()[0]['msg']}"
+            raise InvalidInputError(message, field=f"{_METADATA}{key}") from error
+    return asked
 
 
 @router.get("/{job_id}")

@@ -154,6 +154,7 @@ def test_readiness_names_what_is_away(server: Server, monkeypatch: pytest.Monkey
     assert server.get("/healthz") == {"status": "ok"}
     assert server.get("/readyz")["checks"] == {"database": "ok", "ray": "ok", "object_store": "ok"}
     server.cluster.away = True
+    server.wait(10)
     response = server.client.get("/readyz")
     document = problem(response, 503)
     assert [error["field"] for error in document["errors"]] == ["ray"]
@@ -163,7 +164,8 @@ def test_readiness_names_what_is_away(server: Server, monkeypatch: pytest.Monkey
     def away() -> None:
         raise DatabaseUnavailableError("disk full")
 
-    monkeypatch.setattr(server.parts.database, "check", away)
+    monkeypatch.setattr(server.parts.database, "reading", away)
+    server.wait(10)
     [error] = problem(server.client.get("/readyz"), 503)["errors"]
     assert (error["field"], error["message"]) == ("database", "disk full")
 
@@ -193,6 +195,7 @@ def test_a_bug_tells_nothing_about_itself(server: Server, monkeypatch: pytest.Mo
 
 def test_prometheus_sees_jobs_and_loops(server: Server) -> None:
     server.submit()
+    server.wait(20)
     text = server.client.get("/metrics").text
     assert 'swiftkv_jobs{status="queued"} 1.0' in text
     assert 'swiftkv_loop_last_success_timestamp_seconds{loop="jobs"}' in text

@@ -1,0 +1,103 @@
+"""Pydantic's complaints about a request as fields a caller knows. Knows annotations, no HTTP.
+
+Pydantic tries every member of a union and puts a label of the member into the location of its complaint:
+`("evaluation", "tasks", 0, "TaskSpec", "zzz")`. Callers have sent `evaluation.tasks[0].zzz`.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from swiftkv_platform.web.hostile_json import Place
+
+_KEY = "[key]"
+"""Label of a complaint about a key rather than about its value."""
+
+
+def place_of(item: Mapping[str, Any], body: Any) -> Place:
+    """Where a complaint belongs, as the caller wrote it.
+
+    Args:
+        item: one of `ValidationError.errors()`; the first part of its location says where the value came from.
+        body: annotation of the endpoint's body.
+    """
+    source, *location = item["loc"]
+    if source != "body" or body is None:
+        return tuple(location)
+    annotation, place = body, list[str | int]()
+    for index, part in enumerate(location):
+        is_unknown_key = item["type"] == "extra_forbidden" and index == len(location) - 1
+        annotation, is_label = (None, False) if is_unknown_key else _step(annotation, part)
+        if not is_label:
+            place.append(part)
+    return tuple(place)
+
+
+def accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
+    """Keys of the object in which a complaint has found an unknown one."""
+    annotation = body
+    for part in item["loc"][1:-1]:
+        annotation, _ = _step(annotation, part)
+    return sorted({name for model in _models(annotation) for name in model.model_fields})
+
+
+def most_telling(found: Sequence[tuple[Place, Mapping[str, Any]]]) -> list[tuple[Place, Mapping[str, Any]]]:
+    """Complaints without those that another says better.
+
+    A container complains as well when its items do, and members of a union complain that a value is not of their type.
+    """
+    places = {place for place, _ in found}
+    of_values = {place for place, item in found if not _is_about_type(item)}
+    return [
+        (place, item)
+        for place, item in found
+        if not any(len(other) > len(place) and other[: len(place)] == place for other in places)
+        and not (place in of_values and _is_about_type(item))
+    ]
+
+
+def _is_about_type(item: Mapping[str, Any]) -> bool:
+    kind: str = item["type"]
+    return kind.endswith("_type")
+
+
+def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
+    """The annotation one part of a location further on, and whether the part is a label of pydantic's."""
+    if isinstance(part, int):
+        return _items(annotation), False
+    models = _models(annotation)
+    for model in models:
+        if part in model.model_fields:
+            return model.model_fields[part].annotation, False
+    # A model with validators of its own is labelled `function-after[validate(), Model]`.
+    named = next((model for model in models if re.search(rf"\b{model.__name__}\b", part)), None)
+    if named is not None:
+        return named, True
+    values = _items(annotation, Mapping)
+    if values is None or part == _KEY:
+        return annotation, True
+    return values, False
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models that an annotation names, in unions and containers too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in typing.get_args(annotation) for model in _models(argument)]
+
+
+def _items(annotation: Any, container: type = object) -> Any:
+    """Annotation of what a container holds, of the first in a union; None where there is none."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if isinstance(origin, type) and issubclass(origin, container):
+        if issubclass(origin, Mapping):
+            return arguments[1]
+        if issubclass(origin, (list, tuple, set, frozenset)):
+            return arguments[0]
+    found = (_items(argument, container) for argument in arguments)
+    return next((item for item in found if item is not None), None)

@@ -1,0 +1,144 @@
+"""JSON that no route can use: text that cannot be encoded, numbers no column holds, keys and depths beyond all reason.
+No I/O, no HTTP.
+
+A good body costs a few searches through its bytes. Only one that contains something that could be hostile, or is small
+enough for it not to matter, is parsed and walked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from swiftkv_platform.errors import InvalidInputError
+
+MAX_INTEGER = 2**63 - 1
+"""Largest magnitude that databases and other languages hold."""
+MAX_DEPTH = 100
+"""Lists and objects inside each other; programs that recurse through a value stay far from their own limit."""
+MAX_KEY_LENGTH = 256
+"""Characters of an object's key."""
+
+WHOLE = "body"
+"""Field of a refusal that means the whole body."""
+
+_ALWAYS_WALKED = 1 << 20
+"""Bytes up to which a body is walked whatever is in it."""
+_MARKS = (b"\\ud", b"\\uD", b"\\u0000", b"NaN", b"Infinity")
+"""Bytes without which JSON in UTF-8 has neither a lone surrogate, nor NUL, nor a number that is none."""
+_SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
+_LARGE_NUMBERS = (b"0" * 19, b"e000")
+"""What every number that is too large contains once all digits are 0 and plus signs are gone."""
+_LONGEST_PATH = 200
+
+Place = tuple[str | int, ...]
+
+
+def check_json(body: bytes, *, allow_nul: bool = False) -> None:
+    """Return if a body is good, or no JSON at all, which its reader notices.
+
+    Args:
+        allow_nul: NUL in strings passes; databases cannot hold it.
+
+    Raises:
+        InvalidInputError: names the field, or `body`.
+    """
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _refused((), f"is not UTF-8 at byte {error.start}; UTF-8 would do") from error
+    if b"\0" in body:
+        raise _refused((), r"has a NUL byte; in JSON text it is written \u0000")
+    if len(body) <= _ALWAYS_WALKED or _could_be_hostile(body):
+        _check_value(_parse(body), allow_nul=allow_nul)
+
+
+def check_text(text: str, place: Place, *, allow_nul: bool = False) -> None:
+    """Raise `InvalidInputError` for text that UTF-8, or with NUL a database, cannot hold."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"has a lone surrogate at character {error.start}, which is no text; leave it out"
+            raise _refused(place, message) from error
+    if "\0" in text and not allow_nul:
+        raise _refused(place, f"has NUL at character {text.index(chr(0))}; leave it out")
+
+
+def _could_be_hostile(body: bytes) -> bool:
+    if any(mark in body for mark in _MARKS) or body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+        return True
+    shape = body.translate(_SHAPES, b"+")
+    return any(large in shape for large in _LARGE_NUMBERS)
+
+
+def _parse(body: bytes) -> Any:
+    """The value; None for what is no JSON."""
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError:
+        return None
+    except RecursionError as error:
+        raise _too_deep(()) from error
+    except ValueError:  # an integer with more digits than Python converts
+        return json.loads(body, parse_int=_integer)
+
+
+def _integer(digits: str) -> int:
+    return int(digits) if len(digits) <= len(str(MAX_INTEGER)) + 1 else MAX_INTEGER + 1
+
+
+def _check_value(document: Any, *, allow_nul: bool) -> None:
+    pending: list[tuple[Place, Any]] = [((), document)]
+    while pending:
+        place, value = pending.pop()
+        match value:
+            case str():
+                check_text(value, place, allow_nul=allow_nul)
+            case bool() | None:
+                pass
+            case int():
+                _check_integers([value], place)
+            case float():
+                if not math.isfinite(value):
+                    raise _refused(place, "is no finite number, and JSON has no other")
+            case list() | dict() if len(place) >= MAX_DEPTH:
+                raise _too_deep(place)
+            case list() if set(map(type, value)) == {int}:  # token ids come by the million
+                _check_integers(value, place)
+            case list():
+                pending.extend(((*place, index), item) for index, item in enumerate(value))
+            case dict():
+                for key, item in value.items():
+                    _check_key(key, (*place, key))
+                    pending.append(((*place, key), item))
+
+
+def _check_integers(values: Sequence[int], place: Place) -> None:
+    if max(values) > MAX_INTEGER or min(values) < -MAX_INTEGER - 1:
+        raise _refused(place, f"is an integer of more than 63 bits; -2^63..{MAX_INTEGER} would do")
+
+
+def _check_key(key: str, place: Place) -> None:
+    check_text(key, place)
+    if len(key) > MAX_KEY_LENGTH:
+        raise _refused(place, f"its key has {len(key)} characters; {MAX_KEY_LENGTH} are the most")
+
+
+def _too_deep(place: Place) -> InvalidInputError:
+    return _refused(place, f"has lists and objects more than {MAX_DEPTH} deep; fewer would do")
+
+
+def _refused(place: Place, problem: str) -> InvalidInputError:
+    field = dotted(place) or WHOLE
+    return InvalidInputError(f"{field} {problem}", field=field)
+
+
+def dotted(place: Sequence[str | int]) -> str | None:
+    """`("data", "sources", 0, "split")` as `data.sources[0].split`, in characters that any answer can hold and not more
+    than a reader wants; None for the whole."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    shown = path[:_LONGEST_PATH].encode("utf-8", "backslashreplace").decode().replace("\0", r"\x00")
+    return (shown if len(path) <= _LONGEST_PATH else f"{shown}...") or None

@@ -59,6 +59,8 @@ class ApiKey(BaseModel):
     """Requests that a replica answers the key in a minute; None: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Tokens, of prompts and answers together; None: no limit."""
+    max_priority: int = 0
+    """Highest priority that its requests may ask a replica for: the lowest number, since lower goes first."""
 
     def require(self, scope: Scope) -> None:
         """Raises `ForbiddenError` if the key does not open `scope`."""
@@ -119,6 +121,7 @@ def create_key(
     scopes: frozenset[Scope],
     requests_per_minute: int | None = None,
     tokens_per_minute: int | None = None,
+    max_priority: int = 0,
 ) -> str:
     """Add a key to the file, which is made if it is missing, and return the key: it is told only now.
 
@@ -136,6 +139,7 @@ def create_key(
             sha256=_digest(token),
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
+            max_priority=max_priority,
         )
     except ValidationError as error:
         first = error.errors()[0]

@@ -26,6 +26,7 @@ def create(
     tenant: Annotated[str, typer.Option(help="Keys of one tenant see the same jobs.")] = "default",
     requests_per_minute: Annotated[int | None, typer.Option(help="Most requests to each replica.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Most tokens of prompts and answers.")] = None,
+    max_priority: Annotated[int, typer.Option(help="Lowest `priority` it may ask for; lower goes first.")] = 0,
     file: KeyFile = None,
     json: Json = False,
 ) -> None:
@@ -38,6 +39,7 @@ def create(
         scopes=frozenset(scope),
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
+        max_priority=max_priority,
     )
     if json:
         print_json({"name": name, "tenant": tenant, "scopes": sorted(scope), "key": token, "file": str(path)})

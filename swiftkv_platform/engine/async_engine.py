@@ -39,7 +39,7 @@ class AsyncLLMEngine:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
         self._num_compiling = 0
-        self.readers = Readers(self._max_sequences)
+        self.readers = Readers(self.max_sequences)
         """For all that makes text of tokens or tokens of text for a caller."""
         self._streams: dict[str, RequestStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,10 +110,10 @@ class AsyncLLMEngine:
         """Refuse what need not be read to be refused, all prompts together. Takes no time. Raises as `submit`."""
         self.check_health()
         num_sequences = len(prompts) * params.n
-        if num_sequences > self._max_sequences:
+        if num_sequences > self.max_sequences:
             raise InvalidInputError(
                 f"{len(prompts)} prompts x n {params.n} are {num_sequences} answers; a request accepts "
-                f"{self._max_sequences} (max_num_seqs + max_num_waiting)",
+                f"{self.max_sequences} (max_num_seqs + max_num_waiting)",
                 field="n",
                 value=params.n,
             )
@@ -191,7 +191,7 @@ class AsyncLLMEngine:
         return EngineDeadError(self._failure or "the engine runs no more")
 
     @property
-    def _max_sequences(self) -> int:
+    def max_sequences(self) -> int:
         """Sequences that run and wait at most."""
         return self.engine.config.max_num_seqs + self.engine.config.max_num_waiting
 
@@ -210,9 +210,9 @@ class AsyncLLMEngine:
 
     def _check_admission(self, num_sequences: int) -> None:
         config, taken = self.engine.config, self._num_sequences
-        if taken + num_sequences > self._max_sequences:
+        if taken + num_sequences > self.max_sequences:
             raise QueueFullError(
-                f"queue full: {taken} sequences run or wait already, {self._max_sequences} may, and the request has "
+                f"queue full: {taken} sequences run or wait already, {self.max_sequences} may, and the request has "
                 f"{num_sequences}; try again later"
             )
         if config.max_queue_s is not None:

@@ -71,7 +71,7 @@ class EngineConfig(BaseModel):
     free; one that would wait longer is refused at once. None: no limit but `max_num_waiting`."""
     max_prompt_bytes: Annotated[int, Field(ge=1)] | None = None
     """Bytes of a prompt's text, or of a conversation's messages together; a longer one is refused before it is
-    tokenized. None: `max_model_len` times the longest token of the vocabulary, at most 32 bytes
+    tokenized. None: `max_model_len` times the longest token of the vocabulary, at most 16 bytes
     (`limits.MAX_BYTES_PER_TOKEN`)."""
     stream_interval_s: Annotated[float, Field(ge=0.0, le=MAX_STREAM_INTERVAL_S)] = 0.2
     """Seconds for which a stream of `AsyncLLMEngine` may collect tokens and hand them over together, the first and the

@@ -20,6 +20,8 @@ MAX_TOP_K = (1 << 31) - 1
 """Largest `top_k`, more than any vocabulary has."""
 MAX_LOGPROBS = 100
 """Most log-probabilities a token is given."""
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Most log-probabilities that the tokens of a prompt are given together."""
 MAX_STREAM_INTERVAL_S = 10.0
 """Longest time for which tokens are collected."""
 MIN_TEMPERATURE = 1e-5
@@ -39,6 +41,6 @@ MAX_CHOICES = 4096
 """Most choices of a structured output."""
 MAX_SCHEMA_DEPTH = 64
 """Objects and lists within each other in a JSON schema."""
-MAX_BYTES_PER_TOKEN = 32
+MAX_BYTES_PER_TOKEN = 16
 """Bytes of text a token may stand for, on average over a whole context, where `max_prompt_bytes` is not given. A
 vocabulary's longest token may be longer (runs of spaces), text that is written is several times denser."""

@@ -15,7 +15,7 @@ from typing import Any
 from swiftkv_platform.engine.config import EngineConfig, SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString
-from swiftkv_platform.engine.limits import MAX_BYTES_PER_TOKEN, MAX_SEED
+from swiftkv_platform.engine.limits import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import InvalidInputError
@@ -93,6 +93,7 @@ class RequestReader:
         self.check(prompt, params)
         token_ids = tuple(self._encode(prompt))
         self._check_fits(len(token_ids), params)
+        self._check_logprobs(len(token_ids), params)
         return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)))
 
     def sequences(
@@ -138,6 +139,16 @@ class RequestReader:
                 "raise kv_cache_bytes",
                 field="prompt",
                 value=num_prompt_tokens,
+            )
+
+    def _check_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        wanted = 0 if params.prompt_logprobs is None else (params.prompt_logprobs + 1) * num_prompt_tokens
+        if wanted > MAX_PROMPT_LOGPROBS:
+            raise InvalidInputError(
+                f"prompt_logprobs is {params.prompt_logprobs}, for {num_prompt_tokens} tokens of the prompt; "
+                f"{MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} is accepted for so many",
+                field="prompt_logprobs",
+                value=params.prompt_logprobs,
             )
 
     def _check_params(self, params: SamplingParams) -> None:

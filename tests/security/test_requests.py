@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def engine(model_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
     config = EngineConfig(max_num_seqs=4, max_num_waiting=4, stream_interval_s=0.0)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(model_dir, config))
-    engine.engine.tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer: Any = engine.engine.tokenizer
+    tokenizer.chat_template = CHAT_TEMPLATE
     yield engine
     await engine.aclose()
 
@@ -56,18 +57,18 @@ async def client(current: Current) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture
-def encoded_by(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def encoded_by(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads in which texts were tokenized, one entry a call; the tokenizer itself is the real one."""
     return _recorded(monkeypatch, "_encode_plus")
 
 
 @pytest.fixture
-def decoded_by(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def decoded_by(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The same of token ids that were made text."""
     return _recorded(monkeypatch, "_decode")
 
 
-def _recorded(monkeypatch: pytest.MonkeyPatch, method: str) -> Any:
+def _recorded(monkeypatch: pytest.MonkeyPatch, method: str) -> list[str]:
     names: list[str] = []
     original = getattr(PreTrainedTokenizerFast, method)
 

@@ -18,7 +18,7 @@ R = TypeVar("R")
 NUM_SHORT = 2
 """Threads for short texts."""
 LONG_BYTES = 1 << 16
-"""A text of more has a thread that all long ones share: about 20 ms of work, and 200 bytes of memory a token."""
+"""A text of more has a thread that all long ones share, so that one at a time takes a tokenizer's memory."""
 
 
 class Readers:

@@ -78,7 +78,7 @@ class RequestReader:
         if size > self.max_prompt_bytes:
             raise InvalidInputError(
                 f"{field} has {size} bytes of text; {self.max_prompt_bytes} bytes are accepted for the context of "
-                f"{self._max_model_len} tokens",
+                f"{self._max_model_len} tokens (max_prompt_bytes)",
                 field=field,
                 value=size,
             )

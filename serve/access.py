@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as ASGIScope
 
 from serve.quotas import Quota, Quotas
-from swiftkv_platform.errors import ForbiddenError
+from swiftkv_platform.errors import ForbiddenError, SwiftKVError
 from swiftkv_platform.keys import KeyRing, Scope
 
 REPLICA_HEADER = "x-replica"
@@ -25,12 +26,23 @@ class Caller:
 
     tenant: str = ""
     """Of the key; empty where nobody needs one."""
+    max_priority: int | None = None
+    """Highest priority, the lowest number, that it may ask for; None: any."""
     quota: Quota | None = None
     """Of the key; None: no limit."""
     path: str = ""
     """The route that was asked."""
     traceparent: str | None = None
     """The caller's own trace (https://www.w3.org/TR/trace-context/)."""
+
+    def check_priority(self, priority: int) -> None:
+        """Raises `ForbiddenError` for one that goes before what the key allows."""
+        if self.max_priority is not None and priority < self.max_priority:
+            raise ForbiddenError(
+                f"priority is {priority}; lower goes first, and this key accepts {self.max_priority} and above",
+                field="priority",
+                value=priority,
+            )
 
 
 class Gate:
@@ -60,15 +72,39 @@ class Gate:
         request.state.quota = quota = self._quotas.of(key)
         if quota is not None and request.method == "POST":
             quota.count_request()
-        return Caller(key.tenant, quota, path, traceparent)
+        return Caller(key.tenant, key.max_priority, quota, path, traceparent)
+
+
+class Door:
+    """Middleware that lets in who may, and counts the request, before a byte of its body is read.
+
+    Args:
+        refuse: (error, path) -> the answer to who may not.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, refuse: Callable[[SwiftKVError, str], ASGIApp]) -> None:
+        self._app = app
+        self._gate = gate
+        self._refuse = refuse
+
+    async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            request = Request(scope)
+            try:
+                request.state.caller = self._gate.admit(request)
+            except SwiftKVError as error:
+                await self._refuse(error, request.url.path)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 async def get_caller(
     request: Request, _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
 ) -> Caller:
-    """The caller. Raises as `Gate.admit`."""
+    """The caller: whom the door let in, or, of what has no body, who is at the gate. Raises as `Gate.admit`."""
+    known: Caller | None = getattr(request.state, "caller", None)
     gate: Gate = request.app.state.gate
-    return gate.admit(request)
+    return known or gate.admit(request)
 
 
 TheCaller = Annotated[Caller, Depends(get_caller)]

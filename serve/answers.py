@@ -80,7 +80,7 @@ class Answers:
         on_finished: Callable[[RequestOutput], None],
         on_closed: Callable[[Answers], None],
     ) -> Answers:
-        """Admit every prompt, or none. Raises as `AsyncLLMEngine.submit`."""
+        """Admit every prompt, or none. The caller has checked them. Raises as `AsyncLLMEngine.submit`."""
         request_id = asking.request_id or f"gen_{ULID()}"
         tenant, began_ns = asking.caller.tenant, time.time_ns()
         now = asyncio.get_running_loop().time()

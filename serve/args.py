@@ -87,6 +87,8 @@ class ReplicaArgs(BaseModel):
     """File of hashed API keys on the replicas' machines; None answers everybody who can reach them."""
     tenant: str | None = None
     """With a file of keys: the tenant whose keys are answered; None: all that the file holds."""
+    max_body_bytes: Annotated[int, Field(ge=1)] | None = None
+    """A larger body of a request is refused; None: what the model's context needs, at most 16 MiB."""
     log_text: bool = False
     """Write prompts and answers into the request log. They are the callers' own."""
 

@@ -70,7 +70,16 @@ class Version:
     names: frozenset[str] = frozenset()
     """By which callers may ask for it, beside its own."""
     num_entering: int = field(default=0, init=False)
-    """Requests that have chosen this version and are not in the engine yet."""
+    """Requests that have chosen this version and are not in the engine yet, or not any more."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep its engine open, also for what no request in it shows."""
+        self.num_entering += 1
+        try:
+            yield
+        finally:
+            self.num_entering -= 1
 
     def answers_to(self, name: str) -> bool:
         """Whether a caller may ask for it by this name."""
@@ -161,18 +170,16 @@ class Current:
     def entering(self) -> Iterator[Version]:
         """The version for a new request, kept open until the request is in its engine."""
         version = self.version.chosen()
-        version.num_entering += 1
-        try:
+        with version.in_use():
             yield version
-        finally:
-            version.num_entering -= 1
 
     async def ask(
         self, version: Version, prompts: Sequence[str | list[int]], params: SamplingParams, asking: Asking
     ) -> Answers:
-        """Admit a request to a version. Raises as `AsyncLLMEngine.submit`, and `RateLimitedError`."""
+        """Admit a request to a version. Raises as `AsyncLLMEngine.submit`, `RateLimitedError` and `ForbiddenError`."""
+        asking.caller.check_priority(asking.priority)
         self.metrics.asked(version.card.model)
-        reservation = Reservation()
+        reservation, cost = Reservation(), 0
 
         def closed(answers: Answers) -> None:
             if answers.outputs:  # before that nobody knows what reading the prompt has taken
@@ -185,9 +192,12 @@ class Current:
         try:
             if asking.caller.quota is not None:
                 reservation = asking.caller.quota.reserve_tokens(_most_tokens(prompts, params))
+            version.engine.check(prompts, params)
+            cost = _tokens_of_texts(prompts)
             return await Answers.begin(version.engine, prompts, params, asking, self.metrics.finished, closed)
         except (QueueFullError, InvalidInputError, RateLimitedError) as error:
-            reservation.settle(0)
+            # Texts were read to find out that they are of no use; who finds a full queue is to come again.
+            reservation.settle(cost if isinstance(error, InvalidInputError) else 0)
             self.metrics.refused(error)
             for observer in self._observers:
                 observer.refused(error, asking.caller, version.card)
@@ -198,3 +208,8 @@ def _most_tokens(prompts: Sequence[str | list[int]], params: SamplingParams) -> 
     """What a request may take, as far as is known before its text is tokenized."""
     answers = len(prompts) * params.n * params.max_tokens
     return answers + sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+
+
+def _tokens_of_texts(prompts: Sequence[str | list[int]]) -> int:
+    """About what reading the texts among the prompts costs, in tokens of four bytes."""
+    return sum(len(prompt.encode(errors="surrogatepass")) for prompt in prompts if isinstance(prompt, str)) // 4

@@ -51,7 +51,9 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Called once by Serve, after the constructor; the model comes with the first `reconfigure`."""
         key_ring = None if self._args.api_keys_file is None else KeyRing(Path(self._args.api_keys_file))
-        return create_http_app(self._current, key_ring=key_ring, tenant=self._args.tenant)
+        return create_http_app(
+            self._current, key_ring=key_ring, tenant=self._args.tenant, max_body_bytes=self._args.max_body_bytes
+        )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve what `user_config` (`Served`) says. The replica is ready when the first call returns; later ones

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
@@ -11,18 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 from sse_starlette import EventSourceResponse
 
-from serve.access import AnswerHeaders, Gate, TheCaller
+from serve.access import AnswerHeaders, Door, Gate, TheCaller
 from serve.answers import Answers, Asking, whole
-from serve.chat import render_chat
+from serve.bodies import Bodies, BodyRoute, LimitedBodies
+from serve.chat import chat_prompt
 from serve.current import Current, Version
 from serve.openai import DONE, openai_router
-from serve.problems import add_problem_handlers, problem, too_large
+from serve.problems import add_problem_handlers, problem, refusal
+from serve.rendering import rendered
 from serve.sampling import encodable, prompts_of
 from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
-from swiftkv_platform.asgi import BodyLimit
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.swagger import add_docs
@@ -30,9 +30,6 @@ from swiftkv_platform.web.input_guard import InputGuard
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
-
-MAX_BODY_BYTES = 16 << 20
-"""A larger body is answered with 413."""
 
 
 class TokenizeRequest(BaseModel):
@@ -45,18 +42,28 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]
 
 
-def create_http_app(current: Current, *, key_ring: KeyRing | None = None, tenant: str | None = None) -> FastAPI:
+def create_http_app(
+    current: Current,
+    *,
+    key_ring: KeyRing | None = None,
+    tenant: str | None = None,
+    max_body_bytes: int | None = None,
+) -> FastAPI:
     """The application of one replica; with a key ring nothing is answered without a key (of `tenant`, if one is given)
-    but `/health`, `/metrics`."""
+    but `/health`, `/metrics`. `max_body_bytes`: see `ReplicaArgs`."""
     app = FastAPI(title="SwiftKV serve", docs_url=None, redoc_url=None)
     add_docs(app)
-    app.state.gate = Gate(key_ring, tenant)
-    app.add_middleware(AnswerHeaders, replica=current.replica)
+    app.router.route_class = BodyRoute
+    app.state.gate = gate = Gate(key_ring, tenant)
+    app.state.bodies = bodies = Bodies(current, max_body_bytes)
     app.add_middleware(InputGuard, allow_nul=True)  # a prompt may hold any character, and reaches no database
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES, refuse=too_large)
+    # The last one is the first that a request comes to: what is refused for its size was let in and counted before.
+    app.add_middleware(LimitedBodies, bodies=bodies)
+    app.add_middleware(Door, gate=gate, refuse=refusal)
+    app.add_middleware(AnswerHeaders, replica=current.replica)
     add_problem_handlers(app)
     app.include_router(openai_router(current))
 
@@ -70,31 +77,52 @@ def create_http_app(current: Current, *, key_ring: KeyRing | None = None, tenant
         if body.stream:
             stream: Response = EventSourceResponse(_events(answers, version.card.model, request.url.path), sep="\n")
             return stream
-        outputs = await whole(answers, request)
-        choices = [to_choice(choice, output) for choice, output in enumerate(outputs)]
-        return JSONResponse(_response(answers, version.card.model, choices, outputs))
+        with version.in_use():
+            outputs = await whole(answers, request)
+
+            def render() -> Response:
+                choices = [to_choice(choice, output) for choice, output in enumerate(outputs)]
+                return JSONResponse(_response(answers, version.card.model, choices, outputs))
+
+            return await rendered(version, render, outputs)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, _caller: TheCaller) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, _caller: TheCaller) -> Response:
         """Text to token ids."""
-        version = current.version
-        encode = _tokenizer(version)
-        encoded = await asyncio.to_thread(encode, body.prompt, add_special_tokens=body.add_special_tokens)
-        tokens: list[int] = encoded["input_ids"]
-        return {"count": len(tokens), "max_model_len": version.card.max_model_len, "tokens": tokens}
+        version, text = current.version, body.prompt
+        tokenizer = _tokenizer(version)
+        version.engine.engine.reader.check_text(text)
+
+        def encode() -> Response:
+            encoded = tokenizer(text, add_special_tokens=body.add_special_tokens, return_attention_mask=False)
+            tokens: list[int] = encoded["input_ids"]
+            return JSONResponse({"count": len(tokens), "max_model_len": version.card.max_model_len, "tokens": tokens})
+
+        return await version.engine.readers.run_unadmitted(encode, len(text))
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, _caller: TheCaller) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, _caller: TheCaller) -> Response:
         """Token ids to text."""
-        tokenizer = _tokenizer(current.version)
-        outside = next((token for token in body.tokens if not 0 <= token < len(tokenizer)), None)
-        if outside is not None:
+        version, tokens = current.version, body.tokens
+        tokenizer, at_most = _tokenizer(version), version.engine.engine.max_model_len
+        if len(tokens) > at_most:
             raise InvalidInputError(
-                f"tokens has the id {outside}; this tokenizer accepts 0..{len(tokenizer) - 1}",
+                f"tokens has {len(tokens)} ids; {at_most} are accepted, the context of the model",
                 field="tokens",
-                value=outside,
+                value=len(tokens),
             )
-        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+        def decode() -> Response:
+            outside = next((token for token in tokens if not 0 <= token < len(tokenizer)), None)
+            if outside is not None:
+                raise InvalidInputError(
+                    f"tokens has the id {outside}; this tokenizer accepts 0..{len(tokenizer) - 1}",
+                    field="tokens",
+                    value=outside,
+                )
+            return JSONResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)})
+
+        return await version.engine.readers.run_unadmitted(decode, len(tokens))
 
     @app.get("/health")
     async def health() -> dict[str, object]:
@@ -121,7 +149,7 @@ async def _prompts(body: GenerateRequest, version: Version) -> list[str | list[i
     if body.prompt is not None:
         return prompts_of(body.prompt)
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
-    return [await asyncio.to_thread(render_chat, version.tokenizer, messages)]
+    return [await chat_prompt(version.engine, messages)]
 
 
 def _tokenizer(version: Version) -> Any:

@@ -5,11 +5,11 @@ Errors have OpenAI's shape below `/v1` (see `problems.py`).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -18,10 +18,12 @@ from sse_starlette import EventSourceResponse
 
 from serve.access import Caller, TheCaller
 from serve.answers import Answers, Asking, whole
-from serve.chat import render_chat
+from serve.bodies import BodyRoute
+from serve.chat import chat_prompt
 from serve.openai_answers import chat_choice, chat_delta, completion_choice, usage
 from serve.openai_schemas import ChatRequest, CompletionRequest, OpenAIFields
 from serve.problems import openai_error, problem
+from serve.rendering import rendered
 from serve.sampling import prompts_of
 from swiftkv_platform.errors import NotFoundError, SwiftKVError
 
@@ -31,13 +33,13 @@ if TYPE_CHECKING:
 
 DONE = "[DONE]"
 
-Chunk = Callable[[int, "RequestOutput", "RequestOutput | None"], dict[str, Any]]
+Chunk = Callable[[int, "RequestOutput", "RequestOutput | None"], Awaitable[dict[str, Any]]]
 """(choice, output so far, the output before it) -> what is new."""
 
 
 def openai_router(current: Current) -> APIRouter:
     """The routes below `/v1`."""
-    router = APIRouter(prefix="/v1", tags=["openai"])
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=BodyRoute)
 
     @router.get("/models")
     async def list_models(_caller: TheCaller) -> dict[str, Any]:
@@ -58,15 +60,22 @@ def openai_router(current: Current) -> APIRouter:
             _check_model(body.model, version)
             answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), asking)
         head = _head("cmpl", "text_completion", answers, version)
+        tokenizer, echo = version.tokenizer, body.echo
         if body.stream:
 
-            def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
-                return completion_choice(choice, output, version.tokenizer, since=since, echo=body.echo)
+            async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
+                render = partial(completion_choice, choice, output, tokenizer, since=since, echo=echo)
+                return await rendered(version, render, [output], echo=echo and since is None)
 
             return _stream(answers, head, chunk, body)
-        outputs = await whole(answers, request)
-        choices = [completion_choice(i, output, version.tokenizer, echo=body.echo) for i, output in enumerate(outputs)]
-        return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+        with version.in_use():
+            outputs = await whole(answers, request)
+
+            def render() -> Response:
+                choices = [completion_choice(i, output, tokenizer, echo=echo) for i, output in enumerate(outputs)]
+                return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+
+            return await rendered(version, render, outputs, echo=echo)
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
@@ -75,20 +84,26 @@ def openai_router(current: Current) -> APIRouter:
         asking = _asking(caller, body)
         with current.entering() as version:
             _check_model(body.model, version)
-            prompt = await asyncio.to_thread(render_chat, version.tokenizer, messages)
+            prompt = await chat_prompt(version.engine, messages)
             params = body.sampling_params(room=max(version.card.max_model_len - len(prompt), 1))
             answers = await current.ask(version, [prompt], params, asking)
-        top = body.top_logprobs or 0
+        tokenizer, top = version.tokenizer, body.top_logprobs or 0
         if body.stream:
 
-            def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
-                return chat_delta(choice, output, version.tokenizer, top=top, since=since)
+            async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
+                render = partial(chat_delta, choice, output, tokenizer, top=top, since=since)
+                return await rendered(version, render, [output])
 
             return _stream(answers, _head("chatcmpl", "chat.completion.chunk", answers, version), chunk, body)
-        outputs = await whole(answers, request)
-        head = _head("chatcmpl", "chat.completion", answers, version)
-        choices = [chat_choice(i, output, version.tokenizer, top=top) for i, output in enumerate(outputs)]
-        return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+        with version.in_use():
+            outputs = await whole(answers, request)
+            head = _head("chatcmpl", "chat.completion", answers, version)
+
+            def render() -> Response:
+                choices = [chat_choice(i, output, tokenizer, top=top) for i, output in enumerate(outputs)]
+                return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
+
+            return await rendered(version, render, outputs)
 
     return router
 
@@ -134,7 +149,7 @@ async def _events(
     empty = {"usage": None} if with_usage else {}
     try:
         async for choice, output in answers.as_they_come():
-            fresh = chunk(choice, output, outputs.get(choice))
+            fresh = await chunk(choice, output, outputs.get(choice))
             outputs[choice] = output
             yield {"data": json.dumps({**head, "choices": [fresh], **empty})}
     except SwiftKVError as error:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from serve.sampling import PromptField, SamplingFields
 from swiftkv_platform.engine import SamplingParams
+from swiftkv_platform.engine.limits import MAX_MESSAGES
 from swiftkv_platform.errors import InvalidInputError
 
 
@@ -95,7 +96,7 @@ class CompletionRequest(OpenAIFields):
 class ChatRequest(OpenAIFields):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """Default: what the context leaves."""

@@ -25,12 +25,16 @@ BLOCK_BYTES = 256
 """Of the body, hashed together; a prefix is found again in whole blocks."""
 MAX_BLOCKS = 64
 """Hashed of one prompt: what comes after 16 KiB changes nothing about where it goes."""
+MAX_SESSION_LENGTH = 128
+"""Characters of a caller's own session header; a longer one is ignored."""
 MAX_PREFIXES = 1 << 16
 """Remembered; the one that was not seen for longest is forgotten."""
 
 _ASKS = ("/generate", "/completions")
 _PROMPT = re.compile(rb'"(?:prompt|messages)"\s*:\s*')
 _SEPARATOR = "."
+_PRINT = "[0-9a-f]{1,12}"
+_PRINTS = re.compile(rf"{_PRINT}(?:\.{_PRINT}){{0,{MAX_BLOCKS - 1}}}")
 
 
 def proxy_middlewares() -> list[Middleware]:
@@ -60,8 +64,11 @@ def in_header(prints: Sequence[str]) -> str:
 
 
 def from_header(value: str) -> list[str]:
-    """What `in_header` was given."""
-    return value.split(_SEPARATOR) if value else []
+    """What `in_header` was given, or a caller's own session as one print. What is neither, or is more than a prompt can
+    have, is nothing: it would push the prefixes of others out of the index."""
+    if _PRINTS.fullmatch(value):
+        return value.split(_SEPARATOR)
+    return [value] if 0 < len(value) <= MAX_SESSION_LENGTH else []
 
 
 class PrefixHeader:

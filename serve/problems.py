@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from http import HTTPStatus
 from typing import Any
 
@@ -30,6 +31,8 @@ RETRY_AFTER_S = 1
 
 MAX_VALUE_LENGTH = 200
 """Characters of an offending value that are sent back."""
+MAX_ERRORS = 16
+"""Fields of a body that are told apart; of others there is the number."""
 
 STATUS: dict[type[SwiftKVError], HTTPStatus] = {
     InvalidInputError: HTTPStatus.UNPROCESSABLE_ENTITY,
@@ -57,6 +60,15 @@ _OPENAI_TYPES = {
 }
 
 
+class _Brief(reprlib.Repr):
+    """Python's notation of a value's beginning: the whole of what was sent may take seconds to write down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 64
+        self.maxstring = self.maxlong = self.maxother = MAX_VALUE_LENGTH
+
+
 class _AsciiJSON(JSONResponse):
     """Errors repeat what they were sent, also lone surrogates, which JSON may escape and UTF-8 cannot hold."""
 
@@ -69,15 +81,14 @@ def add_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(SwiftKVError)
     async def known_error(request: Request, error: SwiftKVError) -> JSONResponse:
-        headers = {}
-        if isinstance(error, RateLimitedError):
-            headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-        return _response(problem(error, request.url.path), headers)
+        return refusal(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_body(request: Request, error: RequestValidationError) -> JSONResponse:
-        errors = [_field_error(detail) for detail in error.errors()]
+        found = error.errors()
+        errors = [_field_error(detail) for detail in found[:MAX_ERRORS]]
         detail = "; ".join(f"{entry['field']}: {entry['message']}" for entry in errors)
+        detail += f"; and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
         return _response(_document(HTTPStatus.UNPROCESSABLE_ENTITY, "invalid_input", detail, request.url.path, errors))
 
     @app.exception_handler(ClientDisconnect)
@@ -92,6 +103,14 @@ def add_problem_handlers(app: FastAPI) -> None:
         named = errors if status is HTTPStatus.BAD_REQUEST else []
         document = _document(status, status.name.lower(), str(error.detail), request.url.path, named)
         return _response(document, dict(error.headers or {}))
+
+
+def refusal(error: SwiftKVError, path: str) -> JSONResponse:
+    """The answer to a request that failed so."""
+    headers = {}
+    if isinstance(error, RateLimitedError):
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    return _response(problem(error, path), headers)
 
 
 def too_large(path: str, detail: str) -> JSONResponse:
@@ -152,5 +171,5 @@ def _shortened(value: Any) -> Any:
     """JSON as it is where it is short, else the beginning of its text."""
     if value is None or isinstance(value, (bool, int, float)):
         return value if value is None or math.isfinite(value) else repr(value)  # JSON has no NaN
-    text = value if isinstance(value, str) else repr(value)
+    text = value if isinstance(value, str) else _Brief().repr(value)
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[:MAX_VALUE_LENGTH]}..."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
+from swiftkv_platform.engine.limits import MAX_LOGIT_BIAS, MAX_PROMPTS
 from swiftkv_platform.errors import InvalidInputError
 
 
@@ -35,6 +36,8 @@ def _biases_by_token(value: Any) -> Any:
     """JSON's keys are strings."""
     if value is None:
         return {}
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(value)} entries; a request accepts {MAX_LOGIT_BIAS}")
     if isinstance(value, dict) and all(isinstance(key, int) or str(key).isdecimal() for key in value):
         return {int(key): bias for key, bias in value.items()}
     raise ValueError("must be an object of numbers by token id")
@@ -93,7 +96,7 @@ class SamplingFields(BaseModel):
     seed: int | None = SamplingParams.seed
     stop: Annotated[list[str], BeforeValidator(_string_or_strings)] = []
     """Strings that end the answer and are not part of it."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: Annotated[list[int], FailFast()] = []
     ignore_eos: bool = SamplingParams.ignore_eos
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds from arrival, waiting included, after which the answer is given up: 504."""
@@ -155,17 +158,15 @@ def _one_or_several(value: Any) -> Any:
     def is_ids(item: Any) -> bool:
         return isinstance(item, list) and all(type(token) is int for token in item)
 
-    if isinstance(value, str) or is_ids(value):
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
         return encodable(value)
-    if isinstance(value, list) and (all(isinstance(item, str) for item in value) or all(map(is_ids, value))):
-        return encodable(value)
+    if is_ids(value) or (isinstance(value, list) and all(map(is_ids, value))):
+        return value
     raise ValueError("must be text, a list of token ids, or a list of either")
 
 
-PromptField = Annotated[TokenPrompts, BeforeValidator(_one_or_several)]
-
-MAX_PROMPTS = 256
-"""Of one request."""
+# In place of pydantic's own check of the union, which writes down an error for each token id that is no string.
+PromptField = Annotated[TokenPrompts, PlainValidator(_one_or_several, json_schema_input_type=TokenPrompts)]
 
 
 def prompts_of(value: TokenPrompts) -> list[str | list[int]]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serve.sampling import PromptField, SamplingFields
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.config import MAX_STREAM_INTERVAL_S
+from swiftkv_platform.engine.limits import MAX_MESSAGES, MAX_STREAM_INTERVAL_S
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -30,7 +30,7 @@ class GenerateRequest(SamplingFields):
 
     prompt: PromptField | None = None
     """Text or token ids, one prompt or several; or give `messages`."""
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     """A conversation, laid out by the model's chat template."""
     max_tokens: int = SamplingParams.max_tokens
     logprobs: int | None = None

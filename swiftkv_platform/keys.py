@@ -67,6 +67,8 @@ class ApiKey(BaseModel):
     """Requests that a replica answers the key in a minute; None: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Tokens, of prompts and answers together; None: no limit."""
+    max_priority: int = 0
+    """Highest priority that its requests may ask a replica for: the lowest number, since lower goes first."""
 
     def has_expired(self, now: float) -> bool:
         return self.expires_at is not None and now >= self.expires_at
@@ -134,6 +136,7 @@ def create_key(
     expires_at: int | None = None,
     requests_per_minute: int | None = None,
     tokens_per_minute: int | None = None,
+    max_priority: int = 0,
 ) -> str:
     """Add a key to the file, which is made if it is missing, and return the key: it is told only now.
 
@@ -152,6 +155,7 @@ def create_key(
             expires_at=expires_at,
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
+            max_priority=max_priority,
         )
     except ValidationError as error:
         first = error.errors()[0]

@@ -50,6 +50,7 @@ def create(
     expires_in: ExpiresIn = None,
     requests_per_minute: Annotated[int | None, typer.Option(help="Most requests to each replica.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Most tokens of prompts and answers.")] = None,
+    max_priority: Annotated[int, typer.Option(help="Lowest `priority` it may ask for; lower goes first.")] = 0,
     file: KeyFile = None,
     json: Json = False,
 ) -> None:
@@ -64,6 +65,7 @@ def create(
         expires_at=expires_at,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
+        max_priority=max_priority,
     )
     if json:
         told = {"name": name, "tenant": tenant, "scopes": sorted(scope), "expires_at": expires_at}

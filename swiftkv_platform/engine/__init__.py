@@ -14,10 +14,11 @@ from swiftkv_platform.engine.config import EngineConfig, SamplingParams
 from swiftkv_platform.engine.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine.async_engine import AsyncLLMEngine, RequestStream
+    from swiftkv_platform.engine.async_engine import AsyncLLMEngine
     from swiftkv_platform.engine.llm_engine import LLMEngine
     from swiftkv_platform.engine.outputs import RequestMetrics, RequestOutput
     from swiftkv_platform.engine.requests import Prompt
+    from swiftkv_platform.engine.streams import RequestStream
 
 __all__ = [
     "AsyncLLMEngine",
@@ -38,7 +39,7 @@ _NEEDS_TORCH = {
     "Prompt": "requests",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
-    "RequestStream": "async_engine",
+    "RequestStream": "streams",
 }
 
 

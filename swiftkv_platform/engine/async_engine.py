@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from ulid import ULID
 
@@ -17,7 +14,9 @@ from swiftkv_platform.engine.config import SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.outputs import RequestOutput
-from swiftkv_platform.engine.requests import Prompt
+from swiftkv_platform.engine.reading import Readers
+from swiftkv_platform.engine.requests import Prompt, ReadRequest
+from swiftkv_platform.engine.streams import RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.logs import get_logger
 
@@ -27,86 +26,12 @@ MAX_COMPILING = 8
 """Requests whose grammars are being compiled, or wait for that; one more is refused at once."""
 
 
-class RequestStream:
-    """One admitted request: its output so far whenever there is more of it, the finished one last; with n > 1 those of
-    all samples as they come, each with its index. Closing it takes the request back."""
-
-    def __init__(self, engine: AsyncLLMEngine, request_id: str, num_samples: int, interval_s: float) -> None:
-        self.request_id = request_id
-        self.newest: dict[int, RequestOutput] = {}
-        """Of each sample that has any, by index; ahead of what was read from the stream."""
-        self._engine = engine
-        self._interval_s = interval_s
-        self._unfinished = num_samples
-        self._unread: dict[tuple[int, int], RequestOutput] = {}
-        self._due: deque[RequestOutput] = deque()
-        self._due_at = interval_s if math.isinf(interval_s) else 0.0
-        self._arrived, self._urgent = asyncio.Event(), asyncio.Event()
-        self._open = self._failed = self._closed = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        """Raises `EngineDeadError` if the engine fails meanwhile."""
-        if not self._unfinished:
-            self.close()
-            raise StopAsyncIteration
-        while not self._due:
-            await self._arrived.wait()
-            await self._hold()
-            self._due.extend(self._unread.values())
-            self._unread.clear()
-            if self._failed:  # both events stay set: what is left is read, and nothing is waited for
-                if not self._due:
-                    raise self._engine.death()
-                break
-            self._arrived.clear()
-            self._urgent.clear()
-        output = self._due.popleft()
-        self._unfinished -= output.finished
-        return output
-
-    async def _hold(self) -> None:
-        """Let more come, until an interval has passed since the last time or a sample is finished."""
-        now = asyncio.get_running_loop().time
-        if now() < self._due_at:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(None if math.isinf(self._due_at) else self._due_at):
-                    await self._urgent.wait()
-        self._due_at = now() + self._interval_s
-
-    def close(self) -> None:
-        """Stop listening; what is unfinished is aborted within one step. Again is the same."""
-        if not self._closed:
-            self._closed = True
-            self._engine.forget(self.request_id, abort=self._unfinished > 0)
-
-    def open(self) -> None:
-        """Outputs are this request's from now on."""
-        self._open = True
-
-    def put(self, output: RequestOutput | None) -> None:
-        """Hand over an output, or None: the engine has failed."""
-        if output is None:
-            self._failed = True
-        elif not self._open:
-            return
-        else:
-            self.newest[output.index] = output
-            # With an interval the newest output takes the place of the one before it.
-            self._unread[output.index, 0 if self._interval_s else len(output.token_ids)] = output
-        if output is None or output.finished:
-            self._urgent.set()
-        self._arrived.set()
-
-
 class AsyncLLMEngine:
     """Serves an `LLMEngine` to coroutines of one event loop.
 
-    Everything that touches the engine runs in one worker thread, call after call, so nothing needs a lock: a request is
-    added or aborted between two steps. While there is work each step queues the next one, behind such calls, and the
-    event loop hears of its outputs: the model never waits for the event loop.
+    Everything that touches the engine runs in one worker thread, call after call, so nothing needs a lock: a request,
+    tokenized elsewhere (`readers`), is added or aborted between two steps. While there is work each step queues the
+    next one, behind such calls, and the event loop hears of its outputs: the model never waits for the event loop.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -114,6 +39,8 @@ class AsyncLLMEngine:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
         self._num_compiling = 0
+        self.readers = Readers(self.max_sequences)
+        """For all that makes text of tokens or tokens of text for a caller."""
         self._streams: dict[str, RequestStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stepping = False
@@ -155,26 +82,44 @@ class AsyncLLMEngine:
             interval_s: of the stream, in place of `stream_interval_s`; infinite where only finished outputs matter.
 
         Raises:
-            InvalidInputError: as `LLMEngine.add_request`.
-            QueueFullError: `max_num_waiting` requests or `max_waiting_prompt_tokens` tokens wait already, the wait
-                would be longer than `max_queue_s`, or too many grammars are being compiled.
+            InvalidInputError: as `LLMEngine.add_request`, and for more samples than `max_num_seqs` and
+                `max_num_waiting` have room for.
+            QueueFullError: so many sequences run and wait already, or `max_waiting_prompt_tokens` tokens wait, the
+                wait would be longer than `max_queue_s`, or too many grammars are being compiled.
             EngineDeadError: a step has failed; no request will be answered any more.
         """
-        request_id = request_id or f"gen_{ULID()}"
-        self._check_admission(request_id)
+        request_id, params = request_id or f"gen_{ULID()}", params or SamplingParams()
+        self._check_unused(request_id)
+        self.check([prompt], params)
         interval_s = self.engine.config.stream_interval_s if interval_s is None else interval_s
-        stream = RequestStream(self, request_id, 1 if params is None else params.n, interval_s)
+        stream = RequestStream(self, request_id, params.n, interval_s)
         self._streams[request_id] = stream
         try:
             constraint = await self._constraint(params)
+            request = await self.readers.run(lambda: self.engine.reader.read(prompt, params), len(prompt))
             await self._in_worker(
-                lambda: self._add(prompt, params, stream, priority=priority, tenant=tenant, constraint=constraint)
+                lambda: self._add(request, stream, priority=priority, tenant=tenant, constraint=constraint)
             )
             self.check_health()
         except BaseException:
             stream.close()
             raise
         return stream
+
+    def check(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Refuse what need not be read to be refused, all prompts together. Takes no time. Raises as `submit`."""
+        self.check_health()
+        num_sequences = len(prompts) * params.n
+        if num_sequences > self.max_sequences:
+            raise InvalidInputError(
+                f"{len(prompts)} prompts x n {params.n} are {num_sequences} answers; a request accepts "
+                f"{self.max_sequences} (max_num_seqs + max_num_waiting)",
+                field="n",
+                value=params.n,
+            )
+        for prompt in prompts:
+            self.engine.reader.check(prompt, params)
+        self._check_admission(num_sequences)
 
     async def between_steps(self, call: Callable[[], R]) -> R:
         """Run `call` where nothing else touches the engine; steps wait for it. Raises `EngineDeadError`."""
@@ -194,6 +139,7 @@ class AsyncLLMEngine:
         """Stop after the present step; callers still being served get `EngineDeadError`."""
         self._fail("the engine was shut down")
         self._compiling.shutdown(wait=False)
+        self.readers.close()
         if not self._halted:
             await asyncio.wrap_future(self._worker.submit(self._halt))
         await asyncio.to_thread(self._worker.shutdown)
@@ -244,18 +190,31 @@ class AsyncLLMEngine:
         """Why nobody is answered any more."""
         return EngineDeadError(self._failure or "the engine runs no more")
 
-    def _check_admission(self, request_id: str) -> None:
-        self.check_health()
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that run and wait at most."""
+        return self.engine.config.max_num_seqs + self.engine.config.max_num_waiting
+
+    @property
+    def _num_sequences(self) -> int:
+        """Sequences of all requests, those included that are still being read."""
+        return sum(stream.num_sequences for stream in self._streams.values())
+
+    def _check_unused(self, request_id: str) -> None:
         if request_id in self._streams:
             raise InvalidInputError(
                 f"request_id {request_id!r} is in use; give each running request its own",
                 field="request_id",
                 value=request_id,
             )
-        config = self.engine.config
-        max_num_waiting = config.max_num_waiting
-        if len(self._streams) >= config.max_num_seqs + max_num_waiting:
-            raise QueueFullError(f"queue full: {max_num_waiting} requests wait already; try again later")
+
+    def _check_admission(self, num_sequences: int) -> None:
+        config, taken = self.engine.config, self._num_sequences
+        if taken + num_sequences > self.max_sequences:
+            raise QueueFullError(
+                f"queue full: {taken} sequences run or wait already, {self.max_sequences} may, and the request has "
+                f"{num_sequences}; try again later"
+            )
         if config.max_queue_s is not None:
             wait = self._departures.expected_wait(self._num_in_line)
             if wait > config.max_queue_s:
@@ -265,9 +224,9 @@ class AsyncLLMEngine:
                 )
         self._check_waiting_tokens()
 
-    async def _constraint(self, params: SamplingParams | None) -> Constraint | None:
+    async def _constraint(self, params: SamplingParams) -> Constraint | None:
         """Compiled while the engine steps on. Raises as `GrammarCompiler.compile`."""
-        wanted = None if params is None else params.structured_outputs
+        wanted = params.structured_outputs
         if wanted is None:
             return None
         grammars = self.engine.grammars
@@ -284,25 +243,19 @@ class AsyncLLMEngine:
 
     @property
     def _num_in_line(self) -> int:
-        """Requests that would wait if one more came, that one included."""
+        """Sequences that would wait if one more came, that one included."""
         waiting = self.engine.num_requests_waiting
-        beyond = len(self._streams) + 1 - self.engine.config.max_num_seqs
+        beyond = self._num_sequences + 1 - self.engine.config.max_num_seqs
         return max(beyond, waiting + 1 if waiting else 0)
 
     def _add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        stream: RequestStream,
-        *,
-        priority: int,
-        tenant: str,
-        constraint: Constraint | None,
+        self, request: ReadRequest, stream: RequestStream, *, priority: int, tenant: str, constraint: Constraint | None
     ) -> None:
         """In the worker: requests of the same step have come in between."""
         self._check_waiting_tokens()
-        name = stream.request_id
-        self.engine.add_request(prompt, params, name, priority=priority, tenant=tenant, constraint=constraint)
+        self.engine.add_read_request(
+            request, stream.request_id, priority=priority, tenant=tenant, constraint=constraint
+        )
         # In line with `_deliver`: what still comes of an aborted request of the same id is not for this stream.
         assert self._loop is not None
         self._loop.call_soon_threadsafe(stream.open)

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from swiftkv_platform.early_exit import EarlyExit
+from swiftkv_platform.engine.limits import (
+    MAX_GRAMMAR_BYTES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_LOOKUP_TOKENS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_STREAM_INTERVAL_S,
+    MAX_TOP_K,
+    MIN_TEMPERATURE,
+)
 from swiftkv_platform.engine.structured_outputs import StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
-
-MAX_SEED = (1 << 63) - 1
-"""Largest seed a request or an engine accepts."""
-MAX_N = 64
-"""Most answers to one prompt."""
-MAX_LOOKUP_TOKENS = 64
-"""Most tokens drafted from the text at a time."""
-MAX_TOP_K = (1 << 31) - 1
-"""Largest `top_k`, more than any vocabulary has."""
-MAX_LOGPROBS = 100
-"""Most log-probabilities a token is given."""
-MAX_STREAM_INTERVAL_S = 10.0
-"""Longest time for which tokens are collected."""
-MAX_GRAMMAR_BYTES = 1 << 16
-"""Longest schema, expression or grammar that is safe to compile: see `engine/grammars.py`."""
 
 
 class EngineConfig(BaseModel):
@@ -62,13 +61,18 @@ class EngineConfig(BaseModel):
     """On a CPU in bfloat16: attention, norms, RoPE and SiLU by operators of the engine's own, compiled on first use.
     Without a C++ compiler, or on a processor without AVX-512, PyTorch's are used, as with false."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 64
-    """Requests that may wait for their turn in `AsyncLLMEngine`; one more is refused at once."""
+    """Sequences, each of a request's `n` samples being one, that may wait for their turn in `AsyncLLMEngine`; one more
+    is refused at once."""
     max_waiting_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Prompt tokens that may wait to be read in `AsyncLLMEngine`; while there are as many, requests are refused at
     once. None: no limit but `max_num_waiting`."""
     max_queue_s: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
     """Seconds that a request may have to wait for its turn in `AsyncLLMEngine`, judged by how often a place becomes
     free; one that would wait longer is refused at once. None: no limit but `max_num_waiting`."""
+    max_prompt_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes of a prompt's text, or of a conversation's messages together; a longer one is refused before it is
+    tokenized. None: `max_model_len` times the longest token of the vocabulary, at most 16 bytes
+    (`limits.MAX_BYTES_PER_TOKEN`)."""
     stream_interval_s: Annotated[float, Field(ge=0.0, le=MAX_STREAM_INTERVAL_S)] = 0.2
     """Seconds for which a stream of `AsyncLLMEngine` may collect tokens and hand them over together, the first and the
     last apart, which come at once; each handing over takes time from the engine. 0: every token by itself."""
@@ -95,7 +99,7 @@ class SamplingParams:
     max_tokens: int = 16
     """Most tokens to generate; the context may end the answer earlier."""
     temperature: float = 1.0
-    """0 takes the most probable token; above, logits are divided by it."""
+    """0 takes the most probable token, as does all below 1e-5; above, logits are divided by it."""
     top_p: float = 1.0
     """Samples among the fewest tokens whose probabilities sum to at least this; 1 keeps all."""
     top_k: int = 0
@@ -153,6 +157,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_numbers()
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if not isinstance(self.ignore_eos, bool):
             raise _refusal("ignore_eos", self.ignore_eos, "true or false")
         if self.ignore_eos and self.structured_outputs is not None:
@@ -178,7 +184,10 @@ class SamplingParams:
 
 
 def _checked_logit_bias(logit_bias: object) -> Mapping[int, float]:
-    if not isinstance(logit_bias, Mapping) or not all(
+    if not isinstance(logit_bias, Mapping):
+        raise _refusal("logit_bias", logit_bias, "finite numbers by token id")
+    _check_size("logit_bias", logit_bias, MAX_LOGIT_BIAS)
+    if not all(
         _is_int(token) and token >= 0 and _is_number(bias) and math.isfinite(bias) for token, bias in logit_bias.items()
     ):
         raise _refusal("logit_bias", logit_bias, "finite numbers by token id")
@@ -187,15 +196,32 @@ def _checked_logit_bias(logit_bias: object) -> Mapping[int, float]:
 
 def _checked_stop(stop: object) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(strings, (list, tuple)) or not all(isinstance(string, str) and string for string in strings):
+    if not isinstance(strings, (list, tuple)):
         raise _refusal("stop", stop, "a non-empty string or a list of them")
+    _check_size("stop", strings, MAX_STOPS)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise _refusal("stop", stop, "a non-empty string or a list of them")
+    longest = max(map(len, strings), default=0)
+    if longest > MAX_STOP_LENGTH:
+        message = f"stop has a string of {longest} characters; {MAX_STOP_LENGTH} are accepted"
+        raise InvalidInputError(message, field="stop", value=longest)
     return tuple(strings)
 
 
 def _checked_token_ids(token_ids: object) -> tuple[int, ...]:
-    if not isinstance(token_ids, (list, tuple)) or not all(_is_int(token) and token >= 0 for token in token_ids):
+    if not isinstance(token_ids, (list, tuple)):
+        raise _refusal("stop_token_ids", token_ids, "a list of token ids, whole numbers of at least 0")
+    _check_size("stop_token_ids", token_ids, MAX_STOP_TOKEN_IDS)
+    if not all(_is_int(token) and token >= 0 for token in token_ids):
         raise _refusal("stop_token_ids", token_ids, "a list of token ids, whole numbers of at least 0")
     return tuple(token_ids)
+
+
+def _check_size(field: str, value: Sized, at_most: int) -> None:
+    """Refuse what is too much by its number alone: a message that repeats it would be as long."""
+    if len(value) > at_most:
+        message = f"{field} has {len(value)} entries; a request accepts {at_most}"
+        raise InvalidInputError(message, field=field, value=len(value))
 
 
 def _check_int(field: str, value: object, at_least: int, at_most: int | None) -> None:

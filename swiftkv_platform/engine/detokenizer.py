@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
 """Of UTF-8, so that at most three bytes wait for a character's last one."""
+
+
+class StopString:
+    """A stop string, prepared so that a character costs the same however long it is (Knuth, Morris, Pratt). Immutable:
+    any number of answers may share it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._shorter = [0] * len(text)
+        """For each beginning of the string, by its length minus one, the longest shorter one that it ends with."""
+        size = 0
+        for at in range(1, len(text)):
+            size = self.advance(size, text[at])
+            self._shorter[at] = size
+
+    def advance(self, size: int, character: str) -> int:
+        """How much of the string's beginning a text ends with, after one more character; `size` before it, less than
+        the whole string."""
+        while size and self.text[size] != character:
+            size = self._shorter[size - 1]
+        return size + (self.text[size] == character)
 
 
 class IncrementalDetokenizer:
@@ -14,12 +35,22 @@ class IncrementalDetokenizer:
 
     A decoder looks at neighbours (it drops the first token's leading space, joins bytes to characters), so each token
     is decoded behind those that made the last complete text. `text` only ever grows; what might be the beginning of a
-    character or of a stop string is held back until that is known.
+    character or of a stop string is held back until that is known. A token costs the same wherever in the answer it is.
+
+    Args:
+        silent: token ids that `decode` leaves out, as it does special ones.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[StopString | str] = (),
+        silent: Set[int] = frozenset(),
+    ) -> None:
         self._decode = decode
-        self._stop = stop
+        self._stop = [StopString(one) if isinstance(one, str) else one for one in stop]
+        self._matched = [0] * len(self._stop)  # characters at the end of `_decoded` that begin each stop string
+        self._silent = silent
         self._window: list[int] = []  # context and the tokens after it
         self._context_size = 0  # tokens of the window that are context
         self._num_emitted = 0  # characters of the decoded window that are in `_decoded`
@@ -35,7 +66,7 @@ class IncrementalDetokenizer:
 
     def append(self, token_id: int) -> None:
         """Take the next token."""
-        if self.stopped:
+        if self.stopped or token_id in self._silent:
             return
         self._window.append(token_id)
         window_text = self._decode(self._window)
@@ -75,16 +106,13 @@ class IncrementalDetokenizer:
         """Add text and look for the first stop string; one may have begun in what was held back."""
         start = self._released
         self._decoded += addition
-        found = [at for at in (self._decoded.find(stop, start) for stop in self._stop) if at >= 0]
+        found = [at for at in (self._decoded.find(stop.text, start) for stop in self._stop) if at >= 0]
         if found:
             self.stopped = True
             self._decoded = self._decoded[: min(found)]
             self._released = len(self._decoded)
             return
-        self._released = len(self._decoded) - max((_overlap(self._decoded, stop) for stop in self._stop), default=0)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins, and does not end."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+        for number, stop in enumerate(self._stop):
+            for character in addition:
+                self._matched[number] = stop.advance(self._matched[number], character)
+        self._released = len(self._decoded) - max(self._matched, default=0)

@@ -20,7 +20,7 @@ from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import RequestOutput, StepResult
 from swiftkv_platform.engine.progress import progress_bar
 from swiftkv_platform.engine.ranks import Allocate, Leader, LeadingDecoder
-from swiftkv_platform.engine.requests import Prompt, RequestReader
+from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
@@ -59,7 +59,8 @@ class LLMEngine:
             leader.tell(Allocate(cache.num_blocks))
             decoder = LeadingDecoder(loaded.model.model, leader)
         self._runner = ModelRunner(loaded.model, cache, self._drafting, decoder)
-        self._reader = RequestReader(loaded, config, num_slots=cache.num_blocks * config.block_size)
+        self.reader = RequestReader(loaded, config, num_slots=cache.num_blocks * config.block_size)
+        """Checks and tokenizes requests; that may be done in any thread."""
         self.grammars = GrammarCompiler(loaded, config)
         """Compiles what constrains answers; may be used from any thread."""
         self._running: dict[str, list[Sequence]] = {}  # by request, its sequences that the scheduler has
@@ -108,23 +109,24 @@ class LLMEngine:
         """
         params = params or SamplingParams()
         request_id = request_id or f"gen_{ULID()}"
-        if request_id in self._running:
-            raise InvalidInputError(
-                f"request_id {request_id!r} is in use; give each running request its own",
-                field="request_id",
-                value=request_id,
-            )
+        self._check_unused(request_id)
+        request = self.reader.read(prompt, params)
         if constraint is None and params.structured_outputs is not None:
             constraint = self.grammars.compile(params.structured_outputs)
-        sequences = self._reader.read(
-            request_id, prompt, params, priority=priority, tenant=tenant, constraint=constraint
-        )
+        self.add_read_request(request, request_id, priority=priority, tenant=tenant, constraint=constraint)
+        return request_id
+
+    def add_read_request(
+        self, request: ReadRequest, request_id: str, *, priority: int, tenant: str, constraint: Constraint | None
+    ) -> None:
+        """Queue what `reader` has read; `constraint` is compiled. Raises `InvalidInputError` for an id in use."""
+        self._check_unused(request_id)
+        sequences = self.reader.sequences(request_id, request, priority=priority, tenant=tenant, constraint=constraint)
         first, *others = sequences
         self._running[request_id] = [first]
         if others:
             self._held[request_id] = others
         self._scheduler.add(first)
-        return request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one batch: outputs of the sequences that got a token or ended. Empty when no request is unfinished, and
@@ -210,6 +212,14 @@ class LLMEngine:
     def check(self) -> None:
         """Assert that every block of the KV cache is accounted for."""
         self._scheduler.check()
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._running:
+            raise InvalidInputError(
+                f"request_id {request_id!r} is in use; give each running request its own",
+                field="request_id",
+                value=request_id,
+            )
 
     def _postprocess(self, scheduled: list[ScheduledSequence], results: list[StepResult]) -> list[RequestOutput]:
         """Give sequences what the step found, and let go of those that are done."""

@@ -1,21 +1,37 @@
-"""Prompts and parameters to sequences; what cannot be answered is refused here, with the numbers. Knows no schedule."""
+"""Prompts and parameters to sequences; what cannot be answered is refused here, with the numbers. Knows no schedule.
+
+In three parts, so that a text of any length holds up no other request: `check` takes no time and tokenizes nothing,
+`read` takes as long as the text does, in any thread, and `sequences` belongs to the engine's own.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections import abc
+from dataclasses import dataclass
 from typing import Any
 
-from swiftkv_platform.engine.config import MAX_SEED, EngineConfig, SamplingParams
+from swiftkv_platform.engine.config import EngineConfig, SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
-from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
+from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString
+from swiftkv_platform.engine.limits import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
 
 Prompt = str | abc.Sequence[int]
 """Text, or token ids."""
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """A request that can be answered: its tokens, and what its parameters need prepared."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    stops: tuple[StopString, ...]
 
 
 class RequestReader:
@@ -30,26 +46,67 @@ class RequestReader:
         self._num_slots = num_slots
         self._random = random.Random(config.seed)  # noqa: S311  # sampling, not secrets
         self._arrivals = 0
+        bytes_per_token, self._silent = MAX_BYTES_PER_TOKEN, frozenset[int]()
+        if self._tokenizer is not None:
+            # The first call undoes truncation and padding in the tokenizer's file; later ones change nothing in it, so
+            # that several threads may make them.
+            self._tokenizer("")
+            bytes_per_token = min(max_bytes_per_token(self._tokenizer) or bytes_per_token, bytes_per_token)
+            self._silent = special_ids(self._tokenizer)
+        self.max_prompt_bytes = config.max_prompt_bytes or self._max_model_len * bytes_per_token
+        """Longest text that is tokenized."""
 
-    def read(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        tenant: str = "",
-        constraint: Constraint | None = None,
-    ) -> list[Sequence]:
-        """The sequences of a request; `constraint` is that of its first answer, the others get copies.
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Refuse what need not be read to be refused. Raises as `read`."""
+        self._check_params(params)
+        if isinstance(prompt, str):
+            self.check_text(prompt)
+        if not prompt:
+            raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
+        if not isinstance(prompt, str):
+            self._check_length(len(prompt))
+
+    def check_text(self, *texts: str, field: str = "prompt") -> None:
+        """Refuse texts that together are too long to be tokenized. Raises `InvalidInputError`."""
+        if self._tokenizer is None:
+            raise InvalidInputError(
+                f"{field} is text, but this model's directory has no tokenizer; give a list of token ids",
+                field=field,
+                value=f"{texts[0][:32]}..." if texts else None,
+            )
+        size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        if size > self.max_prompt_bytes:
+            raise InvalidInputError(
+                f"{field} has {size} bytes of text; {self.max_prompt_bytes} bytes are accepted for the context of "
+                f"{self._max_model_len} tokens (max_prompt_bytes)",
+                field=field,
+                value=size,
+            )
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
+        """Tokenize. Blocks for as long as the text takes; any thread may do so.
 
         Raises:
             InvalidInputError: an empty or too long prompt, a token id outside the vocabulary, parameters that this
                 model cannot serve, more tokens than the KV cache holds.
         """
+        self.check(prompt, params)
         token_ids = tuple(self._encode(prompt))
-        self._check_params(params)
         self._check_fits(len(token_ids), params)
+        self._check_logprobs(len(token_ids), params)
+        return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)))
+
+    def sequences(
+        self,
+        request_id: str,
+        request: ReadRequest,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        constraint: Constraint | None = None,
+    ) -> list[Sequence]:
+        """The sequences of a request; `constraint` is that of its first answer, the others get copies."""
+        params = request.params
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         self._arrivals += 1
@@ -57,12 +114,12 @@ class RequestReader:
         return [
             Sequence(
                 request_id,
-                token_ids,
+                request.token_ids,
                 params,
                 seed=_sample_seed(seed, index),
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
                 max_model_len=self._max_model_len,
-                detokenizer=self._new_detokenizer(params),
+                detokenizer=self._new_detokenizer(request.stops),
                 arrival=self._arrivals,
                 index=index,
                 priority=priority,
@@ -84,6 +141,16 @@ class RequestReader:
                 value=num_prompt_tokens,
             )
 
+    def _check_logprobs(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        wanted = 0 if params.prompt_logprobs is None else (params.prompt_logprobs + 1) * num_prompt_tokens
+        if wanted > MAX_PROMPT_LOGPROBS:
+            raise InvalidInputError(
+                f"prompt_logprobs is {params.prompt_logprobs}, for {num_prompt_tokens} tokens of the prompt; "
+                f"{MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} is accepted for so many",
+                field="prompt_logprobs",
+                value=params.prompt_logprobs,
+            )
+
     def _check_params(self, params: SamplingParams) -> None:
         mode = params.early_exit.mode
         if mode != "off" and not self._has_exit_head:
@@ -101,35 +168,30 @@ class RequestReader:
                 value=outside,
             )
 
-    def _new_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None and params.stop:
+            raise InvalidInputError(
+                "stop needs a tokenizer, which this model's directory lacks; give stop_token_ids",
+                field="stop",
+                value=list(params.stop),
+            )
+
+    def _new_detokenizer(self, stops: tuple[StopString, ...]) -> IncrementalDetokenizer | None:
         tokenizer = self._tokenizer
         if tokenizer is None:
-            if params.stop:
-                raise InvalidInputError(
-                    "stop needs a tokenizer, which this model's directory lacks; give stop_token_ids",
-                    field="stop",
-                    value=list(params.stop),
-                )
             return None
 
         def decode(token_ids: abc.Sequence[int]) -> str:
             text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             return text
 
-        return IncrementalDetokenizer(decode, params.stop)
+        return IncrementalDetokenizer(decode, stops, self._silent)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt the model can answer."""
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        if not prompt or not token_ids:
+        if not token_ids:
             raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
-        if len(token_ids) >= self._max_model_len:
-            raise InvalidInputError(
-                f"prompt has {len(token_ids)} tokens; the context of {self._max_model_len} tokens holds prompts of "
-                f"1..{self._max_model_len - 1} tokens, and their answer",
-                field="prompt",
-                value=len(token_ids),
-            )
+        self._check_length(len(token_ids))
         for token_id in token_ids:
             if not self._is_token_id(token_id):
                 raise InvalidInputError(
@@ -139,17 +201,21 @@ class RequestReader:
                 )
         return token_ids
 
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens >= self._max_model_len:
+            raise InvalidInputError(
+                f"prompt has {num_tokens} tokens; the context of {self._max_model_len} tokens holds prompts of "
+                f"1..{self._max_model_len - 1} tokens, and their answer",
+                field="prompt",
+                value=num_tokens,
+            )
+
     def _is_token_id(self, token_id: Any) -> bool:
         return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < self._vocab_size
 
     def _tokenize(self, text: str) -> list[int]:
-        if self._tokenizer is None:
-            raise InvalidInputError(
-                "prompt is text, but this model's directory has no tokenizer; give a list of token ids",
-                field="prompt",
-                value=f"{text[:32]}...",
-            )
-        token_ids: list[int] = self._tokenizer(text)["input_ids"]
+        assert self._tokenizer is not None, "checked before"
+        token_ids: list[int] = self._tokenizer(text, return_attention_mask=False)["input_ids"]
         return token_ids
 
 

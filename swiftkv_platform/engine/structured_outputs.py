@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Self
 
+from swiftkv_platform.engine.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
 from swiftkv_platform.errors import InvalidInputError
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """One constraint. Raises `InvalidInputError` unless exactly one is given, for text that is no Unicode, and for a
-    schema that is no JSON object."""
+    """One constraint. Raises `InvalidInputError` unless exactly one is given, for text that is no Unicode, for a schema
+    that is no JSON object, and for what is too long or too deep to be compiled (`engine/limits.py`)."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema that the answer validates against: its text, or the object."""
@@ -46,6 +47,7 @@ class StructuredOutputs:
         self._check_flags()
         if self.choice is not None:
             object.__setattr__(self, "choice", self._checked_choice(self.choice))
+        self._check_size(getattr(self, self.kind))
         self.text  # noqa: B018  # what is no text is refused here
 
     @classmethod
@@ -102,12 +104,39 @@ class StructuredOutputs:
                 raise InvalidInputError(f"{where} is {value!r}; it must be true or false", field=where, value=value)
 
     def _checked_choice(self, choice: Any) -> tuple[str, ...]:
+        if isinstance(choice, list | tuple) and len(choice) > MAX_CHOICES:
+            raise self._too_large(f"has {len(choice)} choices; {MAX_CHOICES} are accepted")
         strings = isinstance(choice, list | tuple) and all(isinstance(one, str) and one for one in choice)
         if not strings or not choice:
             raise InvalidInputError(
                 f"{self.name} must be a list of non-empty strings, of at least one", field=self.name, value=choice
             )
         return tuple(choice)
+
+    def _check_size(self, value: Any) -> None:
+        """Refuse before anything is made of the value: its text may be as long as the body of a request."""
+        if isinstance(value, str):
+            # A schema's text may be laid out with spaces, which are not compiled.
+            longest = MAX_GRAMMAR_BYTES * (4 if self.kind == "json" else 1)
+            if len(value) > longest:
+                raise self._too_large(f"has {len(value)} characters; {longest} are accepted")
+            value = _parsed(value) if self.kind == "json" else None
+        unvisited, size = [(value, 1)], 0
+        while unvisited:
+            one, depth = unvisited.pop()
+            if depth > MAX_SCHEMA_DEPTH:
+                raise self._too_large(f"is nested more than {MAX_SCHEMA_DEPTH} deep")
+            size += 1 + (len(one) if isinstance(one, str) else 0)
+            if isinstance(one, Mapping):
+                unvisited += [(inner, depth + 1) for inner in one.values()]
+                size += sum(len(key) + 1 for key in one if isinstance(key, str))
+            elif isinstance(one, list | tuple):
+                unvisited += [(inner, depth + 1) for inner in one]
+            if size + len(unvisited) > MAX_GRAMMAR_BYTES:
+                raise self._too_large(f"is longer than {MAX_GRAMMAR_BYTES} bytes")
+
+    def _too_large(self, why: str) -> InvalidInputError:
+        return InvalidInputError(f"{self.name} {why}", field=self.name)
 
     def _given(self) -> list[str]:
         return [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
@@ -126,6 +155,14 @@ class StructuredOutputs:
 
 
 _CONSTRAINTS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+def _parsed(text: str) -> Any:
+    """The JSON in a text; None where there is none, or none that Python can follow: `text` says what is wrong."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _schema_text(schema: Any) -> str:

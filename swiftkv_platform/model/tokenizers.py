@@ -1,11 +1,15 @@
-"""Whether the tokenizer beside a model fits its vocabulary. It knows ids, no text."""
+"""What a tokenizer can do to a text: the ids it makes, the bytes a token stands for. Knows no model but its size."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from swiftkv_platform.errors import ModelError
@@ -35,6 +39,70 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
             field="model.name_or_path",
             value=str(directory),
         )
+
+
+def max_bytes_per_token(tokenizer: Any) -> int | None:
+    """Most bytes of a text that one token stands for, so that a longer text has more tokens than a context holds.
+
+    None where it may stand for any number: where a normalizer or a pre-tokenizer takes text away, an unknown word is
+    one token however long it is, or a special token takes the spaces around it. Also where that is not known.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    backend = tokenizer.backend_tokenizer
+    vocabulary, added = backend.get_vocab(with_added_tokens=False), backend.get_added_tokens_decoder().values()
+    normalizers, pre_tokenizers = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
+    shrinks = [_SHRINKS.get(step["type"]) if not _is_deleting(step) else None for step in normalizers]
+    kept = all(step["type"] in _KEEPING and not _is_deleting(step) for step in pre_tokenizers)
+    if None in shrinks or not kept or any(token.lstrip or token.rstrip for token in added):
+        return None
+    if any(step["type"] == "ByteLevel" for step in [*normalizers, *pre_tokenizers]):
+        whole = set(ByteLevel.alphabet()) <= vocabulary.keys()
+        longest = max(map(len, vocabulary))  # a character for each byte
+    else:
+        whole = getattr(backend.model, "byte_fallback", False) and {f"<0x{byte:02X}>" for byte in range(256)} <= set(
+            vocabulary
+        )
+        longest = max(len(token.encode()) for token in vocabulary)
+    if not whole or not isinstance(backend.model, BPE):
+        return None
+    longest = max([longest, *(len(token.content.encode()) for token in added)])
+    return longest * math.prod(shrink for shrink in shrinks if shrink is not None)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Token ids that `decode` leaves out with `skip_special_tokens`."""
+    if not getattr(tokenizer, "is_fast", False):
+        return frozenset(tokenizer.all_special_ids)
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+_SHRINKS = {"NFC": 3, "NFD": 3, "Prepend": 1, "Replace": 1, "ByteLevel": 1}
+"""Normalizers that keep text, by how many bytes may become one: three Hangul letters of nine bytes are one of three."""
+_KEEPING = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
+"""Pre-tokenizers that keep text."""
+
+
+def _is_deleting(step: dict[str, Any]) -> bool:
+    """Whether a step takes text away, as its options say."""
+    if step["type"] == "Replace":
+        pattern = step["pattern"].get("String")
+        return pattern is None or len(step["content"].encode()) < len(pattern.encode())
+    return step.get("behavior") == "Removed"
+
+
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer, one after another; nothing for None."""
+    unvisited = [] if component is None else [json.loads(component.__getstate__())]
+    found = []
+    while unvisited:
+        step = unvisited.pop(0)
+        inner = step.get("normalizers") or step.get("pretokenizers")
+        unvisited += inner or []
+        if inner is None:
+            found.append(step)
+    return found
 
 
 def _highest_id(directory: Path) -> int:

@@ -33,6 +33,12 @@ def test_a_key_opens_what_it_was_made_for(path: Path) -> None:
         key.require(Scope.DEPLOY)
 
 
+def test_a_key_goes_before_others_only_as_far_as_it_may(path: Path) -> None:
+    create_key(path, name="ann", tenant="acme", scopes=READ)
+    create_key(path, name="bob", tenant="acme", scopes=READ, max_priority=-5)
+    assert [key.max_priority for key in KeyRing(path).read()] == [0, -5]
+
+
 def test_admin_opens_everything(path: Path) -> None:
     token = create_key(path, name="root", tenant="acme", scopes=frozenset({Scope.ADMIN}))
     key = KeyRing(path).authenticate(f"bearer  {token}")

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, Prompt, RequestOutput, SamplingParams
-from swiftkv_platform.engine.async_engine import RequestStream
+from swiftkv_platform.engine.streams import RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -138,7 +138,7 @@ async def test_the_event_loop_stays_free_while_the_model_runs(
 async def test_one_request_too_many_is_refused_at_once(engine: AsyncLLMEngine) -> None:
     tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(6)]
     await asyncio.sleep(0)
-    with pytest.raises(QueueFullError, match="queue full: 2 requests wait"):
+    with pytest.raises(QueueFullError, match="queue full: 6 sequences run or wait already, 6 may"):
         await answer(engine, [9])
     assert all(output.finish_reason == "length" for output in await asyncio.gather(*tasks))
     assert (await answer(engine, [9])).finished

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from swiftkv_platform.engine import EngineConfig, SamplingParams
+from swiftkv_platform.engine.limits import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_TOKEN_IDS, MAX_STOPS
 from swiftkv_platform.errors import InvalidInputError
 
 
@@ -51,6 +52,25 @@ def test_sampling_params_name_what_they_refuse(field: str, value: Any) -> None:
     assert caught.value.field == field
     assert caught.value.value is value
     assert f"{field} is {value!r}; it must be " in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "has", "accepts"),
+    [
+        ("stop", ["x"] * (MAX_STOPS + 1), f"{MAX_STOPS + 1} entries", MAX_STOPS),
+        ("stop", "x" * (MAX_STOP_LENGTH + 1), f"{MAX_STOP_LENGTH + 1} characters", MAX_STOP_LENGTH),
+        ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1), f"{MAX_STOP_TOKEN_IDS + 1} entries", MAX_STOP_TOKEN_IDS),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0), f"{MAX_LOGIT_BIAS + 1} entries", MAX_LOGIT_BIAS),
+    ],
+    ids=["stops", "stop length", "stop token ids", "logit bias"],
+)
+def test_what_is_too_much_is_refused_by_its_number(field: str, value: Any, has: str, accepts: int) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+    assert has in caught.value.message
+    assert str(accepts) in caught.value.message
+    assert len(caught.value.message) < 200
 
 
 def test_stop_may_be_one_string_or_a_list() -> None:

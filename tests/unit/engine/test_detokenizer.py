@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -104,3 +105,48 @@ def test_byte_fallback_keeps_what_it_has_shown() -> None:
         detokenizer.append(token_id)
         shown.append(detokenizer.text)
     assert shown == ["", "", "€", "€", "€", "€€", "€€", "€€é"]
+
+
+def test_tokens_without_text_do_not_make_each_one_dearer() -> None:
+    """A caller may force special tokens, which decode to nothing, as long as the context allows."""
+    sizes = []
+
+    def decode(token_ids: Sequence[int]) -> str:
+        sizes.append(len(token_ids))
+        return decode_bytes([token for token in token_ids if token < 256])
+
+    detokenizer = IncrementalDetokenizer(decode, silent=frozenset({256}))
+    for token_id in [*b"ab", *[256] * 5000, *b"c"]:
+        detokenizer.append(token_id)
+    detokenizer.finish()
+    assert detokenizer.text == "abc"
+    assert max(sizes) <= 8
+
+
+def test_a_stop_string_costs_the_same_a_token_however_long_it_is() -> None:
+    """Held-back text that begins the stop string again and again is compared once a character."""
+
+    def seconds(length: int) -> float:
+        detokenizer = IncrementalDetokenizer(decode_bytes, ("a" * length + "b",))
+        for token_id in b"a" * 2000:
+            detokenizer.append(token_id)
+        start = time.perf_counter()
+        for token_id in (b"a" * 50 + b"c") * 10:
+            detokenizer.append(token_id)
+        return time.perf_counter() - start
+
+    assert min(seconds(1000) for _ in range(5)) < 10 * min(seconds(10) for _ in range(5))
+
+
+@given(
+    st.text(alphabet="ab", max_size=60), st.lists(st.text(alphabet="ab", min_size=1, max_size=8), max_size=3).map(tuple)
+)
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(text: str, stop: tuple[str, ...]) -> None:
+    for at, shown in enumerate(texts_shown(text.encode(), stop)[:-1], start=1):
+        so_far = text[:at]
+        if any(string in so_far for string in stop):
+            break
+        held = max(
+            (size for string in stop for size in range(len(string)) if so_far.endswith(string[:size])), default=0
+        )
+        assert shown == so_far[: at - held]

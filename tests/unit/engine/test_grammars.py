@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, SamplingParams, StructuredOutputs
-from swiftkv_platform.engine.config import MAX_GRAMMAR_BYTES
 from swiftkv_platform.engine.constraint import Constraint
+from swiftkv_platform.engine.limits import MAX_GRAMMAR_BYTES
 from swiftkv_platform.errors import InvalidInputError
 from tests.fakes.tokenizers import EOS, byte_tokenizer
 

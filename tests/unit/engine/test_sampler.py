@@ -28,6 +28,14 @@ def test_greedy_takes_the_largest() -> None:
     assert draws(3, temperature=0.0) == [1, 1, 1]
 
 
+@pytest.mark.parametrize("temperature", [1e-39, 1e-45, 5e-324, 9e-6])
+def test_a_temperature_that_no_float32_divides_by_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([1.0, 3.0, 2.9999, -1.0])
+    assert draws(20, logits=logits, temperature=temperature) == [1] * 20
+    assert draws(20, logits=logits - 5.0, temperature=temperature, top_p=0.5) == [1] * 20
+    assert SamplingParams(temperature=temperature).temperature == 0.0
+
+
 def test_the_same_seed_draws_the_same_tokens() -> None:
     assert draws(50, seed=1) == draws(50, seed=1)
     assert draws(50, seed=1) != draws(50, seed=2)

@@ -12,6 +12,7 @@ from serve.prefix_router import PrefixRouter
 from serve.prefixes import (
     BLOCK_BYTES,
     MAX_BLOCKS,
+    MAX_SESSION_LENGTH,
     SESSION_HEADER,
     PrefixHeader,
     PrefixIndex,
@@ -150,3 +151,23 @@ async def test_skew_starves_nobody(header: str) -> None:
 def test_the_header_carries_what_it_was_given() -> None:
     assert from_header(in_header(["a", "b"])) == ["a", "b"]
     assert from_header("") == []
+
+
+async def test_a_callers_long_header_leaves_the_index_as_it_is() -> None:
+    """The proxy hands a caller's own header on; each of its parts would push another prefix out."""
+    router = Router({"one": 0, "two": 0})
+    chosen = await router.route("a.b")
+    for number in range(3):
+        flood = ".".join(f"{number:x}{part:x}" for part in range(200_000))
+        await router.route(flood)
+        await router.route("z" * 100_000)
+    router.queues = {name: int(name == chosen) for name in router.queues}
+    assert await router.route("a.b") == chosen, "it has one request more than the other, and the prefix"
+
+
+def test_a_callers_session_is_one_print_and_what_is_too_long_is_none() -> None:
+    assert from_header("user-7f3.session 9") == ["user-7f3.session 9"]
+    assert from_header("x" * MAX_SESSION_LENGTH) == ["x" * MAX_SESSION_LENGTH]
+    assert from_header("x" * (MAX_SESSION_LENGTH + 1)) == []
+    assert len(from_header(in_header(["0123456789ab"] * MAX_BLOCKS))) == MAX_BLOCKS
+    assert from_header(in_header(["0123456789ab"] * (MAX_BLOCKS + 1))) == []

@@ -1,0 +1,146 @@
+"""Bodies of requests: how large they may be for the model that is served, and where their JSON is parsed.
+
+Parsing holds Python's lock, in whatever thread it is done. So the number of values is bounded before anything is
+parsed, by a count that lets other threads in, and large bodies have one thread for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve.problems import too_large
+from swiftkv_platform.asgi import BodyLimit
+
+if TYPE_CHECKING:
+    from serve.current import Current, Version
+
+MAX_BODY_BYTES = 16 << 20
+"""No body may be larger, unless a deployment says so; one that is gets 413."""
+BASE_BODY_BYTES = 1 << 20
+"""Room for what is not a prompt: stop strings, schemas, names, spaces."""
+NUM_LONGEST_PROMPTS = 8
+"""Prompts of the longest text for which there is room in one body; there may be more that are shorter."""
+ESCAPED_BYTES = 6
+"""Most bytes that JSON takes for one byte of text."""
+LARGE_BODY_BYTES = 1 << 16
+"""A larger body is not parsed on the event loop: its values are counted, and parsed in a thread."""
+BASE_VALUES = 1 << 16
+"""Numbers, strings, lists and objects that a large body may have beside the token ids of its prompts."""
+MAX_PROMPT_VALUES = 1 << 18
+"""Token ids of one body, or those of one prompt where the context has more."""
+MAX_STRINGS = 1 << 15
+"""Strings of a large body, keys included."""
+
+_VALUES = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[,\[{]', re.DOTALL)
+"""Strings, and what stands before a value that may be something else. A string without an end takes all that follows,
+so that no byte is looked at twice."""
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """What a body may have."""
+
+    max_bytes: int = MAX_BODY_BYTES
+    max_values: int = BASE_VALUES + MAX_PROMPT_VALUES
+
+    @classmethod
+    def of(cls, current: Current, max_bytes: int | None) -> BodyLimits:
+        """Those of the models in service; `max_bytes` in place of what follows from their contexts."""
+        if current.is_empty:
+            return cls(max_bytes or MAX_BODY_BYTES)
+        versions = [one for one in (current.version, current.version.candidate) if one is not None]
+        return cls(max_bytes or max(map(_max_bytes, versions)), max(map(_max_values, versions)))
+
+
+class Bodies:
+    """What the bodies of an application may have, and the thread that parses large ones.
+
+    Args:
+        max_bytes: of the deployment; None: what the context of the served model needs, at most `MAX_BODY_BYTES`.
+    """
+
+    def __init__(self, current: Current, max_bytes: int | None = None) -> None:
+        self._current = current
+        self._max_bytes = max_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+
+    @property
+    def limits(self) -> BodyLimits:
+        """Of what is served now."""
+        return BodyLimits.of(self._current, self._max_bytes)
+
+    async def parse(self, body: bytes) -> Any:
+        """The JSON of a body. Raises `ValueError` where it is none, and `HTTPException` for too many values."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return json.loads(body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _parsed, body, self.limits.max_values)
+
+
+class LimitedBodies:
+    """Middleware that refuses bodies by their size, announced or not."""
+
+    def __init__(self, app: ASGIApp, bodies: Bodies) -> None:
+        self._app = app
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = BodyLimit(self._app, max_bytes=self._bodies.limits.max_bytes, refuse=too_large)
+        await limit(scope, receive, send)
+
+
+class BodyRoute(APIRoute):
+    """A route whose body is parsed by the application's `Bodies`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's own, on a request that parses its body so."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_ParsedAside(request.scope, request.receive))
+
+        return handle
+
+
+class _ParsedAside(Request):
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            bodies: Bodies = self.app.state.bodies
+            self._json = await bodies.parse(await self.body())
+        return self._json
+
+
+def _max_bytes(version: Version) -> int:
+    text = version.engine.engine.reader.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
+    return min(BASE_BODY_BYTES + text, MAX_BODY_BYTES)
+
+
+def _max_values(version: Version) -> int:
+    engine = version.engine
+    of_all = min(engine.engine.max_model_len * engine.max_sequences, MAX_PROMPT_VALUES)
+    return BASE_VALUES + max(engine.engine.max_model_len, of_all)
+
+
+def _parsed(body: bytes, max_values: int) -> Any:
+    """Raises `ValueError`, and `HTTPException` for more values than there may be."""
+    at_most = sum(map(body.count, (b",", b"[", b"{"))) + 1
+    if at_most > max_values or body.count(b'"') > 2 * MAX_STRINGS:  # which may all be characters of one text
+        num_strings = num_others = 0
+        for match in _VALUES.finditer(body):
+            is_string = body[match.start()] == ord('"')
+            num_strings, num_others = num_strings + is_string, num_others + (not is_string)
+            if num_strings > MAX_STRINGS or num_others >= max_values:
+                raise HTTPException(
+                    413, f"the body has more than {max_values} values or {MAX_STRINGS} strings, which is the limit"
+                )
+    return json.loads(body)

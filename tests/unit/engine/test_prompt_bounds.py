@@ -1,0 +1,110 @@
+"""How many bytes of text a token can stand for: what is longer than that times the context never fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv_platform.engine import EngineConfig, LLMEngine
+from swiftkv_platform.engine.limits import MAX_BYTES_PER_TOKEN
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.tokenizers import max_bytes_per_token
+from tests.fakes.tokenizers import byte_tokenizer
+
+WORDS = ["the cat  sat", "the hat   and the cat", "å ǻ 각 €"]
+
+
+def byte_level(normalizer: Any = None, *added: AddedToken) -> Any:
+    """Byte-level BPE with some merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(WORDS * 4, trainer)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(list(added))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def sentencepiece() -> Any:
+    """BPE on characters, with bytes where it has none, as Llama 2's."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "t": 257, "h": 258, "th": 259, "▁th": 260}
+    merges = [("t", "h"), ("▁", "th")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [byte_tokenizer, byte_level, lambda: byte_level(normalizers.NFC(), AddedToken("<|end|>")), sentencepiece],
+    ids=["bytes", "byte level", "NFC", "SentencePiece"],
+)
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60) | st.text(alphabet="the ca\u1100\u1161\u11a8\u0301\u030aA\u212b", max_size=60))
+def test_no_text_has_fewer_tokens_than_its_bytes_allow(make: Callable[[], Any], text: str) -> None:
+    tokenizer = _made(make)
+    bound = max_bytes_per_token(tokenizer)
+    assert bound is not None
+    assert len(text.encode()) <= bound * len(tokenizer(text)["input_ids"])
+
+
+@cache
+def _made(make: Callable[[], Any]) -> Any:
+    """Trained once for all examples."""
+    return make()
+
+
+def word_level() -> Any:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        word_level,
+        lambda: byte_level(normalizers.Strip()),
+        lambda: byte_level(normalizers.NFKC()),
+        lambda: byte_level(normalizers.Replace("  ", " ")),
+        lambda: byte_level(None, AddedToken("<|mask|>", lstrip=True)),
+    ],
+    ids=["unknown words", "strips", "NFKC", "merges spaces", "a token that takes spaces"],
+)
+def test_nothing_is_claimed_where_a_token_may_stand_for_any_text(make: Callable[[], Any]) -> None:
+    assert max_bytes_per_token(make()) is None
+
+
+def test_the_bound_follows_the_vocabulary_unless_it_is_given(dense_dir: Any) -> None:
+    def largest(**options: Any) -> int:
+        return LLMEngine.from_pretrained(dense_dir, EngineConfig(**options)).reader.max_prompt_bytes
+
+    assert largest() == 64 * len("</s>")
+    assert largest(max_model_len=32) == 32 * len("</s>")
+    assert largest(max_prompt_bytes=10) == 10
+    engine = LLMEngine.from_pretrained(dense_dir, EngineConfig(max_prompt_bytes=10))
+    with pytest.raises(InvalidInputError, match="prompt has 12 bytes of text; 10 bytes are accepted"):
+        engine.add_request("é" * 6)
+    assert MAX_BYTES_PER_TOKEN > 8, "text that is written has three to five"
+
+
+def test_threads_may_share_a_tokenizer(dense_dir: Any) -> None:
+    """Changing its settings while another thread uses it would raise "Already borrowed"."""
+    reader = LLMEngine.from_pretrained(dense_dir).reader
+    tokenizer: Any = reader._tokenizer
+    text = "the cat sat " * 500
+    expected = tokenizer(text)["input_ids"]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: tokenizer(text)["input_ids"], range(200)))
+    assert all(one == expected for one in found)

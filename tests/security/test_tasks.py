@@ -1,0 +1,88 @@
+"""A tenant's tasks are names of the harness's own index or built-in ones: no file of its own is opened or rendered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.distillation.harness import run_tasks
+from swiftkv_platform.distillation.harness_tasks import resolve_tasks
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.model import convert
+from swiftkv_platform.orchestration.access import SourceRules
+from swiftkv_platform.specs import JobSpec
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.security.hostile_sources import Stage, ssti, write_task
+
+TENANT = "acme"
+
+
+@pytest.fixture
+def stage(tmp_path: Path, tiny_teacher: Path) -> Stage:
+    return Stage.build(tmp_path, "http://127.0.0.1:1", tiny_teacher)
+
+
+def job(task: str | dict[str, Any]) -> JobSpec:
+    return JobSpec.model_validate({"name": "t", "evaluation": {"tasks": [task]}})
+
+
+def accept(stage: Stage, spec: JobSpec) -> None:
+    SourceRules((str(stage.root),)).check(spec, TENANT)
+
+
+def answer(stage: Stage, spec: JobSpec) -> None:
+    """What a worker does with the tasks of a spec, whoever accepted it."""
+    student = convert(stage.teacher, num_key_value_layers=3)
+    run_tasks(student, byte_tokenizer(), resolve_tasks(spec.evaluation.tasks), batch_size=1, limit=1)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "config.json", "task", "task.YAML", "task.yaml"])
+@pytest.mark.parametrize("where", ["absolute", "relative", "home"])
+def test_a_file_of_the_job_is_no_task(stage: Stage, monkeypatch: pytest.MonkeyPatch, name: str, where: str) -> None:
+    file = write_task(stage.root / name, stage)
+    monkeypatch.chdir(stage.root)
+    monkeypatch.setenv("HOME", str(stage.root))
+    named = {"absolute": str(file), "relative": f"./{name}", "home": f"~/{name}"}[where]
+    with pytest.raises(InvalidInputError) as caught:
+        accept(stage, job(named))
+    assert caught.value.field == "evaluation.tasks[0]"
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "../task", "task\\x", "s3://bucket/acme/task", "*", " gsm8k", "-n"])
+def test_only_plain_names_are_accepted(stage: Stage, name: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        accept(stage, job(name))
+    assert caught.value.field == "evaluation.tasks[0]"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "mmlu_llama", "egymmlu_arabic_language_(general)", "paper"])
+def test_names_of_the_harness_are_accepted(stage: Stage, name: str) -> None:
+    accept(stage, job({"name": name, "num_fewshot": 0}))
+
+
+@pytest.mark.parametrize("name", ["innocent", "teacher"])
+def test_a_worker_opens_no_file_that_is_called_like_a_task(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_task(stage.root / name, stage)
+    monkeypatch.chdir(stage.root)
+    accept(stage, job(name))  # the name alone is plain
+    with pytest.raises(SwiftKVError) as caught:
+        answer(stage, job(name))
+    assert not stage.marker.exists(), "its code has run"
+    assert "no task of that name" in caught.value.message
+    assert caught.value.field == "evaluation.tasks"
+
+
+def test_templates_of_the_harness_are_rendered_in_a_sandbox(stage: Stage) -> None:
+    """Of a task's own file, where the operator lets such run."""
+    file = write_task(stage.root / "task.yaml", stage)
+    text = "".join(line for line in file.read_text().splitlines(keepends=True) if "!function" not in line)
+    file.write_text(text)
+    assert ssti(stage.marker) in text
+    with pytest.raises(SwiftKVError) as caught:
+        answer(stage, job(str(file)))
+    assert not stage.marker.exists(), "its template has run a command"
+    assert "unsafe" in caught.value.message

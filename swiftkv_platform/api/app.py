@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from swiftkv_platform.api import error_handlers
-from swiftkv_platform.api.dependencies import Components, build_components, prices, webhook_rules
+from swiftkv_platform.api.dependencies import Components, build_components, prices, source_rules, webhook_rules
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
@@ -101,6 +101,7 @@ def _loops(settings: Settings, parts: Components, leaderships: Mapping[str, Lead
         entrypoint=parts.entrypoint,
         max_running_jobs=settings.max_running_jobs,
         policies=parts.policies,
+        rules=source_rules(settings),
         prices=prices(settings),
         interval_s=settings.reconcile_interval_s,
     )

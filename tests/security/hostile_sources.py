@@ -361,7 +361,7 @@ def write_task(path: Path, stage: Stage) -> Path:
         f"dataset_kwargs: {{data_files: {{test: {json.dumps(str(data))}}}}}\n"
         "test_split: test\n"
         "output_type: generate_until\n"
-        f"doc_to_text: {json.dumps("Q: " + ssti(stage.marker))}\n"
+        f"doc_to_text: {json.dumps('Q: ' + ssti(stage.marker))}\n"
         "doc_to_target: '{{answer}}'\n"
         "process_docs: !function evil_task.run\n"
         "generation_kwargs: {max_gen_toks: 4, until: [x]}\n"

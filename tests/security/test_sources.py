@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.api.dependencies import worker_environment
 from swiftkv_platform.distillation.data_sources import read_source
 from swiftkv_platform.errors import SwiftKVError
-from swiftkv_platform.orchestration.access import SourceRules
-from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs import DataSourceSpec, JobSpec
 from tests.security.hostile_sources import (
     CANARY,
@@ -38,19 +36,20 @@ def listener() -> Iterator[Listener]:
 
 @pytest.fixture
 def stage(tmp_path: Path, listener: Listener, tiny_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    settings = Settings(source_roots=(str(tmp_path / TENANT),), _env_file=None)
-    for name, value in worker_environment(settings).items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     return Stage.build(tmp_path, listener.url, tiny_teacher)
+
+
+def access(stage: Stage) -> Access:
+    return SourceRules((str(stage.root),)).access(TENANT)
 
 
 def read_rows(stage: Stage, name: Path | str, **options: Any) -> str:
     """Everything that a job of the tenant reads of a source, once its spec is accepted."""
     source = DataSourceSpec(name_or_path=str(name), **options)
     spec = JobSpec.model_validate({"name": "t", "data": {"sources": [source]}})
-    SourceRules((str(stage.root),)).check(spec, TENANT)
-    tables = read_source(source, path="data.sources[0]", remote=None)
+    access(stage).check(spec)
+    tables = read_source(source, path="data.sources[0]", remote=None, access=access(stage))
     return "".join(str(row) for table in tables for _, row in table.rows(None))
 
 
@@ -60,8 +59,8 @@ def read_model(stage: Stage, name: Path | str, workspace: Path) -> str:
     from jobs.sources import teacher_path
 
     spec = JobSpec.model_validate({"name": "t", "model": {"name_or_path": str(name), "dtype": "float32"}})
-    SourceRules((str(stage.root),)).check(spec, TENANT)
-    path = teacher_path(spec.model.name_or_path, workspace)
+    access(stage).check(spec)
+    path = teacher_path(spec.model, workspace, access=access(stage))
     load_student(spec, path)
     load_tokenizer(spec, path).save_pretrained(workspace / "kept")
     return "".join(file.read_text(errors="replace") for file in sorted((workspace / "kept").iterdir()))

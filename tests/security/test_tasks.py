@@ -11,7 +11,7 @@ from swiftkv_platform.distillation.harness import run_tasks
 from swiftkv_platform.distillation.harness_tasks import resolve_tasks
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.model import convert
-from swiftkv_platform.orchestration.access import SourceRules
+from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.security.hostile_sources import Stage, ssti, write_task
@@ -29,7 +29,7 @@ def job(task: str | dict[str, Any]) -> JobSpec:
 
 
 def accept(stage: Stage, spec: JobSpec) -> None:
-    SourceRules((str(stage.root),)).check(spec, TENANT)
+    SourceRules((str(stage.root),)).access(TENANT).check(spec)
 
 
 def answer(stage: Stage, spec: JobSpec) -> None:

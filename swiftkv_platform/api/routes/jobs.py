@@ -16,10 +16,10 @@ from swiftkv_platform.api.dependencies import (
     Writer,
     prices,
     read_object,
+    source_rules,
     webhook_rules,
 )
 from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
-from swiftkv_platform.orchestration.access import SourceRules
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
 from swiftkv_platform.orchestration.service import JobService
@@ -31,12 +31,11 @@ _METADATA = "metadata."
 
 
 def _service(parts: Parts, settings: TheSettings) -> JobService:
-    rules = SourceRules(settings.resolved_source_roots)
     return JobService(
         parts.jobs,
         clock=parts.clock,
         read_object=read_object,
-        rules=rules,
+        rules=source_rules(settings),
         policies=parts.policies,
         webhooks=webhook_rules(settings),
         prices=prices(settings),

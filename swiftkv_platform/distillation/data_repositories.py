@@ -177,7 +177,11 @@ def _table(name: str, dataset: Any, path: str) -> Table:
 def _without_media(dataset: Any) -> Any:
     """Columns of text. To decode a picture or a sound, `datasets` opens the path, or the URL, in its cell."""
     media = [name for name, feature in (dataset.features or {}).items() if _is_media(feature)]
-    return dataset.remove_columns(media) if media else dataset
+    if not media:
+        return dataset
+    # A streamed data set decodes a row before it drops columns of it.
+    undecoded = dataset.decode(False) if hasattr(dataset, "decode") else dataset
+    return undecoded.remove_columns(media)
 
 
 def _is_media(feature: Any) -> bool:

@@ -60,7 +60,8 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
         case S3Source(name):
             if remote is None:
                 raise InvalidInputError(
-                    f"{field} is {name!r}, but this process has no object store to fetch it from; a local path would do",
+                    f"{field} is {name!r}, but this process has no object store to fetch it from; a local path would "
+                    "do",
                     field=field,
                     value=name,
                 )

@@ -1,9 +1,9 @@
 """Tasks of lm-evaluation-harness: what a spec's names mean, files and those of this package included. Runs none.
 
 Trusted as code are the harness's own task files, which ship with it, and those of this package. A name is looked up in
-the harness's index alone: the harness itself would go on to open a file of that name. Files of a job's own are for jobs
-whose sources have no rules; their templates are rendered in a sandbox like all others, but `!function` in them runs what
-it names.
+the harness's index alone: the harness itself would go on to open a file of that name. Files of a job's own are for
+jobs whose sources have no rules; their templates are rendered in a sandbox like all others, but `!function` in them
+runs what it names.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class TenantPolicy(_Record):
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """What one job may cost before it is paused, whatever its spec says."""
     hub_organizations: tuple[str, ...] | None = None
-    """Organisations of the hub whose models and data its specs may name, since the platform reads the hub with one token
-    for all; repositories without an organisation by their name."""
+    """Organisations of the hub whose models and data its specs may name; repositories without an organisation by their
+    name. The platform reads the hub with one token for all."""
     webhook: WebhookSpec | None = None
     """Told of all its jobs' changes of status, beside what each job names."""
 

@@ -52,14 +52,13 @@ def check_saved(directory: Path, field: str) -> None:
     """Refuse a data set saved by `datasets` whose state names files of other directories. Raises `DataError`."""
     states = [directory]
     if (splits := directory / "dataset_dict.json").is_file():
-        names = _json(splits, field).get("splits")
-        for name in _plain_names(names, splits, field):
-            states.append(directory / name)
+        names = _plain_names(_json(splits, field).get("splits"), splits, field)
+        states += [directory / name for name in names]
     for state in (path / "state.json" for path in states):
         if state.is_file():
             files = _json(state, field).get("_data_files")
             named = [file.get("filename") for file in files if isinstance(file, Mapping)] if files else []
-            list(_plain_names(named, state, field))
+            _plain_names(named, state, field)
 
 
 def _metadata(path: Path) -> Any:
@@ -93,11 +92,13 @@ def _json(path: Path, field: str) -> Mapping[str, Any]:
     return document
 
 
-def _plain_names(names: Any, path: Path, field: str) -> Iterator[str]:
-    for name in names if isinstance(names, list) else []:
+def _plain_names(names: Any, path: Path, field: str) -> list[str]:
+    """`names` themselves. Raises `DataError` for one with a directory in it."""
+    found = names if isinstance(names, list) else []
+    for name in found:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "::" in name:
             raise _unusable(path, field, f"names {str(name)[:200]!r}; files beside it would do")
-        yield name
+    return found
 
 
 def _unusable(path: Path, field: str, why: str) -> DataError:

@@ -1,9 +1,9 @@
 """Whether a model's directory names code, or files of another place. Reads its JSON files, no weights.
 
-`transformers` follows what such files name: an adapter's base model, a tokenizer's `vocab_file`, a repository of kernels
-in the place of an attention implementation, shards of an index. Where sources have rules a model is what lies in its own
-directory, and its code is that of this package and of `transformers`: `auto_map` is never followed, nor is a pickle
-read (`model.checkpoint` takes safetensors alone).
+`transformers` follows what such files name: an adapter's base model, a tokenizer's `vocab_file`, a repository of
+kernels in the place of an attention implementation, shards of an index. Where sources have rules a model is what lies
+in its own directory, and its code is that of this package and of `transformers`: `auto_map` is never followed, nor is a
+pickle read (`model.checkpoint` takes safetensors alone).
 """
 
 from __future__ import annotations

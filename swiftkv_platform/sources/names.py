@@ -113,8 +113,8 @@ def check_name(name: str, field: str) -> None:
 
 
 def refuse_shadowed(name: str, field: str) -> None:
-    """Raises `InvalidInputError` if this machine has something at the hub id `name`: `transformers` and `datasets` would
-    take it for the path."""
+    """Raises `InvalidInputError` if this machine has something at the hub id `name`, which `transformers` and
+    `datasets` would take for the path."""
     if os.path.exists(name):  # noqa: PTH110
         raise InvalidInputError(
             f"{field} is {name!r}, a hub id, but the worker's working directory has something of that name; an "

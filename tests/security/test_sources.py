@@ -76,9 +76,7 @@ def test_a_source_neither_leaves_the_root_nor_runs_code(
         assert "own" in read_rows(stage, directory, streaming=streaming)
     else:
         with pytest.raises(SwiftKVError) as caught:
-            leaked = read_rows(stage, directory, streaming=streaming)
-            assert CANARY not in leaked
-            pytest.fail(f"accepted: {leaked[:200]}")
+            read_rows(stage, directory, streaming=streaming)
         assert caught.value.field is not None
         assert caught.value.field.startswith("data.sources[0]")
         assert CANARY not in str(caught.value)
@@ -93,7 +91,6 @@ def test_a_model_neither_leaves_the_root_nor_runs_code(
     directory = lay_out(stage)
     with pytest.raises(SwiftKVError) as caught:
         read_model(stage, directory, tmp_path / "work")
-        pytest.fail("accepted")
     assert caught.value.field == "model.name_or_path"
     assert not stage.marker.exists()
 
@@ -124,8 +121,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_of_the_hub_does_not_leave_its_cache(stage: Stage, hub_cache: Path, tmp_path: Path) -> None:
     name = lay_out_hub_model(stage, hub_cache)
     with pytest.raises(SwiftKVError) as caught:
-        assert CANARY not in read_model(stage, name, tmp_path / "work")
-        pytest.fail("accepted")
+        read_model(stage, name, tmp_path / "work")
     assert caught.value.field == "model.name_or_path"
 
 
@@ -138,8 +134,7 @@ def test_a_card_of_the_hub_does_not_lead_elsewhere(
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", "http://127.0.0.1:1")
     name = lay_out_hub_data(stage, hub_cache)
     with pytest.raises(SwiftKVError) as caught:
-        assert CANARY not in read_rows(stage, name)
-        pytest.fail("accepted")
+        read_rows(stage, name)
     assert caught.value.field is not None
     assert "README.md" in caught.value.message
     assert listener.connections == []

@@ -1,4 +1,4 @@
-"""Names of models, data and tasks that nothing could have are refused by field, and organisations of the hub by policy."""
+"""Names that nothing could have are refused by field, and organisations of the hub by policy."""
 
 from __future__ import annotations
 

@@ -86,3 +86,28 @@ def test_templates_of_the_harness_are_rendered_in_a_sandbox(stage: Stage) -> Non
         answer(stage, job(str(file)))
     assert not stage.marker.exists(), "its template has run a command"
     assert "unsafe" in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["humaneval", "mbpp_plus", "cruxeval_input_cot"])
+def test_tasks_that_run_generated_code_are_the_operators_to_allow(name: str) -> None:
+    with pytest.raises(InvalidInputError, match="SWIFTKV_ALLOW_CODE_TASKS") as caught:
+        resolve_tasks([name], access=SourceRules(()).access(TENANT))
+    assert caught.value.value == name
+    [task] = resolve_tasks([name], access=SourceRules((), code_tasks=True).access(TENANT))
+    assert task.runs_code
+
+
+def test_a_group_runs_code_if_one_of_its_tasks_does(stage: Stage) -> None:
+    from swiftkv_platform.distillation.harness_tasks import task_manager
+
+    index = task_manager(True).task_index
+    [tag, *_] = [name for name, entry in index.items() if "humaneval" in entry.tags or "mbpp" in entry.tags] or [None]
+    groups = [
+        name for name, entry in index.items() if entry.cfg and "longproc_countdown_2k" in str(entry.cfg.get("task"))
+    ]
+    found = [name for name in (tag, *groups) if name is not None and name != "longproc_countdown_2k"]
+    assert found, "the harness has a group with such a task"
+    for name in found:
+        with pytest.raises(InvalidInputError, match="SWIFTKV_ALLOW_CODE_TASKS"):
+            resolve_tasks([name])
+    assert not any(task.runs_code for task in resolve_tasks(["gsm8k", "mmlu"]))

@@ -16,7 +16,7 @@ from swiftkv_platform.distillation.data_files import NumberedRow
 from swiftkv_platform.distillation.data_tables import Table
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
-from swiftkv_platform.sources.cards import CARDS, check_card, check_saved
+from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved
 from swiftkv_platform.specs import DataSourceSpec
 
 _ROWS_PER_BATCH = 512
@@ -59,9 +59,7 @@ def read_laid_out(name: str, source: DataSourceSpec, path: str, boundary: Bounda
     if boundary.directories is None:
         return _read(name, source, path, None)
     field, directory = f"{path}.name_or_path", Path(name)
-    for card in (directory / card for card in CARDS):
-        if card.is_file():
-            check_card(card, field)
+    check_laid_out(directory, field)
 
     def check(file: str) -> bool:
         return "::" not in file and boundary.contains(file)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access, BuiltinSource, PathSource
-from swiftkv_platform.sources.cards import CARDS, check_card, check_saved
+from swiftkv_platform.sources.cards import check_laid_out, check_saved
 from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 
@@ -103,10 +103,8 @@ def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) 
 def _check_laid_out(path: Path, field: str) -> None:
     if is_saved_dataset(path):
         check_saved(path, field)
-        return
-    for card in (path / card for card in CARDS):
-        if card.is_file():
-            check_card(card, field)
+    else:
+        check_laid_out(path, field)
 
 
 def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:

@@ -22,8 +22,22 @@ CARDS = ("README.md", ".huggingface.yaml")
 """Files whose `configs` name data files; the second replaces what the first says."""
 _LONGEST_CARD = 16 << 20
 _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
+_PICKLES = (".pkl", ".pickle", ".pt", ".pth")
 _PROSE = frozenset({"config_name", "description"})
 """Of a configuration, keys whose text names no file."""
+
+
+def check_laid_out(directory: Path, field: str) -> None:
+    """Refuse a directory laid out as on the hub that holds a script to build it, or a card as in `check_card`.
+
+    Raises `DataError`.
+    """
+    script = directory / f"{directory.name}.py"
+    if script.exists():
+        raise _unusable(script, field, "is a script that builds the data set; its rows in files would do")
+    for card in (directory / name for name in CARDS):
+        if card.is_file():
+            check_card(card, field)
 
 
 def check_card(path: Path, field: str) -> None:
@@ -44,6 +58,8 @@ def check_card(path: Path, field: str) -> None:
     if not isinstance(document, Mapping):
         return
     for pattern in _strings(document.get("configs")):
+        if pattern.endswith(_PICKLES):
+            raise _unusable(path, field, f"names the pickle {pattern[:200]!r}, which may run code when read")
         if leads_out(pattern):
             raise _unusable(path, field, f"names {pattern[:200]!r}; files of the data set's own directory would do")
 

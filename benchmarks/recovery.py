@@ -71,7 +71,7 @@ class Bench:
 
     def __init__(self, spec: JobSpec, directory: Path, other_text: Path | None) -> None:
         self.directory = directory
-        self.path = teacher_path(spec.model.name_or_path, directory)
+        self.path = teacher_path(spec.model, directory)
         plan, self.prepared = prepare(spec, directory / "rows")
         self.spec = plan.spec  # what the given one left open is settled
         self.other = self._other_rows(other_text or _prose(directory))

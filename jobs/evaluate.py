@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jobs.measure import compare, measure_student, teacher_kept_apart
 from jobs.prepare import Prepared, load_student, load_tokenizer, set_up_process, task_device
-from jobs.sources import fetch_data, teacher_path
+from jobs.sources import access_of, fetch_data, teacher_path
 from jobs.tracking import TrackedRun
 from swiftkv_platform.attempts import AttemptRequest, Manifest, artifact_prefix, attempt_prefix
 from swiftkv_platform.distillation.checkpoint import read_trained
@@ -24,6 +24,7 @@ from swiftkv_platform.distillation.fork import load_trained
 from swiftkv_platform.distillation.harness_tasks import resolve_tasks
 from swiftkv_platform.distillation.report import Report
 from swiftkv_platform.reports.evaluation import evaluation_page
+from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -39,7 +40,7 @@ def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: st
     """
     store = open_store(store_uri)
     with _workspace(request.spec) as workspace:
-        student = _Student.load(request.spec, workspace, store, checkpoint)
+        student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
         report, lineage = student.measure(prepared), _lineage(request, prepared.data.fingerprint)
         files = _report_files(store, request, report, lineage)
         # Beside the attempt as well, where they stay if a gate refuses the model.
@@ -60,7 +61,7 @@ def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, pre
     checkpoint, from which `publish_trial` can make the model."""
     store = open_store(store_uri)
     with _workspace(request.spec) as workspace:
-        student = _Student.load(request.spec, workspace, store, checkpoint)
+        student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
         report = student.measure(prepared)
         with _tracked(store, request) as run:
             run.log_report(report.model_dump(mode="json"), student.step)
@@ -88,7 +89,7 @@ def publish_trial(
     trial_store, lineage = open_store(trial_store_uri), trial.lineage
     with _workspace(spec) as workspace:
         artifact = workspace / "artifact"
-        _Student.load(spec, workspace, trial_store, lineage["checkpoint"]).finish().save(artifact)
+        _Student.load(spec, access_of(request), workspace, trial_store, lineage["checkpoint"]).finish().save(artifact)
         measured = artifact_prefix(lineage["job_id"], lineage["attempt"])
         for name in trial.files:
             trial_store.download_file(f"{measured}/{name}", artifact / name)
@@ -110,6 +111,7 @@ class _Student:
     """The student as it starts, with copied projections, and what was trained of it."""
 
     spec: JobSpec
+    access: Access
     model: Any
     tokenizer: PreTrainedTokenizerBase
     workspace: Path
@@ -117,17 +119,18 @@ class _Student:
     tokens_trained: int
 
     @classmethod
-    def load(cls, spec: JobSpec, workspace: Path, store: ObjectStore, checkpoint: str) -> _Student:
-        path = teacher_path(spec.model.name_or_path, workspace)
+    def load(cls, spec: JobSpec, access: Access, workspace: Path, store: ObjectStore, checkpoint: str) -> _Student:
+        path = teacher_path(spec.model, workspace, access=access)
         progress = fetch_directory(store, checkpoint, workspace / "checkpoint").lineage
         model = load_student(spec, path).to(task_device(spec))
         tokenizer = load_tokenizer(spec, path)
-        return cls(spec, model, tokenizer, workspace, int(progress["step"]), int(progress["tokens"]))
+        return cls(spec, access, model, tokenizer, workspace, int(progress["step"]), int(progress["tokens"]))
 
     def measure(self, prepared: Prepared) -> Report:
         """Measure the student before and after training; it ends with its trained parameters."""
         spec, rows = self.spec.evaluation, prepared.data.held_out
-        tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, self.workspace / "tasks"))
+        fetched = self.workspace / "tasks"
+        tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
         rewired, calibrated = compare(self.model, rows, spec), None
         if prepared.calibrated is not None:
             load_trained(self.model, prepared.calibrated)

@@ -70,8 +70,8 @@ def _lineage(path: Path) -> dict[str, Any]:
 
 def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     try:
-        config = AutoConfig.from_pretrained(path)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{path} holds no model: {str(error).splitlines()[0]}", field="path", value=str(path)
@@ -90,7 +90,7 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
             field="path",
             value=str(path),
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=False)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 

@@ -16,6 +16,7 @@ import ray
 from jobs.events import Reporter
 from jobs.places import say_placed, say_waiting
 from jobs.rows import StoredPreparation, find_rows, find_start, load_start, publish_rows, publish_start
+from jobs.sources import access_of
 from swiftkv_platform.attempts import AttemptRequest, Manifest
 from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.errors import TrainingError
@@ -123,6 +124,7 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
             calibrated=None if start is None else load_start(store, start),
             answers=AttemptAnswers(store, request),
             helpers=helpers,
+            access=access_of(request),
         )
         if start is None and prepared.calibrated is not None:
             start = publish_start(store, request, prepared.calibrated)
@@ -152,7 +154,7 @@ def collect_share(
         store = open_store(store_uri)
         say_placed(store, request, "calibrate")
         fetch_directory(store, rows, Path(directory))
-        return run(request.spec, Path(directory), share, num_shares)
+        return run(request.spec, Path(directory), share, num_shares, access=access_of(request))
 
 
 def task_options(resources: ResourcesSpec) -> dict[str, Any]:

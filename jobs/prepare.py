@@ -33,6 +33,7 @@ from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate, collect
 from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 from swiftkv_platform.model.tokenizers import check_tokenizer
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.spec_defaults import settle, settle_batch_size
 from swiftkv_platform.specs import JobSpec
 
@@ -57,6 +58,7 @@ def prepare(
     calibrated: dict[str, Tensor] | None = None,
     answers: AnswerStore | None = None,
     helpers: Helpers | None = None,
+    access: Access = OPEN,
 ) -> tuple[Plan, Prepared]:
     """Everything that precedes the first step.
 
@@ -65,6 +67,7 @@ def prepare(
         calibrated: the calibrated start, where it has been found before.
         answers: what the teacher has written, for a spec that asks for it.
         helpers: other workers that a long calibration is divided among.
+        access: what the job may read.
 
     Raises:
         InvalidInputError: l, g or a layer out of range, or a task that the harness cannot run.
@@ -77,7 +80,7 @@ def prepare(
     datasets.disable_progress_bars()
     with tempfile.TemporaryDirectory(prefix="prepare-") as directory:
         workspace = Path(directory)
-        path = teacher_path(spec.model.name_or_path, workspace)
+        path = teacher_path(spec.model, workspace, access=access)
         student = load_student(spec, path)
         spec = _settle(spec, student.config)
         check_heads(student.config, spec.sharding.sequence_parallel_size)
@@ -87,8 +90,9 @@ def prepare(
         if Path(path).is_dir():
             check_tokenizer(Path(path), student.config.vocab_size)
         # Better refused now than after training.
-        check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, workspace / "tasks"))
-        data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers)
+        tasks = workspace / "tasks"
+        check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
+        data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers, access)
         evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # better refused now than after training
         if calibrated is None and spec.swiftkv.initialization == "calibrated":
             calibrated = _calibrate(spec, student, data, helpers)
@@ -135,11 +139,13 @@ def calibration_shares(spec: JobSpec, data: PreparedData) -> int:
     )
 
 
-def collect_share(spec: JobSpec, rows: Path, share: int, num_shares: int) -> CalibrationStatistics:
+def collect_share(
+    spec: JobSpec, rows: Path, share: int, num_shares: int, *, access: Access = OPEN
+) -> CalibrationStatistics:
     """One helper's part of a calibration, over the prepared rows in the directory `rows`."""
     set_up_process(spec)
     with tempfile.TemporaryDirectory(prefix="calibrate-") as directory:
-        student = load_student(spec, teacher_path(spec.model.name_or_path, Path(directory)))
+        student = load_student(spec, teacher_path(spec.model, Path(directory), access=access))
         return _collect(spec, student, PreparedData.load(rows), share, num_shares).cpu()
 
 
@@ -155,13 +161,20 @@ def _collect(spec: JobSpec, student: Any, data: PreparedData, share: int, num_sh
 
 
 def _prepare_rows(
-    spec: JobSpec, tokenizer: PreTrainedTokenizerBase, rows: Path, path: str, answers: AnswerStore | None
+    spec: JobSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Path,
+    path: str,
+    answers: AnswerStore | None,
+    access: Access,
 ) -> PreparedData:
     rows.mkdir(parents=True)
     written = None if answers is None else WrittenBy(writer(spec, path), answers)
     with tempfile.TemporaryDirectory(prefix="objects-") as directory:
         remote = StoreFiles(Path(directory))
-        return prepare_data(spec.data, tokenizer, rows, seed=spec.training.seed, remote=remote, written=written)
+        return prepare_data(
+            spec.data, tokenizer, rows, seed=spec.training.seed, remote=remote, access=access, written=written
+        )
 
 
 def load_student(spec: JobSpec, path: str) -> Any:
@@ -183,7 +196,9 @@ def student_shape(spec: JobSpec) -> dict[str, Any]:
 def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
     """The teacher's tokenizer. Raises `ModelError`."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, revision=spec.model.revision)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, revision=spec.model.revision, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the tokenizer of {spec.model.name_or_path!r}: {str(error).splitlines()[0]}",
@@ -196,7 +211,9 @@ def load_tokenizer(spec: JobSpec, path: str) -> PreTrainedTokenizerBase:
 def writer(spec: JobSpec, path: str) -> Teacher:
     """The teacher at `path` as the writer of a job's data. Raises `ModelError`."""
     try:
-        config = AutoConfig.from_pretrained(path, revision=spec.model.revision).get_text_config()
+        config = AutoConfig.from_pretrained(
+            path, revision=spec.model.revision, trust_remote_code=False
+        ).get_text_config()
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read the configuration of {spec.model.name_or_path!r}: {str(error).splitlines()[0]}",

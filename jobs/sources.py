@@ -1,4 +1,6 @@
-"""Teachers and data sets by name, brought to this machine. Knows addresses and files, nothing of what they hold."""
+"""Teachers and data sets by name, brought to this machine, as far as the attempt may read them. Knows addresses and
+files, little of what they hold.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +8,84 @@ import builtins
 from pathlib import Path
 
 import swiftkv_platform.demo
-from swiftkv_platform.closed_paths import refuse_shadowed
+from swiftkv_platform.attempts import AttemptRequest
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.specs import BUILTIN_TEACHER
+from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
+from swiftkv_platform.sources.models import check_model_files
+from swiftkv_platform.sources.names import refuse_shadowed
+from swiftkv_platform.specs import BUILTIN_TEACHER, ModelSpec
 from swiftkv_platform.storage.object_store import open_store
 
+_MODEL = "model.name_or_path"
+_NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
+_NOT_NEEDED = ["*.bin.index.json", "original/*", "onnx/*", "consolidated*"]
+"""Of a hub model: neither code nor pickles, nor second copies of the weights."""
 
-def teacher_path(name_or_path: str, workspace: Path, *, fetch: bool = True) -> str:
-    """What transformers can load: a directory, or a hub id as it came.
+
+def access_of(request: AttemptRequest) -> Access:
+    """What an attempt may read."""
+    return Access(request.allowed_roots, request.hub_organizations, request.code_tasks)
+
+
+def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fetch: bool = True) -> str:
+    """What transformers can load: a directory, or, where sources have no rules, a hub id as it came.
 
     Args:
         workspace: where an `s3://` teacher goes.
-        fetch: download it; else it is only told where it will be, for processes that share a machine.
+        access: what may be read; a directory is held to it with everything in it.
+        fetch: download an `s3://` teacher; else it is only told where it will be, for processes that share a machine.
 
     Raises:
-        ModelError: an unknown built-in teacher, or an address with nothing below it.
-        InvalidInputError: a hub id that this machine's working directory shadows, where relative paths are closed.
+        ModelError: an unknown built-in teacher, an address with nothing below it, or a model that asks for code or for
+            what may not be read.
+        InvalidInputError: a name that is closed, or a hub id that this machine's working directory shadows.
     """
-    if name_or_path.startswith("builtin:"):
-        if name_or_path != BUILTIN_TEACHER:
-            raise ModelError(
-                f"model.name_or_path is {name_or_path!r}; the only built-in teacher is {BUILTIN_TEACHER!r}",
-                field="model.name_or_path",
-                value=name_or_path,
-            )
-        return str(Path(swiftkv_platform.demo.__path__[0]) / "teacher")
-    if not name_or_path.startswith("s3://"):
-        refuse_shadowed(name_or_path, "model.name_or_path")
-        return name_or_path
-    target = workspace / "teacher"
-    if fetch:
-        _download_below(name_or_path, target, ModelError, field="model.name_or_path")
-    return str(target)
+    match access.model(model.name_or_path, _MODEL):
+        case BuiltinSource(name):
+            if name != BUILTIN_TEACHER:
+                raise ModelError(
+                    f"{_MODEL} is {name!r}; the only built-in teacher is {BUILTIN_TEACHER!r}", field=_MODEL, value=name
+                )
+            return str(Path(swiftkv_platform.demo.__path__[0]) / "teacher")
+        case S3Source(name):
+            target = workspace / "teacher"
+            if fetch:
+                _download_below(name, target, ModelError, field=_MODEL)
+                if access.is_restricted:
+                    check_model_files(target, Boundary.of(target), _MODEL)
+            return str(target)
+        case PathSource(name, path):
+            if not access.is_restricted:
+                return str(path) if path.exists() else name
+            directory = access.boundary.check(path, _MODEL, error=ModelError)
+            if not directory.is_dir():
+                raise ModelError(f"{_MODEL} is {name!r}: no such directory", field=_MODEL, value=name)
+            check_model_files(directory, access.boundary, _MODEL)
+            return str(directory)
+        case HubSource(name):
+            if not access.is_restricted:
+                return name
+            refuse_shadowed(name, _MODEL)
+            return str(_snapshot(name, model.revision))
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    """A hub model's directory in the hub's cache, checked as a local one is, so that loaders read what was checked."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = Path(
+            snapshot_download(name, revision=revision, allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED)
+        )
+    except (OSError, ValueError) as error:  # the hub's errors are OSErrors
+        raise ModelError(
+            f"cannot read a model at {name!r}: give a directory or a hub id that this machine can reach "
+            f"({str(error).splitlines()[0]})",
+            field=_MODEL,
+            value=name,
+        ) from error
+    check_model_files(directory, Boundary.of(directory.parents[1]), _MODEL)
+    return directory
 
 
 class StoreFiles:

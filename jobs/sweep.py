@@ -76,12 +76,12 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
     reporter = Reporter(store, request, f"trial-{trial.name}")
     trial_store = _trial_store(store, request, trial)
     attempts = AttemptStore(trial_store)
-    own = AttemptRequest(
-        job_id=request.job_id,
-        attempt=request.attempt,
-        spec=trial.spec,
-        resume_from=attempts.newest_checkpoint(request.job_id, before_attempt=request.attempt),
-        run_id=f"{request.run_id}-{trial.name}",
+    own = request.model_copy(
+        update={
+            "spec": trial.spec,
+            "resume_from": attempts.newest_checkpoint(request.job_id, before_attempt=request.attempt),
+            "run_id": f"{request.run_id}-{trial.name}",
+        }
     )
     attempts.write_request(own)
     num_trials = len(expand(request.spec))

@@ -26,7 +26,7 @@ from jobs.phases import STOPPED, Outcome, WorkerConfig
 from jobs.places import say_placed
 from jobs.prepare import compute_dtype, load_student, set_up_process, student_shape
 from jobs.rows import StoredPreparation
-from jobs.sources import teacher_path
+from jobs.sources import access_of, teacher_path
 from jobs.telemetry import Telemetry
 from jobs.tracking import TrackedRun
 from swiftkv_platform.attempts import Manifest
@@ -118,7 +118,9 @@ def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank
     """Paths to the teacher and to the prepared rows; one worker of each machine fetches them for all of its workers."""
     workspace = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"train-{uuid4().hex}")
     try:
-        path = teacher_path(worker.request.spec.model.name_or_path, workspace, fetch=local_rank == 0)
+        path = teacher_path(
+            worker.request.spec.model, workspace, access=access_of(worker.request), fetch=local_rank == 0
+        )
         if local_rank == 0:
             stored.fetch(workspace / "rows")
         dist.barrier()

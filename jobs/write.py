@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.prepare import load_tokenizer, set_up_process, writer
-from jobs.sources import StoreFiles, teacher_path
+from jobs.sources import StoreFiles, access_of, teacher_path
 from swiftkv_platform.attempts import AttemptRequest, answers_key
 from swiftkv_platform.distillation.completions import PromptSource, write_answers
 from swiftkv_platform.distillation.documents import DocumentEncoder
@@ -52,7 +52,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
     answers, num_tokens = AttemptAnswers(open_store(store_uri), request), 0
     with tempfile.TemporaryDirectory(prefix="write-") as directory:
         workspace = Path(directory)
-        path = teacher_path(spec.model.name_or_path, workspace)
+        path = teacher_path(spec.model, workspace, access=access_of(request))
         teacher = writer(spec, path)
         max_length = min(spec.data.max_length, teacher.max_model_len)
         encoder = DocumentEncoder(load_tokenizer(spec, path), max_length=max_length, train_on=spec.data.train_on)
@@ -72,6 +72,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
                     teacher=teacher,
                     seed=spec.training.seed,
                     remote=StoreFiles(workspace / "data"),
+                    access=access_of(request),
                 )
                 num_tokens += write_answers(
                     prompts, answers, load_engine, worker=worker, num_workers=spec.resources.max_workers

@@ -42,6 +42,13 @@ class AttemptRequest(_Record):
     """Key of the complete checkpoint (its directory) of an earlier attempt to go on from; None starts at step 0."""
     run_id: str
     """W&B run id, the same for every attempt of a job."""
+    allowed_roots: tuple[str, ...] | None = None
+    """Directories and `s3://` prefixes that the job's tenant may read; None opens everything. Workers hold every file
+    to them, since a link or a card may have changed since the spec was checked."""
+    hub_organizations: tuple[str, ...] | None = None
+    """Organisations of the hub whose models and data the tenant may name; None opens the hub."""
+    code_tasks: bool = False
+    """Whether tasks of the evaluation may run the code that a model writes."""
 
 
 class AttemptEvent(_Record):

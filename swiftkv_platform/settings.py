@@ -35,6 +35,9 @@ class Settings(BaseSettings):
     source_roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes that specs may read, `{tenant}` standing for the caller's; the hub and built-in
     sources are always open. None opens everything, or nothing else where there are API keys."""
+    allow_code_tasks: bool = False
+    """Let tasks of an evaluation run the code that a model writes (HumanEval, MBPP), on the workers and with what they
+    may reach."""
     host: str = "127.0.0.1"
     """Address the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = None

@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.api import error_handlers
-from swiftkv_platform.api.dependencies import Components, build_components, prices, webhook_rules
+from swiftkv_platform.api.dependencies import Components, build_components, prices, source_rules, webhook_rules
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
 from swiftkv_platform.api.job_logs import LogFollowers
@@ -124,6 +124,7 @@ def _reconciler(settings: Settings, parts: Components) -> Reconciler:
         entrypoint=parts.entrypoint,
         max_running_jobs=settings.max_running_jobs,
         policies=parts.policies,
+        rules=source_rules(settings),
         prices=prices(settings),
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,

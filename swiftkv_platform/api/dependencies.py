@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
-from swiftkv_platform import closed_paths
 from swiftkv_platform.api.sessions import Session, Sessions
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
@@ -31,6 +30,7 @@ from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 
@@ -81,7 +81,7 @@ def build_components(settings: Settings) -> Components:
         serving=RayServe(settings.ray_dashboard_url, settings.serve_url, api_keys_file=settings.serve_api_keys_file),
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
-        entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment(settings)),
+        entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment()),
         outbox=SqlOutbox(database),
         policies=policies,
     )
@@ -95,17 +95,18 @@ def job_limits(settings: Settings) -> JobLimits:
     return JobLimits(settings.max_workers_per_job, settings.max_batch_size, settings.max_runtime_s)
 
 
+def source_rules(settings: Settings) -> SourceRules:
+    return SourceRules(settings.resolved_source_roots, code_tasks=settings.allow_code_tasks)
+
+
 def webhook_rules(settings: Settings) -> WebhookRules:
     return WebhookRules(settings.webhook_origins, SecretFiles(settings.secrets_dir))
 
 
-def worker_environment(settings: Settings) -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     """What attempts run with; Ray shows it, so it holds no secrets."""
     # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
-    variables = {"OMP_NUM_THREADS": "1"}
-    if settings.resolved_source_roots is not None:
-        variables[closed_paths.VARIABLE] = closed_paths.CLOSED
-    return variables
+    return {"OMP_NUM_THREADS": "1"}
 
 
 def read_object(store: str, key: str) -> bytes:

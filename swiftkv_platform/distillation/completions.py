@@ -19,6 +19,7 @@ from swiftkv_platform.distillation.data_formats import PROMPT_FORMATS, RowError
 from swiftkv_platform.distillation.data_rows import source_rows
 from swiftkv_platform.distillation.data_sources import RemoteFiles
 from swiftkv_platform.errors import StorageError
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import CompletionSpec, DataSourceSpec
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class PromptSource:
     seed: int
     """Chooses `sample_count` prompts."""
     remote: RemoteFiles | None
+    access: Access = OPEN
+    """What may be read."""
 
     @property
     def settings(self) -> CompletionSpec:
@@ -131,7 +134,14 @@ class PromptSource:
                 yield replace(prompt, token_ids=tuple(row["token_ids"]), text=row["text"])
 
     def _prompts(self) -> Iterator[Answer]:
-        rows = source_rows(self.source, self.index, seed=self.seed, remote=self.remote, formats=PROMPT_FORMATS)
+        rows = source_rows(
+            self.source,
+            self.index,
+            seed=self.seed,
+            remote=self.remote,
+            access=self.access,
+            formats=PROMPT_FORMATS,
+        )
         for row in rows:
             if row.held_out:
                 continue

@@ -23,6 +23,7 @@ from swiftkv_platform.distillation.documents import DocumentCollector, DocumentE
 from swiftkv_platform.distillation.packing import BoolArray, IntArray, pack
 from swiftkv_platform.distillation.prepared_data import PreparedData, fingerprint
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSpec
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def prepare_data(
     *,
     seed: int,
     remote: RemoteFiles | None = None,
+    access: Access = OPEN,
     written: WrittenBy | None = None,
 ) -> PreparedData:
     """Read, tokenize and pack every source of `spec`.
@@ -45,6 +47,7 @@ def prepare_data(
         directory: an empty one, where the rows are kept; `PreparedData.load` opens it again.
         seed: decides what `sample_count` and fractional weights keep. Which samples are held out does not depend on it.
         remote: brings `s3://` sources to this machine.
+        access: what sources may read.
         written: what the teacher has written to the prompts of sources with `complete`.
 
     Raises:
@@ -59,10 +62,12 @@ def prepare_data(
     for index, source in enumerate(spec.sources):
         reading = SourceReading(source, index, encoder, collector)
         if source.complete is None:
-            sources.append(reading.read(source_rows(source, index, seed=seed, remote=remote)))
+            sources.append(reading.read(source_rows(source, index, seed=seed, remote=remote, access=access)))
         else:
             assert written is not None, "the teacher has written before rows are prepared"
-            prompts = PromptSource(source, index, encoder, teacher=written.teacher, seed=seed, remote=remote)
+            prompts = PromptSource(
+                source, index, encoder, teacher=written.teacher, seed=seed, remote=remote, access=access
+            )
             sources.append(reading.read_written(prompts.answers(written.store)))
     documents = collector.finish()
     held_out = _held_out_samples(documents, spec.validation_fraction)

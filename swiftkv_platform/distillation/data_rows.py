@@ -17,9 +17,11 @@ from swiftkv_platform.distillation.data_formats import (
     RowReader,
     find_format,
 )
-from swiftkv_platform.distillation.data_sources import RemoteFiles, Table, read_source
+from swiftkv_platform.distillation.data_sources import RemoteFiles, read_source
+from swiftkv_platform.distillation.data_tables import Table
 from swiftkv_platform.distillation.packing import IntArray
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSourceSpec
 
 _LAYOUTS_KEPT = 256
@@ -50,6 +52,7 @@ def source_rows(
     *,
     seed: int,
     remote: RemoteFiles | None,
+    access: Access = OPEN,
     formats: Sequence[RowFormat] = FORMATS,
 ) -> Iterator[SourceRow]:
     """Yield the rows of `data.sources[index]`: all, or `sample_count` of them chosen by the seed; of a streamed source,
@@ -60,7 +63,7 @@ def source_rows(
             format cannot read.
     """
     path = f"data.sources[{index}]"
-    tables = read_source(source, path=path, remote=remote)
+    tables = read_source(source, path=path, remote=remote, access=access)
     training = [table for table in tables if not table.held_out]
     yield from _sample(training, source, (seed, index), _Interpreter(source, path, formats))
     for table in tables:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.distillation.harness_metrics import (
@@ -25,16 +26,19 @@ from swiftkv_platform.distillation.harness_tasks import (
     Fetch,
     Task,
     configurations,
+    known,
     named,
     resolve_tasks,
     task_manager,
 )
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import points_lost
 
 _BOOTSTRAP_ITERATIONS = 1000
 """For standard errors that have no closed form."""
+_CODE_EVAL = "HF_ALLOW_CODE_EVAL"
 
 
 class TaskScore(BaseModel):
@@ -63,20 +67,23 @@ class TaskScore(BaseModel):
         return points_lost(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
 
-def check_tasks(specs: Sequence[str | TaskSpec], tokenizer: Any, *, fetch: Fetch | None = None) -> None:
+def check_tasks(
+    specs: Sequence[str | TaskSpec], tokenizer: Any, *, fetch: Fetch | None = None, access: Access = OPEN
+) -> None:
     """Refuse, without a model, network or any data read, what `run_tasks` would refuse of these tasks.
 
     Tasks of the harness that only their own code describes are taken at their word as to metrics.
 
     Args:
         fetch: for `s3://` tasks and data.
+        access: what the job may read, and whether its tasks may run code.
 
     Raises:
         InvalidInputError: a task or metric that the harness does not know, a file that is no task, or a chat template
             that the tokenizer lacks.
         DataError: a task's data is not where the spec says.
     """
-    for task in resolve_tasks(specs, fetch=fetch):
+    for task in resolve_tasks(specs, fetch=fetch, access=access):
         _templated(task.spec, tokenizer)
         with _quiet(), named(task.spec):
             configs = configurations(task)
@@ -136,6 +143,8 @@ def _load(manager: Any, task: Task) -> Any:
             group.add(ConfigurableTask(config=dict(member)))
         return [group]
     with named(task.spec):
+        if isinstance(task.source, str):
+            known(task.source)  # of another name the harness would open the file
         loaded = manager.load([task.source])
     inner = {name for names in loaded["group_map"].values() for name in names}
     inner |= {member.task_name for group in loaded["groups"].values() for member in group.get_all_tasks()}
@@ -147,18 +156,24 @@ def _answer(language_model: Any, manager: Any, task: Task, loaded: Any, limit: i
 
     templated = _templated(task.spec, language_model.tokenizer)
     try:
-        answers: dict[str, Any] = simple_evaluate(
-            model=language_model,
-            tasks=loaded,
-            num_fewshot=task.spec.num_fewshot,
-            limit=limit,
-            bootstrap_iters=_BOOTSTRAP_ITERATIONS,
-            log_samples=False,
-            apply_chat_template=templated,
-            fewshot_as_multiturn=templated,
-            task_manager=manager,
-        )
-    except (AssertionError, ValueError) as error:  # how the harness refuses, e.g. a prompt longer than the context
+        with _code_runs() if task.runs_code else nullcontext():
+            answers: dict[str, Any] = simple_evaluate(
+                model=language_model,
+                tasks=loaded,
+                num_fewshot=task.spec.num_fewshot,
+                limit=limit,
+                bootstrap_iters=_BOOTSTRAP_ITERATIONS,
+                log_samples=False,
+                apply_chat_template=templated,
+                fewshot_as_multiturn=templated,
+                task_manager=manager,
+                confirm_run_unsafe_code=task.runs_code,
+            )
+    except (
+        AssertionError,
+        ValueError,
+        TemplateError,
+    ) as error:  # how the harness refuses, e.g. a prompt longer than the context
         raise InvalidInputError(
             f"{FIELD}: the harness cannot run {task.spec.name!r}: {error}", field=FIELD, value=task.spec.name
         ) from error
@@ -207,6 +222,20 @@ def _num_samples(name: str, answers: Mapping[str, Any]) -> int:
     samples = answers["n-samples"]
     counted = {leaf for leaf in (name, *leaves(name, answers)) if leaf in samples}
     return sum(int(samples[leaf]["effective"]) for leaf in counted)
+
+
+@contextmanager
+def _code_runs() -> Iterator[None]:
+    """Tell the metric that runs what a model wrote that it may."""
+    before = os.environ.get(_CODE_EVAL)
+    os.environ[_CODE_EVAL] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_CODE_EVAL]
+        else:
+            os.environ[_CODE_EVAL] = before
 
 
 @contextmanager

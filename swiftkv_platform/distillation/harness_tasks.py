@@ -1,10 +1,16 @@
-"""Tasks of lm-evaluation-harness: what a spec's names mean, files and those of this package included. Runs none."""
+"""Tasks of lm-evaluation-harness: what a spec's names mean, files and those of this package included. Runs none.
+
+Trusted as code are the harness's own task files, which ship with it, and those of this package. A name is looked up in
+the harness's index alone: the harness itself would go on to open a file of that name. Files of a job's own are for
+jobs whose sources have no rules; their templates are rendered in a sandbox like all others, but `!function` in them
+runs what it names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -12,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import TemplateError
 
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.sources import OPEN, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
 
@@ -30,24 +38,30 @@ class Task:
     spec: TaskSpec
     source: str | Mapping[str, Any]
     """A name that the harness knows, or the configuration of a task, or of a group that holds those of its tasks."""
+    runs_code: bool = False
+    """Whether it runs the code that the model writes; only where the operator allows that."""
 
 
-def resolve_tasks(specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None) -> list[Task]:
+def resolve_tasks(specs: Sequence[str | TaskSpec], *, fetch: Fetch | None = None, access: Access = OPEN) -> list[Task]:
     """The tasks that a spec names, `paper` spelt out.
 
     Args:
         fetch: for `s3://` tasks and data.
+        access: what the job may read, and whether its tasks may run code.
 
     Raises:
-        InvalidInputError: a file that is no task, or an unknown built-in one.
-        DataError: a task's data is not where the spec says.
+        InvalidInputError: a file that is no task, an unknown built-in one, or one that is closed.
+        DataError: a task's data is not where the spec says, or leads to what may not be read.
     """
     if specs:
         _check_installed()
+        _sandbox_templates()
     tasks = []
     for spec in (TaskSpec(name=spec) if isinstance(spec, str) else spec for spec in specs):
-        tasks += [Task(paper, paper.name) for paper in PAPER_TASKS] if spec.name == "paper" else [_resolve(spec, fetch)]
-    return tasks
+        access.check_task(spec, FIELD)
+        paper = [Task(paper, paper.name) for paper in PAPER_TASKS]
+        tasks += paper if spec.name == "paper" else [_resolve(spec, fetch, access)]
+    return [_allowed(task, access) for task in tasks]
 
 
 def _check_installed() -> None:
@@ -59,23 +73,73 @@ def _check_installed() -> None:
         ) from error
 
 
-def _resolve(spec: TaskSpec, fetch: Fetch | None) -> Task:
+@cache
+def _sandbox_templates() -> None:
+    """Let the harness render templates where they reach no attribute that leads to the interpreter."""
+    from jinja2.sandbox import SandboxedEnvironment
+    from lm_eval import utils
+
+    own = utils.env
+    sandbox = SandboxedEnvironment(
+        loader=own.loader, undefined=own.undefined, keep_trailing_newline=own.keep_trailing_newline
+    )
+    sandbox.filters.update(own.filters)
+    utils.env = sandbox
+
+
+def _allowed(task: Task, access: Access) -> Task:
+    """`task`, marked if it runs code. Raises `InvalidInputError` if it may not."""
+    if not _runs_code(task.source):
+        return task
+    if not access.code_tasks:
+        raise InvalidInputError(
+            f"{FIELD}: {task.spec.name!r} runs the code that the model writes, which this platform's operator does not "
+            "allow (SWIFTKV_ALLOW_CODE_TASKS)",
+            field=FIELD,
+            value=task.spec.name,
+        )
+    return replace(task, runs_code=True)
+
+
+def _runs_code(source: str | Mapping[str, Any]) -> bool:
+    """Whether a task, or one of a group's or a tag's, is marked as running generated code."""
+    pending, seen = [source], set[str]()
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Mapping):
+            if each.get("unsafe_code"):
+                return True
+            members = each.get("task")
+            pending += members if isinstance(members, list) else []
+            each = str(each.get("group") or each.get("task"))
+        if each not in seen:
+            seen.add(each)
+            entry = task_manager(True).task_index.get(each) if isinstance(source, str) else None
+            pending += [] if entry is None else [*entry.tags, entry.cfg or {}]
+    return False
+
+
+def _resolve(spec: TaskSpec, fetch: Fetch | None, access: Access) -> Task:
     if spec.name.startswith(_BUILTIN):
-        return Task(spec, _builtin(spec, fetch))
+        return Task(spec, _builtin(spec, fetch, access))
     if not spec.names_file:
         return Task(spec, spec.name)
     parent, slash, name = spec.name.rpartition("/")
-    path = _local(parent + slash, fetch) / name
+    path = _local(parent + slash, fetch, access) / name
     if not path.is_file():
         raise InvalidInputError(f"{FIELD}: there is no file {spec.name!r}", field=FIELD, value=spec.name)
-    return Task(spec, _read(path, spec.name, _local(spec.data_dir, fetch) if spec.data_dir else path.parent))
+    return Task(spec, _read(path, spec.name, _local(spec.data_dir, fetch, access) if spec.data_dir else path.parent))
 
 
-def _local(address: str | None, fetch: Fetch | None) -> Path:
+def _local(address: str | None, fetch: Fetch | None, access: Access) -> Path:
     if address is None:
         raise InvalidInputError(f"{FIELD}: a built-in task needs data_dir, where its files lie", field=FIELD)
-    if not address.startswith("s3://"):
-        return Path(address).expanduser().absolute()
+    location = access.location(address, FIELD)
+    if isinstance(location, PathSource):
+        directory = access.boundary.check(location.path.absolute(), FIELD)
+        if directory.is_dir():
+            access.boundary.check_tree(directory, FIELD)
+        return directory
     if fetch is None:
         raise InvalidInputError(f"{FIELD}: {address!r} cannot be fetched here", field=FIELD, value=address)
     try:
@@ -115,18 +179,20 @@ def _below(directory: Path, names: Any) -> Any:
     if "://" in names:
         return names
     path = directory / names
+    if "::" in str(path):  # `datasets` would take what follows for another place
+        raise DataError(f"{FIELD}: {str(path)!r} has '::' in it; a path without would do", field=FIELD, value=str(path))
     if not any(path.parent.glob(path.name)):
         raise DataError(f"{FIELD}: there is no file {str(path)!r}", field=FIELD, value=str(path))
     return str(path)
 
 
-def _builtin(spec: TaskSpec, fetch: Fetch | None) -> dict[str, Any]:
+def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, Any]:
     """A task of this package over its authors' own files, for machines that reach no hub."""
     if spec.name not in BUILTIN_TASKS:
         raise InvalidInputError(
             f"{FIELD} has {spec.name!r}; {' and '.join(BUILTIN_TASKS)} are known", field=FIELD, value=spec.name
         )
-    data = _local(spec.data_dir, fetch)
+    data = _local(spec.data_dir, fetch, access)
     package = Path(str(files("swiftkv_platform.distillation") / "tasks"))
     if spec.name == "builtin:gsm8k":
         return _read(package / "gsm8k.yaml", spec.name, data)
@@ -165,7 +231,7 @@ def named(spec: TaskSpec) -> Iterator[None]:
     """Say which task it is that the harness stumbles over."""
     try:
         yield
-    except (AttributeError, KeyError, OSError, ValueError, TypeError) as error:
+    except (AttributeError, KeyError, OSError, ValueError, TypeError, TemplateError) as error:
         raise InvalidInputError(
             f"{FIELD}: the harness cannot load {spec.name!r}: {error}; `lm_eval ls tasks` lists what it knows",
             field=FIELD,
@@ -173,18 +239,23 @@ def named(spec: TaskSpec) -> Iterator[None]:
         ) from error
 
 
+def known(name: str) -> Any:
+    """The harness's entry for a task, group or tag. Raises `ValueError` for a name that its index does not have."""
+    index = task_manager(True).task_index
+    if name not in index:
+        close = get_close_matches(name, index, n=3)
+        raise ValueError(f"it has no task of that name{', but ' + ', '.join(close) if close else ''}")
+    return index[name]
+
+
 def configurations(task: Task) -> list[Mapping[str, Any]]:
     """What is written of a task or group, `!function` left unresolved where the harness holds it; of a tag, of all its
     tasks."""
-    from lm_eval.tasks._index import TaskIndex
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if isinstance(task.source, Mapping):
         return [task.source]
     index = task_manager(True).task_index
-    entry = index.get(task.source) or TaskIndex.entry_from_path(Path(task.source))
-    if entry is None:
-        close = get_close_matches(task.source, index, n=3)
-        raise ValueError(f"it has no task of that name{', but ' + ', '.join(close) if close else ''}")
+    entry = known(task.source)
     members = [index[name] for name in sorted(entry.tags) if name in index] if entry.yaml_path is None else [entry]
     return [load_yaml(member.yaml_path, resolve_func=False) for member in members]

@@ -109,7 +109,7 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
 def read_config(path: str | Path, revision: str | None) -> Any:
     """A teacher's configuration. Raises `ModelError`."""
     try:
-        return AutoConfig.from_pretrained(path, revision=revision)
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read a model configuration at {str(path)!r}: give a directory with config.json or a hub id that "

@@ -12,9 +12,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from swiftkv_platform.data_layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec, looks_like_a_path
+from swiftkv_platform.sources import OPEN, Access, BuiltinSource, PathSource
+from swiftkv_platform.sources.cards import check_laid_out, check_saved
+from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
+from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 
 _TEXT = "text"
 _TEXT_FILES = frozenset({".txt", ".py"})
@@ -52,24 +54,37 @@ class SourceEstimate:
     """Row formats that the first rows of its files have."""
 
 
-def check_sources(sources: Sequence[DataSourceSpec]) -> tuple[SourceEstimate, ...]:
-    """Raises `DataError`, naming the source, for the first one that cannot be trained on."""
-    return tuple(_check_source(source, f"data.sources[{index}]") for index, source in enumerate(sources))
+def check_sources(sources: Sequence[DataSourceSpec], access: Access = OPEN) -> tuple[SourceEstimate, ...]:
+    """Raises `DataError`, naming the source, for the first one that cannot be trained on or leads to what is closed."""
+    return tuple(_check_source(source, f"data.sources[{index}]", access) for index, source in enumerate(sources))
 
 
-def _check_source(source: DataSourceSpec, where: str) -> SourceEstimate:
-    name = source.name_or_path
-    if name.startswith("builtin:"):
-        if name != BUILTIN_DATA:
-            raise _unusable(where, name, f"the only built-in data set is {BUILTIN_DATA}")
-        return SourceEstimate(name, formats=("text",))
-    path = Path(name).expanduser()
-    if name.startswith("s3://") or not (path.exists() or looks_like_a_path(name, SUFFIXES)):
-        return SourceEstimate(name)
+def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceEstimate:
+    name, field = source.name_or_path, f"{where}.name_or_path"
+    match access.data(name, field):
+        case BuiltinSource():
+            if name != BUILTIN_DATA:
+                raise _unusable(where, name, f"the only built-in data set is {BUILTIN_DATA}")
+            return SourceEstimate(name, formats=("text",))
+        case PathSource(path=path):
+            try:
+                return _check_path(access.boundary.check(path, field), source, where, access)
+            except OSError as error:  # it may be there, for others
+                raise _unusable(where, name, f"it cannot be read ({error.strerror})") from error
+        case _:
+            return SourceEstimate(name)
+
+
+def _check_path(path: Path, source: DataSourceSpec, where: str, access: Access) -> SourceEstimate:
+    name, field = source.name_or_path, f"{where}.name_or_path"
     if not path.exists():
         raise _unusable(where, name, "no such file or directory")
-    if path.is_dir() and (is_saved_dataset(path) or is_hub_layout(path)):
-        return SourceEstimate(name)
+    if path.is_dir():
+        access.boundary.check_tree(path, field)
+        if is_saved_dataset(path) or is_hub_layout(path):
+            if access.is_restricted:
+                _check_laid_out(path, field)
+            return SourceEstimate(name)
     found = [file for file in data_files(path) if file.suffix in SUFFIXES]
     if not found:
         raise _unusable(where, name, f"it has no file that can be read; {', '.join(SUFFIXES)} can")
@@ -83,6 +98,13 @@ def _check_source(source: DataSourceSpec, where: str) -> SourceEstimate:
         num_bytes=sum(file.stat().st_size for file in filled),
         formats=tuple(dict.fromkeys(found for found in formats if found is not None)),
     )
+
+
+def _check_laid_out(path: Path, field: str) -> None:
+    if is_saved_dataset(path):
+        check_saved(path, field)
+    else:
+        check_laid_out(path, field)
 
 
 def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:

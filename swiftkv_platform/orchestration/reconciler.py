@@ -43,6 +43,7 @@ from swiftkv_platform.orchestration.reading import Reading, read
 from swiftkv_platform.orchestration.settlement import Settlement
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.redaction import redact
+from swiftkv_platform.sources import NO_RULES, SourceRules
 
 _LONGEST_BACKOFF_S = 30.0
 _CLUSTER = "cluster"
@@ -75,6 +76,7 @@ class Reconciler:
         digest: SHA-256 of a manifest.
         max_running_jobs: attempts on the cluster at the same time.
         policies: quotas and weights of tenants.
+        rules: what attempts may read, by tenant.
         prices: what time on the cluster costs.
         interval_s: how long something is left alone after it failed once; more after every further time.
         limits: how long attempts may take.
@@ -94,6 +96,7 @@ class Reconciler:
         max_running_jobs: int,
         interval_s: float,
         policies: Policies = NO_LIMITS,
+        rules: SourceRules = NO_RULES,
         prices: Prices = FREE,
         limits: AttemptLimits = DEFAULT_LIMITS,
         retry_delay_s: float = 1.0,
@@ -108,6 +111,7 @@ class Reconciler:
         self._max_running_jobs = max_running_jobs
         self._queue = FairQueue(policies)
         self._policies = policies
+        self._rules = rules
         self._prices = prices
         self._deployments = deployments
         self._limits = limits
@@ -196,6 +200,7 @@ class Reconciler:
 
     def _submit(self, job: Job) -> Job:
         attempt = job.attempt
+        access = self._rules.access(job.tenant, self._policies.policy(job.tenant).hub_organizations)
         self._store.write_request(
             AttemptRequest(
                 job_id=job.id,
@@ -203,6 +208,9 @@ class Reconciler:
                 spec=job.spec,
                 resume_from=attempt.resume_from,
                 run_id=job.id,
+                allowed_roots=access.roots,
+                hub_organizations=access.hub_organizations,
+                code_tasks=access.code_tasks,
             )
         )
         command = self._entrypoint.shell(job.id, attempt.number)

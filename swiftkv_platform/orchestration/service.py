@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
-from swiftkv_platform.orchestration.access import OPEN, SourceRules
 from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
 from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap
 from swiftkv_platform.orchestration.estimates import Estimate
@@ -29,6 +28,7 @@ from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, 
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.orchestration.webhooks import WebhookRules
+from swiftkv_platform.sources import NO_RULES, SourceRules
 from swiftkv_platform.specs import JobSpec
 
 _UPDATE_TRIES = 5
@@ -68,7 +68,7 @@ class JobService:
         *,
         clock: Clock,
         read_object: ReadObject,
-        rules: SourceRules = OPEN,
+        rules: SourceRules = NO_RULES,
         policies: Policies = NO_LIMITS,
         webhooks: WebhookRules = NO_WEBHOOKS,
         prices: Prices = FREE,
@@ -90,13 +90,14 @@ class JobService:
     def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
         """Everything `submit` checks but the queue's length, and how long the job would take; stores nothing.
 
-        Raises `OverQuotaError`, and as `SourceRules.check`, `WebhookRules.check` and `validation.validate`.
+        Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.validate`.
         """
         return self._as_measured(self._check(spec, caller), spec, caller)
 
     def _check(self, spec: JobSpec, caller: Caller) -> Estimate:
         self._limits.check(spec)
-        self._rules.check(spec, caller.tenant)
+        access = self._rules.access(caller.tenant, self._policies.policy(caller.tenant).hub_organizations)
+        access.check(spec)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:
             self._webhooks.check(spec.webhook, caller.tenant)
@@ -107,7 +108,7 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        return validate(spec, self._read_object)
+        return validate(spec, self._read_object, access=access)
 
     def _as_measured(self, found: Estimate, spec: JobSpec, caller: Caller) -> Estimate:
         """How long it takes, as jobs like it did, and what that costs. A sweep's trials are not foreseen."""

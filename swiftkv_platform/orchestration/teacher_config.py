@@ -9,7 +9,8 @@ from typing import Any
 
 import swiftkv_platform.demo
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
-from swiftkv_platform.specs import BUILTIN_TEACHER, looks_like_a_path
+from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, PathSource, S3Source
+from swiftkv_platform.specs import BUILTIN_TEACHER
 
 ReadObject = Callable[[str, str], bytes]
 """(store address, key) -> content. Raises `ObjectNotFoundError` and `StorageError`."""
@@ -17,37 +18,46 @@ ReadObject = Callable[[str, str], bytes]
 SPEC_FIELD = "model.name_or_path"
 
 
-def read_teacher_config(name: str, read_object: ReadObject, *, field: str = SPEC_FIELD) -> dict[str, Any] | None:
+def read_teacher_config(
+    name: str, read_object: ReadObject, *, field: str = SPEC_FIELD, access: Access = OPEN
+) -> dict[str, Any] | None:
     """The configuration of the teacher called `name`; None for a hub id.
 
     Args:
         field: what messages call `name`.
+        access: what may be read.
 
     Raises:
         ModelError: there is none, or it is no JSON object.
         StorageError: an `s3://` address does not answer.
     """
-    if name.startswith("s3://"):
-        try:
-            return _parse(read_object(name.rstrip("/"), "config.json"), name, field)
-        except ObjectNotFoundError as error:
-            raise _unreadable(name, field) from error
-    if name.startswith("builtin:"):
-        return read_config_file(builtin_teacher(name, field=field), name, field=field)
-    path = Path(name).expanduser()
-    if path.exists() or looks_like_a_path(name):
-        return read_config_file(path / "config.json", name, field=field)
-    return None
+    match access.model(name, field):
+        case S3Source():
+            try:
+                return _parse(read_object(name.rstrip("/"), "config.json"), name, field)
+            except ObjectNotFoundError as error:
+                raise _unreadable(name, field) from error
+        case BuiltinSource():
+            return read_config_file(builtin_teacher(name, field=field), name, field=field)
+        case PathSource(path=path):
+            return read_config_file(path / "config.json", name, field=field, boundary=access.boundary)
+        case _:
+            return None
 
 
-def read_config_file(path: Path, name: str | None = None, *, field: str = SPEC_FIELD) -> dict[str, Any]:
+def read_config_file(
+    path: Path, name: str | None = None, *, field: str = SPEC_FIELD, boundary: Boundary = UNBOUNDED
+) -> dict[str, Any]:
     """The configuration in a file, or in the `config.json` of a directory; `name` is what messages call it.
 
     Raises `ModelError`.
     """
     name = str(path) if name is None else name
     try:
-        return _parse((path / "config.json" if path.is_dir() else path).read_bytes(), name, field)
+        file = boundary.check(path / "config.json" if path.is_dir() else path, field, error=ModelError)
+        if file.exists() and not file.is_file():
+            raise unusable(name, "its config.json is no regular file", field)
+        return _parse(file.read_bytes(), name, field)
     except OSError as error:
         raise _unreadable(name, field) from error
 

@@ -40,6 +40,9 @@ class TenantPolicy(_Record):
     """What one job may cost before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()
     """Route prefixes outside `/t/{tenant}`, such as `/`, that its deployments may have where there are API keys."""
+    hub_organizations: tuple[str, ...] | None = None
+    """Organisations of the hub whose models and data its specs may name; repositories without an organisation by their
+    name. The platform reads the hub with one token for all."""
     webhook: WebhookSpec | None = None
     """Told of all its jobs' changes of status, beside what each job names."""
 

@@ -20,17 +20,19 @@ from swiftkv_platform.orchestration.teacher_config import (
     unusable,
 )
 from swiftkv_platform.planning import student_layer_map
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.sweeps import GROUP_SIZE_FIELD, expand
 
 __all__ = ["ReadObject", "validate"]
 
 
-def validate(spec: JobSpec, read_object: ReadObject, *, config: Path | None = None) -> Estimate:
+def validate(spec: JobSpec, read_object: ReadObject, *, config: Path | None = None, access: Access = OPEN) -> Estimate:
     """Check `spec` as far as this machine can.
 
     Args:
         config: the teacher's `config.json`, or its directory, read instead of the one at `model.name_or_path`.
+        access: what the caller may read.
 
     Raises:
         ModelError: the teacher's configuration cannot be read.
@@ -38,10 +40,10 @@ def validate(spec: JobSpec, read_object: ReadObject, *, config: Path | None = No
         InvalidInputError: the transformation does not fit the teacher, or a task is not there.
         StorageError: an `s3://` address does not answer.
     """
-    sources = check_sources(spec.data.sources)
-    check_tasks(spec.evaluation.tasks)
+    sources = check_sources(spec.data.sources, access)
+    check_tasks(spec.evaluation.tasks, access)
     name = spec.model.name_or_path if config is None else str(config)
-    values = read_teacher_config(name, read_object) if config is None else read_config_file(config)
+    values = read_teacher_config(name, read_object, access=access) if config is None else read_config_file(config)
     if values is None:
         return Estimate(sources=sources)
     trial = _first_fitting_trial(spec, _num_hidden_layers(values, name))

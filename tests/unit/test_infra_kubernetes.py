@@ -45,6 +45,18 @@ def test_core_objects_follow_their_schema(document: dict[str, Any]) -> None:
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
+def test_no_pod_connects_to_link_local_addresses() -> None:
+    """All pods are selected, everything else is open, and DNS alone may be link-local (a cache on the node)."""
+    policies = [parameter.values[0]["spec"] for parameter in objects("NetworkPolicy")]
+    [egress] = [policy for policy in policies if "Egress" in policy["policyTypes"]]
+    assert egress["podSelector"] == {}
+    dns, others = egress["egress"]
+    assert {(port["protocol"], port["port"]) for port in dns["ports"]} == {("UDP", 53), ("TCP", 53)}
+    blocks = {block["ipBlock"]["cidr"]: block["ipBlock"]["except"] for block in others["to"]}
+    assert blocks == {"0.0.0.0/0": ["169.254.0.0/16"], "::/0": ["fe80::/10"]}
+    assert "ports" not in others
+
+
 def test_there_is_no_other_kind() -> None:
     assert {parameter.values[0]["kind"] for parameter in objects()} == {*CORE, "RayCluster", "RayService"}
 

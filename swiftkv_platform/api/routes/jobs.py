@@ -18,11 +18,11 @@ from swiftkv_platform.api.dependencies import (
     job_limits,
     prices,
     read_object,
+    source_rules,
     webhook_rules,
 )
 from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, JobListAnswer, ResumeRequest
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.access import SourceRules
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
 from swiftkv_platform.orchestration.service import JobService
@@ -43,12 +43,11 @@ Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
 def _service(parts: Parts, settings: TheSettings, present: Present) -> JobService:
-    rules = SourceRules(settings.resolved_source_roots)
     return JobService(
         parts.jobs,
         clock=parts.clock,
         read_object=read_object,
-        rules=rules,
+        rules=source_rules(settings),
         policies=parts.policies,
         webhooks=webhook_rules(settings),
         prices=prices(settings),

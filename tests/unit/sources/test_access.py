@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.access import OPEN, SourceRules
+from swiftkv_platform.sources import NO_RULES, SourceRules
 from swiftkv_platform.specs import JobSpec
 
 
@@ -32,7 +32,7 @@ def rules(shelves: Path) -> SourceRules:
 
 @pytest.mark.parametrize("name", ["org/teacher", "builtin:python-stdlib", "s3://bucket/acme/rows", "{}/acme/data"])
 def test_what_lies_below_a_root_is_open(shelves: Path, name: str) -> None:
-    rules(shelves).check(spec(source=name.format(shelves)), "acme")
+    rules(shelves).access("acme").check(spec(source=name.format(shelves)))
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def test_what_lies_below_a_root_is_open(shelves: Path, name: str) -> None:
 def test_everything_else_is_refused_by_field(shelves: Path, name: str) -> None:
     name = name.format(shelves)
     with pytest.raises(InvalidInputError, match="tenant 'acme' may not read") as caught:
-        rules(shelves).check(spec(source=name), "acme")
+        rules(shelves).access("acme").check(spec(source=name))
     assert (caught.value.field, caught.value.value) == ("data.sources[0].name_or_path", name)
     with pytest.raises(InvalidInputError) as caught:
-        rules(shelves).check(spec(model=name), "acme")
+        rules(shelves).access("acme").check(spec(model=name))
     assert caught.value.field == "model.name_or_path"
 
 
 def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelves: Path) -> None:
     with pytest.raises(InvalidInputError, match="lies below: none"):
-        SourceRules(()).check(spec(source=f"{shelves}/acme/data"), "acme")
-    OPEN.check(spec(source="/etc/passwd"), "acme")
+        SourceRules(()).access("acme").check(spec(source=f"{shelves}/acme/data"))
+    NO_RULES.access("acme").check(spec(source="/etc/passwd"))
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_without_roots_nothing_local_is_open_and_without_rules_everything(shelve
 def test_tasks_neither_run_code_nor_read_what_is_closed(shelves: Path, task: dict[str, str]) -> None:
     document = {"name": "t", "model": {"name_or_path": "org/teacher"}, "evaluation": {"tasks": [task]}}
     with pytest.raises(InvalidInputError) as caught:
-        rules(shelves).check(JobSpec.model_validate(document), "acme")
+        rules(shelves).access("acme").check(JobSpec.model_validate(document))
     assert caught.value.field is not None
     assert caught.value.field.startswith("evaluation.tasks[0]")
     allowed = {"name": "builtin:mmlu", "data_dir": f"{shelves}/acme/data"}
     open_ = {**document, "evaluation": {"tasks": ["gsm8k", allowed]}}
-    rules(shelves).check(JobSpec.model_validate(open_), "acme")
+    rules(shelves).access("acme").check(JobSpec.model_validate(open_))

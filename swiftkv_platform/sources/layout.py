@@ -17,10 +17,10 @@ _CARD_LISTS_DATA = re.compile(r"^(configs|dataset_info):", re.MULTILINE)
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file `path` itself, or the readable ones below the directory, sorted. Links are followed; names that begin
-    with a dot are left out, as are links that lead nowhere and directories, however they are named."""
+    """The regular file `path` itself, or the readable ones below the directory, sorted. Links are followed; names that
+    begin with a dot are left out, as are links that lead nowhere and directories, however they are named."""
     if not path.is_dir():
-        return [path]
+        return [path] if path.is_file() else []
     found: list[Path] = []
     seen: set[str] = set()
     for directory, subdirectories, files in os.walk(path, followlinks=True):

@@ -1,0 +1,212 @@
+"""Data sets that `datasets` reads: of the hub, laid out as there, or saved by it. Knows no row format.
+
+`datasets` follows what cards, states and columns name, to any path and any URL. Where the source is bound to
+directories or to its repository, cards are checked before it sees them, and every file that it found before it is
+opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from swiftkv_platform.distillation.data_files import NumberedRow
+from swiftkv_platform.distillation.data_tables import Table
+from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
+from swiftkv_platform.sources import UNBOUNDED, Boundary
+from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved
+from swiftkv_platform.specs import DataSourceSpec
+
+_ROWS_PER_BATCH = 512
+_BUILDERS = frozenset({"arrow", "csv", "json", "parquet", "text"})
+"""Readers of `datasets` that open the files they are given and no others."""
+
+
+def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boundary) -> Table:
+    """The split of a directory that `save_to_disk` wrote, all of which lies within `boundary`. Raises `DataError`."""
+    import datasets
+
+    name, field = str(location), f"{path}.name_or_path"
+    if boundary.directories is not None:
+        check_saved(location, field)
+    try:
+        found = datasets.load_from_disk(name)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: data set {name!r}: {error}", field=path, value=name) from error
+    if isinstance(found, datasets.DatasetDict):
+        if source.split not in found:
+            raise DataError(
+                f"{path}.split is {source.split!r}; {name} has {', '.join(found)}",
+                field=f"{path}.split",
+                value=source.split,
+            )
+        found = found[source.split]
+    return _table(name, found, path)
+
+
+def read_laid_out(name: str, source: DataSourceSpec, path: str, boundary: Boundary = UNBOUNDED) -> Table:
+    """A split of a hub data set, or of a directory laid out like one.
+
+    Args:
+        boundary: where the files of a directory may lie; what is in the directory itself does.
+
+    Raises:
+        DataError: no such data set, split or subset, or a card or file that leads out of `boundary`.
+        StorageError: the hub does not answer.
+    """
+    if boundary.directories is None:
+        return _read(name, source, path, None)
+    field, directory = f"{path}.name_or_path", Path(name)
+    check_laid_out(directory, field)
+
+    def check(file: str) -> bool:
+        return "::" not in file and boundary.contains(file)
+
+    return _read(name, source, path, check)
+
+
+def read_repository(source: DataSourceSpec, path: str) -> Table:
+    """A split of a hub data set that reads the files of its own repository alone. Raises as `read_laid_out`."""
+    from huggingface_hub import constants
+
+    name = source.name_or_path
+    if constants.HF_HUB_OFFLINE:  # then `datasets` takes what it has prepared before, and looks at no card
+        return _read(name, source, path, lambda _file: False)
+    revision = _check_repository_cards(name, f"{path}.name_or_path")
+    prefix = f"hf://datasets/{name}@"
+    return _read(name, source, path, lambda file: file.startswith(prefix) and "::" not in file, revision)
+
+
+def _check_repository_cards(name: str, field: str) -> str | None:
+    """The commit whose cards were checked; None where the repository has none of them."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    revision = None
+    for card in CARDS:
+        try:
+            file = Path(hf_hub_download(name, card, repo_type="dataset", revision=revision))
+        except LocalEntryNotFoundError as error:
+            raise _no_hub(name, field, error) from error
+        except EntryNotFoundError:
+            continue
+        except (HfHubHTTPError, ConnectionError) as error:
+            raise DataError(
+                f"{field} is {name!r}: no such data set on the hub, or one that it does not open ({error})",
+                field=field,
+                value=name,
+            ) from error
+        revision = file.parent.name
+        Boundary.of(file.parents[2]).check(file, field)
+        check_card(file, field)
+    return revision
+
+
+def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: str | None = None) -> Table:
+    """`is_own` says of a file that `datasets` has found whether it may be opened; None lets all be."""
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(name, source.subset, revision=revision)
+        if is_own is not None:
+            _check_builder(builder, name, f"{path}.name_or_path", is_own)
+        if source.streaming:
+            found = builder.as_streaming_dataset(split=source.split)
+        else:
+            builder.download_and_prepare()
+            found = builder.as_dataset(split=source.split)
+    except SwiftKVError:
+        raise
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise DataError(
+            f"{path}.name_or_path is {name!r}: no such path here and no such data set on the hub ({error})",
+            field=f"{path}.name_or_path",
+            value=name,
+        ) from error
+    except ConnectionError as error:
+        raise _no_hub(name, f"{path}.name_or_path", error) from error
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{path} cannot be read: data set {name!r}, subset {source.subset!r}, split {source.split!r}: "
+            f"{error.__cause__ or error}; of several configurations {path}.subset names one",
+            field=path,
+            value=name,
+        ) from error
+    return _table(name, found, path)
+
+
+def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
+    kind = type(builder).__module__.rpartition(".")[2]
+    files = builder.config.data_files
+    if files is None and kind == "cache":
+        return  # rows that `datasets` has prepared before, in its own cache
+    if kind not in _BUILDERS:
+        raise DataError(
+            f"{field} is {name!r}, whose files `datasets` would read as {kind}; where sources have rules "
+            f"{', '.join(sorted(_BUILDERS))} would do",
+            field=field,
+            value=name,
+        )
+    for file in (file for split in (files or {}).values() for file in split):
+        if not is_own(file):
+            raise DataError(
+                f"{field} is {name!r}, which names the file {file!r} of another place", field=field, value=name
+            )
+
+
+def _no_hub(name: str, field: str, error: Exception) -> StorageError:
+    return StorageError(
+        f"{field} is {name!r}: no such path here, and the hub does not answer ({error}); a local copy of the data "
+        "set's directory would do",
+        field=field,
+        value=name,
+    )
+
+
+def _table(name: str, dataset: Any, path: str) -> Table:
+    """The table of a `Dataset`, or of an `IterableDataset`, whose rows come as they are read."""
+    dataset = _without_media(dataset)
+    columns = dataset.column_names or tuple(next(iter(dataset), {}))
+    return Table(name, tuple(columns), partial(_rows, dataset, name, path), lambda: len(dataset))
+
+
+def _without_media(dataset: Any) -> Any:
+    """Columns of text. To decode a picture or a sound, `datasets` opens the path, or the URL, in its cell."""
+    media = [name for name, feature in (dataset.features or {}).items() if _is_media(feature)]
+    if not media:
+        return dataset
+    # A streamed data set decodes a row before it drops columns of it.
+    undecoded = dataset.decode(False) if hasattr(dataset, "decode") else dataset
+    return undecoded.remove_columns(media)
+
+
+def _is_media(feature: Any) -> bool:
+    from datasets.features.features import Json, LargeList, List
+
+    if isinstance(feature, dict):
+        return any(_is_media(part) for part in feature.values())
+    if isinstance(feature, list | tuple):
+        return any(_is_media(part) for part in feature)
+    if isinstance(feature, List | LargeList):
+        return _is_media(feature.feature)
+    return hasattr(feature, "decode_example") and not isinstance(feature, Json)
+
+
+def _rows(dataset: Any, name: str, path: str, columns: Sequence[str] | None) -> Iterator[NumberedRow]:
+    number = 1
+    try:
+        for batch in (dataset if columns is None else dataset.select_columns(list(columns))).iter(_ROWS_PER_BATCH):
+            for values in zip(*batch.values(), strict=True):
+                yield number, dict(zip(batch, values, strict=True))
+                number += 1
+    except ConnectionError as error:
+        raise StorageError(f"{path}: the hub stopped answering after row {number - 1} of {name!r} ({error})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: {name}, row {number} or one soon after it, holds text that is not UTF-8 ({error.reason}); UTF-8 "
+            "text would do",
+            field=path,
+            value=f"{name}:{number}",
+        ) from error

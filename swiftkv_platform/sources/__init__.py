@@ -1,0 +1,35 @@
+"""Names of models and data, parsed once, and the rules on which of them a tenant's specs may read.
+
+The rules, the control plane's checks and the workers' readers share these types, so that none of them can take a name
+for something else than the others do. Imports no torch and opens no network connection.
+"""
+
+from __future__ import annotations
+
+from swiftkv_platform.sources.access import NO_RULES, OPEN, Access, SourceRules
+from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
+from swiftkv_platform.sources.names import (
+    BuiltinSource,
+    HubSource,
+    PathSource,
+    S3Source,
+    Source,
+    parse_location,
+    parse_source,
+)
+
+__all__ = [
+    "NO_RULES",
+    "OPEN",
+    "UNBOUNDED",
+    "Access",
+    "Boundary",
+    "BuiltinSource",
+    "HubSource",
+    "PathSource",
+    "S3Source",
+    "Source",
+    "SourceRules",
+    "parse_location",
+    "parse_source",
+]

@@ -1,0 +1,165 @@
+"""Which sources a tenant's specs may read: the operator's rules, and what they come to for one tenant. Reads no source.
+
+The platform reads sources with its own credentials, so without such rules a tenant could train on, and then generate,
+another's files. The control plane checks a spec by them before it stores it, and hands what they come to (`Access`) to
+the attempt, whose readers check every file that a name leads to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
+from swiftkv_platform.sources.layout import SUFFIXES
+from swiftkv_platform.sources.names import (
+    HubSource,
+    PathSource,
+    S3Source,
+    Source,
+    check_name,
+    parse_location,
+    parse_source,
+)
+from swiftkv_platform.specs import JobSpec, TaskSpec
+
+_S3 = "s3://"
+_TENANT = "{tenant}"
+_TASK = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.()+-]*", re.ASCII)
+"""Every name in the harness's index has this form, and no path with a directory in it."""
+_TASK_FILES = (".yaml", ".yml")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
+_LONGEST_REVISION = 255
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the specs of one tenant may read. As it stands it opens everything but tasks that run generated code."""
+
+    roots: tuple[str, ...] | None = None
+    """Directories and `s3://` prefixes; None opens every path and address."""
+    hub_organizations: tuple[str, ...] | None = None
+    """Organisations, and repositories without one, whose models and data may be named; None opens the hub."""
+    code_tasks: bool = False
+    """Whether tasks may run the code that a model writes."""
+    tenant: str | None = None
+    """For messages."""
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether paths have rules. Then names that could be hub ids are, and tasks are no files."""
+        return self.roots is not None
+
+    @property
+    def boundary(self) -> Boundary:
+        """Where local files may lie."""
+        if self.roots is None:
+            return UNBOUNDED
+        return Boundary.of(*(root for root in self.roots if not root.startswith(_S3)))
+
+    def model(self, name: str, field: str = "model.name_or_path") -> Source:
+        """The model called `name`. Raises `InvalidInputError` for a name that is none, or is closed."""
+        return self._open(parse_source(name, field=field, relative_paths=not self.is_restricted), field)
+
+    def data(self, name: str, field: str) -> Source:
+        """The data set called `name`. Raises as `model`."""
+        parsed = parse_source(name, field=field, suffixes=SUFFIXES, relative_paths=not self.is_restricted)
+        return self._open(parsed, field)
+
+    def location(self, name: str, field: str) -> S3Source | PathSource:
+        """A path or address that is no hub id. Raises as `model`."""
+        parsed = parse_location(name, field=field)
+        self._open(parsed, field)
+        return parsed
+
+    def check(self, spec: JobSpec) -> None:
+        """Raises `InvalidInputError` naming the first field that names what is closed or cannot be."""
+        self.model(spec.model.name_or_path)
+        if spec.model.revision is not None:
+            _check_revision(spec.model.revision)
+        for index, source in enumerate(spec.data.sources):
+            self.data(source.name_or_path, f"data.sources[{index}].name_or_path")
+        for field, task in _tasks(spec):
+            self.check_task(task, field)
+
+    def check_task(self, task: TaskSpec, field: str) -> None:
+        """Raises `InvalidInputError` for a task whose name or data is closed."""
+        check_name(task.name, field)
+        names_file = task.name.endswith(_TASK_FILES) or _TASK.fullmatch(task.name) is None
+        if self.is_restricted and names_file and not task.name.startswith("builtin:"):
+            raise InvalidInputError(
+                f"{field} is {task.name!r}; a task's file may name functions to run, so where sources have rules only "
+                "the name of a task that the harness knows, or of a `builtin:` one, would do",
+                field=field,
+                value=task.name,
+            )
+        if task.data_dir is not None:
+            self.location(task.data_dir, f"{field}.data_dir")
+
+    def _open(self, source: Source, field: str) -> Source:
+        """`source` itself. Raises `InvalidInputError` if it is closed."""
+        if isinstance(source, HubSource):
+            organizations = self.hub_organizations
+            if organizations is not None and source.organization not in organizations:
+                raise self._closed(source, field, f"of the hub {', '.join(organizations) or 'nothing'}")
+        elif isinstance(source, S3Source) and self.roots is not None:
+            if not any(source.lies_below(root) for root in self.roots if root.startswith(_S3)):
+                raise self._closed(source, field, self._opened())
+        elif isinstance(source, PathSource) and not self.boundary.contains(source.path):
+            raise self._closed(source, field, self._opened())
+        return source
+
+    def _opened(self) -> str:
+        return f"the hub, built-in sources, and what lies below: {', '.join(self.roots or ()) or 'none'}"
+
+    def _closed(self, source: Source, field: str, opened: str) -> InvalidInputError:
+        reader = "this tenant" if self.tenant is None else f"tenant {self.tenant!r}"
+        return InvalidInputError(
+            f"{field} is {source.name!r}, which {reader} may not read; open to it are {opened}",
+            field=field,
+            value=source.name,
+        )
+
+
+OPEN = Access()
+"""For a program that its own user runs."""
+
+
+@dataclass(frozen=True)
+class SourceRules:
+    """What the operator opens to tenants, beside what is built in and on the hub."""
+
+    roots: Sequence[str] | None = None
+    """Directories and `s3://` prefixes, in which `{tenant}` stands for the caller's tenant; None opens everything."""
+    code_tasks: bool = False
+    """Whether tasks may run the code that a model writes."""
+
+    def access(self, tenant: str, hub_organizations: Sequence[str] | None = None) -> Access:
+        """What the rules come to for one tenant, with the organisations of the hub that its policy names."""
+        return Access(
+            roots=None if self.roots is None else tuple(root.replace(_TENANT, tenant) for root in self.roots),
+            hub_organizations=None if hub_organizations is None else tuple(hub_organizations),
+            code_tasks=self.code_tasks,
+            tenant=tenant,
+        )
+
+
+NO_RULES = SourceRules()
+"""For a server that only its own machine's user reaches."""
+
+
+def _tasks(spec: JobSpec) -> Iterator[tuple[str, TaskSpec]]:
+    for index, task in enumerate(spec.evaluation.tasks):
+        yield f"evaluation.tasks[{index}]", TaskSpec(name=task) if isinstance(task, str) else task
+
+
+def _check_revision(revision: str) -> None:
+    """A revision names files of the hub's cache, so it may not lead out of it."""
+    if len(revision) > _LONGEST_REVISION or _REVISION.fullmatch(revision) is None:
+        raise InvalidInputError(
+            f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub would do",
+            field="model.revision",
+            value=ascii(revision[:64]),
+        )

@@ -1,0 +1,121 @@
+"""What the files beside a data set's rows may name: cards of hub repositories, and the state of saved data sets. Reads
+those files, no rows.
+
+`datasets` resolves patterns of a card, and file names of a saved data set, wherever they lead: to any path of the
+machine, and through fsspec to any URL. Where sources have rules they may name files of their own directory alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from swiftkv_platform.errors import DataError
+from swiftkv_platform.sources.names import leads_out
+
+CARDS = ("README.md", ".huggingface.yaml")
+"""Files whose `configs` name data files; the second replaces what the first says."""
+_LONGEST_CARD = 16 << 20
+_FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
+_PICKLES = (".pkl", ".pickle", ".pt", ".pth")
+_PROSE = frozenset({"config_name", "description"})
+"""Of a configuration, keys whose text names no file."""
+
+
+def check_laid_out(directory: Path, field: str) -> None:
+    """Refuse a directory laid out as on the hub that holds a script to build it, or a card as in `check_card`.
+
+    Raises `DataError`.
+    """
+    script = directory / f"{directory.name}.py"
+    if script.exists():
+        raise _unusable(script, field, "is a script that builds the data set; its rows in files would do")
+    for card in (directory / name for name in CARDS):
+        if card.is_file():
+            check_card(card, field)
+
+
+def check_card(path: Path, field: str) -> None:
+    """Refuse a card whose configurations name what lies elsewhere.
+
+    Args:
+        path: one of `CARDS`.
+
+    Raises:
+        DataError: an absolute path, one with `..`, or a URL; or a card that cannot be read.
+    """
+    if path.stat().st_size > _LONGEST_CARD:
+        raise _unusable(path, field, f"is longer than {_LONGEST_CARD} bytes")
+    try:
+        document = _metadata(path)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise _unusable(path, field, "holds no YAML that can be read") from error
+    if not isinstance(document, Mapping):
+        return
+    for pattern in _strings(document.get("configs")):
+        if pattern.endswith(_PICKLES):
+            raise _unusable(path, field, f"names the pickle {pattern[:200]!r}, which may run code when read")
+        if leads_out(pattern):
+            raise _unusable(path, field, f"names {pattern[:200]!r}; files of the data set's own directory would do")
+
+
+def check_saved(directory: Path, field: str) -> None:
+    """Refuse a data set saved by `datasets` whose state names files of other directories. Raises `DataError`."""
+    states = [directory]
+    if (splits := directory / "dataset_dict.json").is_file():
+        names = _plain_names(_json(splits, field).get("splits"), splits, field)
+        states += [directory / name for name in names]
+    for state in (path / "state.json" for path in states):
+        if state.is_file():
+            files = _json(state, field).get("_data_files")
+            named = [file.get("filename") for file in files if isinstance(file, Mapping)] if files else []
+            _plain_names(named, state, field)
+
+
+def _metadata(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        matter = _FRONT_MATTER.match(text)
+        text = matter[1] if matter else ""
+    return yaml.safe_load(text)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text in nested lists and mappings, whatever its key, since configurations of builders differ."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if key not in _PROSE:
+                yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def _json(path: Path, field: str) -> Mapping[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable(path, field, "is no JSON") from error
+    if not isinstance(document, Mapping):
+        raise _unusable(path, field, "holds no object")
+    return document
+
+
+def _plain_names(names: Any, path: Path, field: str) -> list[str]:
+    """`names` themselves. Raises `DataError` for one with a directory in it."""
+    found = names if isinstance(names, list) else []
+    for name in found:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "::" in name:
+            raise _unusable(path, field, f"names {str(name)[:200]!r}; files beside it would do")
+    return found
+
+
+def _unusable(path: Path, field: str, why: str) -> DataError:
+    return DataError(f"{field}: {path.name} {why}", field=field, value=path.name)

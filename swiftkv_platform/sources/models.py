@@ -1,0 +1,93 @@
+"""Whether a model's directory names code, or files of another place. Reads its JSON files, no weights.
+
+`transformers` follows what such files name: an adapter's base model, a tokenizer's `vocab_file`, a repository of
+kernels in the place of an attention implementation, shards of an index. Where sources have rules a model is what lies
+in its own directory, and its code is that of this package and of `transformers`: `auto_map` is never followed, nor is a
+pickle read (`model.checkpoint` takes safetensors alone).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.sources.boundary import Boundary
+from swiftkv_platform.sources.names import leads_out
+
+_LONGEST_JSON = 256 << 20
+_INDEX = "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_HARMLESS = frozenset({"special_tokens_map_file"})
+"""Old configurations name their author's own file here, and nothing reads it."""
+
+
+def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
+    """Refuse a model that leads out of `boundary` or asks for code.
+
+    Raises:
+        ModelError: naming the file and what it names.
+    """
+    boundary.check_tree(directory, field, error=ModelError)
+    if (directory / _ADAPTER).exists():
+        raise _unusable(_ADAPTER, field, "names another model; weights that are merged would do")
+    _check_index(directory / _INDEX, field)
+    _check_config(directory / "config.json", field)
+    _check_tokenizer(directory / "tokenizer_config.json", field)
+
+
+def _check_index(path: Path, field: str) -> None:
+    shards = _json(path, field).get("weight_map")
+    for shard in set(map(str, shards.values())) if isinstance(shards, Mapping) else ():
+        if PurePosixPath(shard).name != shard:
+            raise _unusable(path.name, field, f"names the shard {shard[:200]!r}; a file beside it would do")
+
+
+def _check_config(path: Path, field: str) -> None:
+    for section in _mappings(_json(path, field)):
+        for name in _IMPLEMENTATIONS:
+            for key in (name, f"_{name}", f"_{name}_internal"):
+                if "/" in str(section.get(key)):
+                    raise _unusable(path.name, field, f"names the code {str(section[key])[:200]!r}; leave {key} out")
+
+
+def _check_tokenizer(path: Path, field: str) -> None:
+    for key, value in _json(path, field).items():
+        if key.endswith("_file") and key not in _HARMLESS and isinstance(value, str) and leads_out(value):
+            raise _unusable(path.name, field, f"names {value[:200]!r}; without {key} the file beside it is read")
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    """`value` and every object within."""
+    found: list[Mapping[str, Any]] = []
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Mapping):
+            found.append(item)
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+    return found
+
+
+def _json(path: Path, field: str) -> Mapping[str, Any]:
+    """The object in a file; an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > _LONGEST_JSON:
+        raise _unusable(path.name, field, f"is longer than {_LONGEST_JSON} bytes")
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable(path.name, field, "is no JSON") from error
+    if not isinstance(document, Mapping):
+        raise _unusable(path.name, field, "holds no object")
+    return document
+
+
+def _unusable(name: str, field: str, why: str) -> ModelError:
+    return ModelError(f"{field}: the model's {name} {why}", field=field, value=name)

@@ -1,0 +1,145 @@
+"""A model's or data set's name as one of four types: built-in, S3 address, path or hub id. Reads nothing but whether a
+relative path exists.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs import looks_like_a_path
+
+_BUILTIN = "builtin:"
+_S3 = "s3://"
+_HUB_ID = re.compile(r"(?:(?P<organization>[A-Za-z0-9_][A-Za-z0-9_.-]*)/)?[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+_LONGEST_NAME = 2048
+"""Bytes; S3 keys end at 1,024, paths at 4,096."""
+_LONGEST_SEGMENT = 255
+"""Bytes between two slashes, as file systems have it."""
+_SHOWN = 64
+"""Characters of a refused name in its message."""
+
+
+@dataclass(frozen=True)
+class BuiltinSource:
+    """What ships with the package, or should: whether the name is known is the reader's business."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class S3Source:
+    """An object, or everything below a prefix."""
+
+    name: str
+
+    def lies_below(self, root: str) -> bool:
+        """Whether it is at or below the `s3://` prefix `root`, `..` resolved."""
+        path, prefix = (posixpath.normpath(uri.removeprefix(_S3)) for uri in (self.name, root))
+        return path == prefix or path.startswith(f"{prefix}/")
+
+
+@dataclass(frozen=True)
+class PathSource:
+    """A file or directory of the machine that reads it."""
+
+    name: str
+    path: Path
+    """With `~` expanded."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository of the hub."""
+
+    name: str
+
+    @property
+    def organization(self) -> str:
+        """The part before the slash; the whole name of a repository without one."""
+        return self.name.partition("/")[0]
+
+
+Source = BuiltinSource | S3Source | PathSource | HubSource
+
+
+def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
+    """What `name` means.
+
+    Args:
+        field: its place in the spec, for messages.
+        suffixes: endings that mark a file, where nothing of that name exists.
+        relative_paths: whether a name that could be a hub id is a path where this machine has one of that name. Where
+            sources have rules it never is: control plane and workers have different working directories.
+
+    Raises:
+        InvalidInputError: a name that no file system, store or hub could have.
+    """
+    check_name(name, field)
+    if name.startswith(_BUILTIN):
+        return BuiltinSource(name)
+    if name.startswith(_S3):
+        return S3Source(name)
+    is_path = looks_like_a_path(name, suffixes) or _HUB_ID.fullmatch(name) is None
+    # An entry of a directory that this process may not enter is none, where `Path.exists` raises.
+    if is_path or (relative_paths and os.path.exists(name)):  # noqa: PTH110
+        return PathSource(name, _expanded(name, field))
+    return HubSource(name)
+
+
+def parse_location(name: str, *, field: str) -> S3Source | PathSource:
+    """A name that is never a hub id, such as a task's `data_dir`. Raises as `parse_source`."""
+    check_name(name, field)
+    return S3Source(name) if name.startswith(_S3) else PathSource(name, _expanded(name, field))
+
+
+def check_name(name: str, field: str) -> None:
+    """Raises `InvalidInputError` for text that is no name of anything: NUL, lone surrogates, absurd lengths."""
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(name, field, "holds a character that cannot be encoded") from error
+    if any(ord(character) < 0x20 for character in name):
+        raise _refused(name, field, "holds a control character")
+    if len(encoded) > _LONGEST_NAME:
+        raise _refused(name, field, f"has {len(encoded)} bytes, and {_LONGEST_NAME} would do")
+    if any(len(segment) > _LONGEST_SEGMENT for segment in encoded.split(b"/")):
+        raise _refused(name, field, f"has more than {_LONGEST_SEGMENT} bytes between two slashes")
+
+
+def refuse_shadowed(name: str, field: str) -> None:
+    """Raises `InvalidInputError` if this machine has something at the hub id `name`, which `transformers` and
+    `datasets` would take for the path."""
+    if os.path.exists(name):  # noqa: PTH110
+        raise InvalidInputError(
+            f"{field} is {name!r}, a hub id, but the worker's working directory has something of that name; an "
+            "absolute path that the operator has opened, or another working directory, would do",
+            field=field,
+            value=name,
+        )
+
+
+def leads_out(name: str) -> bool:
+    """Whether a name that is meant below some directory is an absolute path, has `..`, or is a URL, chained ones (`::`)
+    included."""
+    path = PurePosixPath(name)
+    return "::" in name or ":/" in name or path.is_absolute() or ".." in path.parts or name.startswith("~")
+
+
+def _expanded(name: str, field: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # a home directory of a user that this machine does not have
+        raise _refused(
+            name, field, "begins with a user that this machine does not know; an absolute path would do"
+        ) from error
+
+
+def _refused(name: str, field: str, why: str) -> InvalidInputError:
+    shown = ascii(name[:_SHOWN]) + ("..." if len(name) > _SHOWN else "")
+    return InvalidInputError(f"{field} is {shown}, which {why}", field=field, value=shown)

@@ -1,0 +1,370 @@
+"""Directories, cards, links and models that try to run code, to read what lies outside of a tenant's root, or to reach
+a socket. Every payload is laid out below `Stage.root`, which the tenant may read; what it must not touch lies beside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CANARY = "CANARY-of-another-tenant"
+"""Text that must never reach a job."""
+
+
+@dataclass
+class Listener:
+    """A socket of the loopback interface that answers everything with a row, and counts who came."""
+
+    port: int
+    connections: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def listening() -> Iterator[Listener]:
+    server = socket.create_server(("127.0.0.1", 0))
+    listener = Listener(server.getsockname()[1])
+    body = json.dumps({"text": CANARY}).encode() + b"\n"
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
+
+    def serve() -> None:
+        with suppress(OSError):  # closed: the test is over
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    listener.connections.append(connection.recv(4096).decode(errors="replace"))
+                    connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield listener
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where payloads are laid out."""
+
+    root: Path
+    """Open to the tenant."""
+    outside: Path
+    """Another tenant's: its files hold the canary."""
+    marker: Path
+    """Exists once a payload's code has run."""
+    url: str
+    """Of the listening socket."""
+    teacher: Path
+    """A sound model that models of payloads are copied from."""
+
+    @classmethod
+    def build(cls, directory: Path, url: str, teacher: Path) -> Stage:
+        stage = cls(directory / "acme", directory / "other", directory / "code-has-run", url, teacher)
+        stage.root.mkdir()
+        (stage.outside / "rows").mkdir(parents=True)
+        for name in ("canary.jsonl", "rows/canary.jsonl"):
+            write_rows(stage.outside / name, CANARY)
+        (stage.outside / "canary.jinja").write_text(CANARY)
+        return stage
+
+    def directory(self, name: str) -> Path:
+        path = self.root / name
+        path.mkdir()
+        return path
+
+
+def write_rows(path: Path, text: str, count: int = 8) -> None:
+    path.write_text("".join(json.dumps({"text": f"{text} {number}"}) + "\n" for number in range(count)))
+
+
+def _card(directory: Path, data_files: str, **config: Any) -> Path:
+    """A directory laid out as on the hub, whose card names its data files; `own.jsonl` is the innocent one."""
+    write_rows(directory / "own.jsonl", "own")
+    configs = [{"config_name": "default", "data_files": data_files, **config}]
+    (directory / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    return directory
+
+
+class Exploit:
+    """Pickled, it writes the marker when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.system, (f"touch {self.marker}",)
+
+
+def ssti(marker: Path) -> str:
+    """A Jinja expression that runs a command where templates are not sandboxed."""
+    return f"{{{{ cycler.__init__.__globals__.os.popen('touch {marker}').read() }}}}"
+
+
+# Data sources -----------------------------------------------------------------------------------------------------
+
+
+def card_with_an_absolute_path(stage: Stage) -> Path:
+    return _card(stage.directory("absolute"), str(stage.outside / "canary.jsonl"))
+
+
+def card_with_a_parent(stage: Stage) -> Path:
+    return _card(stage.directory("parent"), "../../other/canary.jsonl")
+
+
+def card_with_a_url(stage: Stage) -> Path:
+    return _card(stage.directory("url"), f"{stage.url}/rows.jsonl")
+
+
+def card_with_a_chained_url(stage: Stage) -> Path:
+    return _card(stage.directory("chained"), f"zip://*.jsonl::{stage.url}/rows.zip")
+
+
+def card_with_a_directory(stage: Stage) -> Path:
+    return _card(stage.directory("data-dir"), "*.jsonl", data_dir=str(stage.outside))
+
+
+def card_beside_the_card(stage: Stage) -> Path:
+    """`.huggingface.yaml` replaces what the card says."""
+    directory = _card(stage.directory("standalone"), "own.jsonl")
+    configs = [{"config_name": "default", "data_files": str(stage.outside / "canary.jsonl")}]
+    (directory / ".huggingface.yaml").write_text(json.dumps({"configs": configs}))
+    return directory
+
+
+def card_with_pictures(stage: Stage) -> Path:
+    """Rows whose column is declared a picture: `datasets` opens the path in it, or fetches the URL."""
+    directory = _card(stage.directory("pictures"), "own.jsonl")
+    rows = [{"text": "own", "image": {"bytes": None, "path": f"{stage.url}/picture.png"}}] * 4
+    (directory / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    features = [{"name": "text", "dtype": "string"}, {"name": "image", "dtype": "image"}]
+    header = json.loads((directory / "README.md").read_text().removeprefix("---\nconfigs: ").removesuffix("\n---\n"))
+    info = json.dumps({"features": features})
+    (directory / "README.md").write_text(f"---\nconfigs: {json.dumps(header)}\ndataset_info: {info}\n---\n")
+    return directory
+
+
+def card_with_a_pickle(stage: Stage) -> Path:
+    directory = _card(stage.directory("pickle"), "rows.pkl")
+    (directory / "rows.pkl").write_bytes(pickle.dumps(Exploit(stage.marker)))
+    return directory
+
+
+def builder_script(stage: Stage) -> Path:
+    directory = _card(stage.directory("script"), "own.jsonl")
+    (directory / "script.py").write_text(f"open({str(stage.marker)!r}, 'w').close()\n")
+    return directory
+
+
+def linked_card_files(stage: Stage) -> Path:
+    directory = _card(stage.directory("linked-card-files"), "*.jsonl")
+    (directory / "more.jsonl").symlink_to(stage.outside / "canary.jsonl")
+    return directory
+
+
+def linked_directory(stage: Stage) -> Path:
+    directory = stage.directory("linked-directory")
+    write_rows(directory / "own.jsonl", "own")
+    (directory / "more").symlink_to(stage.outside / "rows")
+    return directory
+
+
+def linked_file(stage: Stage) -> Path:
+    directory = stage.directory("linked-file")
+    (directory / "rows.jsonl").symlink_to(stage.outside / "canary.jsonl")
+    return directory
+
+
+def saved_with_a_parent(stage: Stage) -> Path:
+    """`save_to_disk`, its state naming another tenant's file."""
+    import datasets
+
+    datasets.Dataset.from_dict({"text": [CANARY] * 8}).save_to_disk(stage.outside / "saved")
+    directory = stage.root / "saved"
+    datasets.Dataset.from_dict({"text": ["own"] * 8}).save_to_disk(directory)
+    state = json.loads((directory / "state.json").read_text())
+    name = state["_data_files"][0]["filename"]
+    state["_data_files"] = [{"filename": f"../../other/saved/{name}"}]
+    (directory / "state.json").write_text(json.dumps(state))
+    return directory
+
+
+def saved_splits_with_a_parent(stage: Stage) -> Path:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": [CANARY] * 8}).save_to_disk(stage.outside / "split")
+    directory = stage.directory("splits")
+    (directory / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "../../other/split"]}))
+    datasets.Dataset.from_dict({"text": ["own"] * 8}).save_to_disk(directory / "train")
+    return directory
+
+
+DATA: tuple[Callable[[Stage], Path], ...] = (
+    card_with_an_absolute_path,
+    card_with_a_parent,
+    card_with_a_url,
+    card_with_a_chained_url,
+    card_with_a_directory,
+    card_beside_the_card,
+    card_with_pictures,
+    card_with_a_pickle,
+    builder_script,
+    linked_card_files,
+    linked_directory,
+    linked_file,
+    saved_with_a_parent,
+    saved_splits_with_a_parent,
+)
+"""What a tenant can lay out as a data source."""
+
+
+def lay_out_hub_data(stage: Stage, cache: Path, name: str = "evil/rows") -> str:
+    """A data set of the hub as its cache keeps it, whose card names a URL; returns its id."""
+    snapshot = _snapshot(cache, "datasets", name)
+    _card(snapshot, f"{stage.url}/rows.jsonl")
+    return name
+
+
+# Models -----------------------------------------------------------------------------------------------------------
+
+
+def _model(stage: Stage, name: str) -> Path:
+    return Path(shutil.copytree(stage.teacher, stage.root / name))
+
+
+def _edit(path: Path, **values: Any) -> None:
+    document = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**document, **values}))
+
+
+def model_with_linked_weights(stage: Stage) -> Path:
+    directory = _model(stage, "linked-weights")
+    shutil.copy(stage.teacher / "model.safetensors", stage.outside / "canary.safetensors")
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors").symlink_to(stage.outside / "canary.safetensors")
+    return directory
+
+
+def model_with_a_shard_outside(stage: Stage) -> Path:
+    from safetensors import safe_open
+
+    directory = _model(stage, "shard-outside")
+    shutil.move(directory / "model.safetensors", stage.outside / "shard.safetensors")
+    with safe_open(stage.outside / "shard.safetensors", framework="pt") as file:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), "../../other/shard.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def model_with_a_linked_template(stage: Stage) -> Path:
+    directory = _model(stage, "linked-template")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    (directory / "chat_template.jinja").symlink_to(stage.outside / "canary.jinja")
+    return directory
+
+
+def model_with_a_tokenizer_outside(stage: Stage) -> Path:
+    """The configuration's own `tokenizer_file` wins over the one beside it."""
+    directory = _model(stage, "tokenizer-outside")
+    shutil.copy(stage.teacher / "tokenizer.json", stage.outside / "tokenizer.json")
+    _edit(directory / "tokenizer_config.json", tokenizer_file=str(stage.outside / "tokenizer.json"))
+    return directory
+
+
+def model_with_pickled_weights(stage: Stage) -> Path:
+    directory = _model(stage, "pickled")
+    (directory / "model.safetensors").unlink()
+    (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Exploit(stage.marker)))
+    return directory
+
+
+def model_with_custom_code(stage: Stage) -> Path:
+    directory = _model(stage, "custom-code")
+    code = f"open({str(stage.marker)!r}, 'w').close()\n"
+    (directory / "modeling.py").write_text(code)
+    names = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}
+    _edit(directory / "config.json", model_type="evil", auto_map=names)
+    _edit(directory / "tokenizer_config.json", auto_map={"AutoTokenizer": ["modeling.Tokenizer", None]})
+    return directory
+
+
+def model_with_an_adapter(stage: Stage) -> Path:
+    """`from_pretrained` would read the model that the adapter names."""
+    directory = _model(stage, "adapter")
+    _edit(directory / "adapter_config.json", base_model_name_or_path=str(stage.outside), peft_type="LORA")
+    return directory
+
+
+def model_with_a_kernel(stage: Stage) -> Path:
+    """A repository of code in the place of an attention implementation."""
+    directory = _model(stage, "kernel")
+    _edit(directory / "config.json", attn_implementation="evil/kernel")
+    return directory
+
+
+MODELS: tuple[Callable[[Stage], Path], ...] = (
+    model_with_linked_weights,
+    model_with_a_shard_outside,
+    model_with_a_linked_template,
+    model_with_a_tokenizer_outside,
+    model_with_pickled_weights,
+    model_with_custom_code,
+    model_with_an_adapter,
+    model_with_a_kernel,
+)
+"""What a tenant can lay out as a teacher."""
+
+
+def lay_out_hub_model(stage: Stage, cache: Path, name: str = "evil/teacher") -> str:
+    """A model of the hub as its cache keeps it, its chat template a link that leaves the cache; returns its id."""
+    snapshot = _snapshot(cache, "models", name)
+    for path in stage.teacher.iterdir():
+        if path.name != "chat_template.jinja":
+            shutil.copy(path, snapshot / path.name)
+    (snapshot / "chat_template.jinja").symlink_to(stage.outside / "canary.jinja")
+    return name
+
+
+def _snapshot(cache: Path, kind: str, name: str) -> Path:
+    repository = cache / f"{kind}--{name.replace('/', '--')}"
+    commit = "0" * 40
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+# Tasks ------------------------------------------------------------------------------------------------------------
+
+
+def write_task(path: Path, stage: Stage) -> Path:
+    """A task's file under any name: its template runs a command, and so does the function that it names."""
+    data = stage.root / "task-rows.jsonl"
+    data.write_text(json.dumps({"question": "a", "answer": "b"}) + "\n")
+    (path.parent / "evil_task.py").write_text(f"open({str(stage.marker)!r}, 'w').close()\ndef run(docs): return docs\n")
+    path.write_text(
+        "task: evil\n"
+        "dataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {json.dumps(str(data))}}}}}\n"
+        "test_split: test\n"
+        "output_type: generate_until\n"
+        f"doc_to_text: {json.dumps('Q: ' + ssti(stage.marker))}\n"
+        "doc_to_target: '{{answer}}'\n"
+        "process_docs: !function evil_task.run\n"
+        "generation_kwargs: {max_gen_toks: 4, until: [x]}\n"
+        "metric_list: [{metric: exact_match}]\n"
+    )
+    return path

@@ -1,4 +1,4 @@
-"""How the control plane answers with many jobs in its database, beside an empty one in the same run.
+"""Answers of the control plane with many jobs in its database, beside an empty one in the same run.
 
     python -m benchmarks.control_plane [--jobs 10000] [--requests 300] [--followers 200] [--postgres [URL]]
 

@@ -1,4 +1,4 @@
-"""What `POST /jobs/validate` foresees of the demo's job, beside what the job then takes. Real Ray, two FSDP2 workers.
+"""Estimates of `POST /jobs/validate` for the demo's job, beside what the job then takes. Real Ray, two FSDP2 workers.
 
     python -m benchmarks.estimates [--first 20] [--steps 100] [--recipe builtin-python-5m.yaml]
 

@@ -186,7 +186,7 @@ def mean_tpot(rounds: list[Run]) -> float:
 
 
 def parting_gaps(engine: LLMEngine, expected: list[RequestOutput], found: list[RequestOutput]) -> list[float]:
-    """Of each answer that is not the expected one, how much less probable its first other token was, in nats."""
+    """Return for each answer that is not the expected one how much less probable its first other token was, in nats."""
     gaps = []
     for right, other in zip(expected, found, strict=True):
         if right.token_ids == other.token_ids:

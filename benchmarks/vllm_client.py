@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",
 }
-"""One process with as many threads as ours, which asks nobody anything. The caller's environment goes first."""
+"""Environment of one process with as many threads as ours, which sends no requests. The caller's variables go first."""
 
 
 class WorkerError(RuntimeError):

@@ -29,7 +29,7 @@ _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
 class Scope(StrEnum):
-    """What a key opens."""
+    """Scope of an API key."""
 
     JOBS_READ = "jobs:read"
     """Jobs, models, deployments and what they leave, to look at."""
@@ -49,12 +49,12 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: Annotated[str, Field(pattern=_NAME_PATTERN)]
-    """Whose it is; jobs and the audit log carry it. Unique in the file."""
+    """Owner; jobs and the audit log carry it. Unique in the file."""
     tenant: Annotated[str, Field(pattern=_NAME_PATTERN)] = "default"
-    """Keys of one tenant see the same jobs, models and deployments, and nobody else's."""
+    """Keys of one tenant see the same jobs, models and deployments, and no other tenant's."""
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the key."""
+    """SHA-256 of the key."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
     """Requests that a replica answers the key in a minute; None: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = None

@@ -50,7 +50,7 @@ class DemoOptions:
 
 @dataclass
 class Observed:
-    """What the demo itself saw; the report's `demo`."""
+    """Observations of the demo itself; the report's `demo`."""
 
     job_id: str = ""
     model_id: str = ""

@@ -40,7 +40,7 @@ class DepthReport(_Result):
     sim_score: float | None
     """SimScore of the input of layer l (0-based); None for L - 1, which has no layer after it."""
     prefill_flops_ratio: float
-    """As executed, at the model's whole context."""
+    """Ratio as executed, at the model's whole context."""
     kl: float | None = None
     """KL of the calibrated start from the teacher on held-out text, nats; None where it was not measured."""
     perplexity: float | None = None
@@ -48,7 +48,7 @@ class DepthReport(_Result):
 
 
 class Analysis(_Result):
-    """What `swiftkv analyze` reports."""
+    """Report of `swiftkv analyze`."""
 
     model: str
     num_hidden_layers: int
@@ -64,12 +64,12 @@ class Analysis(_Result):
     recommended_num_key_value_layers: int | None
     """None: no measured depth starts within `max_kl`."""
     rule: str
-    """How the recommendation was made."""
+    """Rule that the recommendation was made by."""
 
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """What to look at."""
+    """Options of an analysis."""
 
     max_tokens: int = 16384
     """Tokens compared; as many again for the calibrated start, and for its measurement."""

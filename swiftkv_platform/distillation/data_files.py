@@ -29,10 +29,10 @@ _BLANKS = " \t\r\n"
 
 @dataclass(frozen=True)
 class FileReader:
-    """How files of one kind are read. Every function raises `DataError` with file and place, naming `field`."""
+    """Reader of files of one kind. Every function raises `DataError` with file and place, naming `field`."""
 
     unit: str
-    """What rows are counted in: `line` or `row`."""
+    """Unit that rows are counted in: `line` or `row`."""
     rows: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]]
     """(file, columns or None for all, field)"""
     count: Callable[[Path, str], int]
@@ -104,7 +104,7 @@ def _elements(file: Path, field: str) -> Iterator[Any]:
 
 
 class _Window:
-    """What has been read of a JSON file and not yet used."""
+    """Part of a JSON file that has been read and not yet used."""
 
     def __init__(self, file: Path, field: str) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""What a row means: a text, or a conversation of messages, by its columns. Knows no file and no tokenizer."""
+"""Meaning of a row: a text, or a conversation of messages, by its columns. Knows no file and no tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is said, and what the assistant may call."""
+    """Messages, and the functions that the assistant may call."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -31,7 +31,7 @@ class Conversation:
         return bool(self.messages)
 
     def as_json(self) -> str:
-        """The same for equal conversations."""
+        """Return the conversation as JSON, the same for equal conversations."""
         said = self.messages if self.tools is None else {"messages": self.messages, "tools": self.tools}
         return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
 

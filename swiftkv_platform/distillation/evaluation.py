@@ -1,5 +1,5 @@
-"""How close a student, and its exit head, are to the teacher on held-out rows. Knows neither the training step nor what
-is made of the figures.
+"""Agreement of a student, and of its exit head, with the teacher on held-out rows. Knows neither the training step nor
+what is made of the figures.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def named(spec: TaskSpec) -> Iterator[None]:
 
 
 def configurations(task: Task) -> list[Mapping[str, Any]]:
-    """What is written of a task or group, `!function` left unresolved where the harness holds it; of a tag, of all its
-    tasks."""
+    """Return the configuration of a task or group, `!function` left unresolved where the harness holds it; of a tag,
+    those of all its tasks."""
     from lm_eval.tasks._index import TaskIndex
     from lm_eval.tasks._yaml_loader import load_yaml
 

@@ -59,7 +59,7 @@ class TrainerListener(Protocol):
         """A step is done."""
 
     def wish(self) -> Wish:
-        """What this worker has been told since the last step."""
+        """Return the wish that this worker has been told since the last step."""
 
 
 class Trainer:

@@ -22,7 +22,7 @@ _LONGEST_UPLOAD = timedelta(hours=4)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -51,7 +51,7 @@ class CheckpointStore(Protocol):
 
 @dataclass(frozen=True)
 class Retries:
-    """How often an upload is tried before it counts as failed; the wait between tries doubles."""
+    """Tries of an upload before it counts as failed; the wait between tries doubles."""
 
     tries: int = 5
     first_wait_s: float = 1.0

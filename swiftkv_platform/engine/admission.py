@@ -1,4 +1,4 @@
-"""How long the next request would wait for its turn, judged by how often a place has become free. Knows no engine."""
+"""Estimate of the next request's wait for its turn, judged by how often a place has become free. Knows no engine."""
 
 from __future__ import annotations
 

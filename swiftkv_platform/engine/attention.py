@@ -63,7 +63,7 @@ class SequenceQueries:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Which queries of a flat batch read which tokens. A `SelectsTokens`: a selection makes new metadata."""
+    """Metadata of a flat batch: the tokens that its queries read. A `SelectsTokens`: a selection makes new metadata."""
 
     sequences: tuple[SequenceQueries, ...]
     _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)
@@ -71,7 +71,7 @@ class PagedAttention:
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `kernels.attend` calls sequences, positions and runs."""
+        """Sequences, positions and runs, as `kernels.attend` takes them."""
         sequences: list[tuple[int, int, int, int]] = []
         positions: list[int] = []
         runs: list[Run] = []
@@ -133,7 +133,7 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls.
+    """Attend to paged keys and values; transformers calls it.
 
     Args:
         query: of all sequences' queries, one sequence after another, [1, num_heads, num_tokens, head_dim].

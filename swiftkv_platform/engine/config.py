@@ -1,4 +1,4 @@
-"""What an engine and a request may be told. Frozen; knows no tensor and reads no file."""
+"""Configuration of an engine and of a request. Frozen; knows no tensor and reads no file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_GRAMMAR_BYTES = 1 << 16
 
 
 class EngineConfig(BaseModel):
-    """How a model is loaded and run. Unknown keys are refused."""
+    """Settings for loading and running a model. Unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -86,7 +86,8 @@ class EngineConfig(BaseModel):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of range.
+    """Settings of how one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of
+    range.
 
     Logits pass through, in this order: `logit_bias`, the penalties, `structured_outputs`, `temperature`, `top_k`,
     `top_p`, `min_p`.
@@ -121,7 +122,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Generate on past the model's end of sequence."""
     logprobs: int | None = None
-    """Log-probabilities of each generated token and of so many of the most probable ones; None: of none."""
+    """Log-probabilities of each generated token and of this many of the most probable ones; None: of none."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which then all go through every layer."""
     early_exit: EarlyExit = field(default_factory=EarlyExit)
@@ -132,7 +133,7 @@ class SamplingParams:
     """Most tokens to draft at a time from what prompt and answer so far repeat (prompt lookup), or a constraint leaves
     no choice about; they are verified together, and the answer is the same. 0 drafts none."""
     structured_outputs: StructuredOutputs | None = None
-    """What the text must be: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
+    """Constraint on the text: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
     reaches `max_tokens` is cut off."""
 
     def __post_init__(self) -> None:

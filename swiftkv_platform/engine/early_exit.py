@@ -1,4 +1,4 @@
-"""Which next tokens are chosen at layer l already. Knows no queue; the source is the paper, appendix E.
+"""Choice of next tokens at layer l. Knows no queue; the source is the paper, appendix E.
 
 A token at layer l has the KV of every later layer, so leaving there costs later tokens nothing.
 """

@@ -22,7 +22,7 @@ from swiftkv_platform.errors import QueueFullError
 Key = tuple[str, str, bool]
 
 MAX_COMPILING = 2
-"""Grammars that are compiled at the same time, those that nobody waits for any more included."""
+"""Grammars that are compiled at the same time, abandoned ones included."""
 MAX_KEPT = 64
 """Compiled grammars that are kept for the next request with the same."""
 INITIAL_LEXER_FUEL = 200_000

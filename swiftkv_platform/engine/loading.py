@@ -25,7 +25,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What the engine needs of a checkpoint."""
+    """Parts of a checkpoint that the engine needs."""
 
     model: PreTrainedModel
     tokenizer: Any | None

@@ -1,4 +1,4 @@
-"""What a caller gets: tokens, text, log-probabilities, durations. Plain data, no behaviour, no tensor."""
+"""Outputs that a caller gets: tokens, text, log-probabilities, durations. Plain data, no behaviour, no tensor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestOutput:
     """None while it runs."""
     metrics: RequestMetrics
     index: int = 0
-    """Which of the request's `n` samples."""
+    """Index of the sample among the request's `n`."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One entry a generated token, before temperature and penalties; None unless asked for."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -62,7 +62,7 @@ class RequestOutput:
     num_prefill_layers_skipped_tokens: int = 0
     """Prompt tokens that were computed and did not go through the layers that compute no KV of their own."""
     error: str | None = None
-    """What ended the answer, where `finish_reason` is `error`."""
+    """Error that ended the answer, where `finish_reason` is `error`."""
     error_field: str | None = None
     """The request's field that is to blame for it; None: the model."""
     samples: tuple[RequestOutput, ...] = ()
@@ -83,7 +83,7 @@ class RequestOutput:
 
 @dataclass
 class StepResult:
-    """What a step found out about one scheduled sequence."""
+    """Result of a step for one scheduled sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     """Its next tokens: none while its prompt is being read, one, or the accepted drafts and the one after them."""
@@ -92,9 +92,9 @@ class StepResult:
     num_draft_tokens: int = 0
     """Drafts that were verified."""
     num_accepted_tokens: int = 0
-    """How many of `token_ids`, the first ones, were drafts."""
+    """Number of `token_ids`, the first ones, that were drafts."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the next prompt tokens that have none yet."""
+    """Log-probabilities of the next prompt tokens that have none yet."""
     exited: bool = False
     """The token was chosen at layer l."""
     num_skipped_tokens: int = 0

@@ -34,9 +34,9 @@ from swiftkv_platform.model.selection import TokenSelection
 
 _c10d: Any = dist  # its stubs lack the stores and groups
 LOAD_TIMEOUT = datetime.timedelta(hours=1)
-"""How long a rank waits for the ranks before it to have read the model."""
+"""Longest wait of a rank for the ranks before it to have read the model."""
 SUM_TIMEOUT = datetime.timedelta(minutes=5)
-"""How long it waits for the others' parts of a sum."""
+"""Longest wait of a rank for the others' parts of a sum."""
 EXIT_TIMEOUT_S = 10.0
 
 
@@ -79,7 +79,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Rank 0 to the others: make a KV cache of so many blocks."""
+    """Message of rank 0 to the others: make a KV cache of `num_blocks` blocks."""
 
     num_blocks: int
 
@@ -94,9 +94,9 @@ class Pass:
     slots: Any
     """[num_tokens], numpy."""
     arguments: dict[str, Any]
-    """What layers are given: the attention's metadata."""
+    """Arguments of the layers: the attention's metadata."""
     hidden_shape: tuple[int, ...] | None
-    """Of the hidden states that are broadcast; None: what the last pass of layers < l put out."""
+    """Shape of the hidden states that are broadcast; None: what the last pass of layers < l put out."""
     kept: Any = None
     """Rows that go on to layers >= l, numpy; None: all."""
 
@@ -112,7 +112,7 @@ class LeadingDecoder:
         self.layer_map = decoder.layer_map
 
     def lower(self, context: DecoderContext) -> torch.Tensor:
-        """As the decoder's. The others go on to `shared_key_values` by themselves."""
+        """Run the decoder's `lower`. The others go on to `shared_key_values` by themselves."""
         self._announce(context, context.hidden, upper=False)
         self._x = self._decoder.lower(context)
         return self._x

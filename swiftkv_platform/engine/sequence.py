@@ -52,7 +52,7 @@ class Sequence:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.seed = seed
-        """Of the noise that chooses its tokens."""
+        """Seed of the noise that chooses its tokens."""
         self.arrival = arrival
         """Number of the request in the order they came."""
         self.priority = priority

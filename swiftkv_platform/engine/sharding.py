@@ -23,7 +23,7 @@ OUT_OF_PARTS = {"o_proj", "down_proj"}
 
 
 class Ranks(Protocol):
-    """What sharded modules need of the others."""
+    """Ranks as sharded modules need them."""
 
     rank: int
     size: int

@@ -28,11 +28,12 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 CACHE_VARIABLE = "SWIFTKV_KERNEL_CACHE"
 """Directory that compiled kernels are kept in; `~/.cache/swiftkv/kernels` where it is not set."""
 VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
-"""What torch's vector headers are told, by what torch finds in the processor. bfloat16 products come with AVX-512."""
+"""Compiler flags for torch's vector headers, by what torch finds in the processor. bfloat16 products come with AVX-512.
+"""
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w")
 BUILD_TIMEOUT_S = 600
 HEAD_DIM_MULTIPLE = 32
-"""`attend` takes heads of a multiple of so many numbers."""
+"""Number that the size of a head must be a multiple of for `attend`."""
 _FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 """`Format` in the source, by the payload of a quantised cache."""
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1

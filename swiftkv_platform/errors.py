@@ -4,14 +4,14 @@ SwiftKVError
 ├── InvalidInputError          something the caller can put right: names field, value and what would do
 │   ├── DataError              a data set that cannot be read, is empty or lacks columns
 │   └── ModelError             a checkpoint or configuration that cannot be used
-├── UnauthenticatedError       no key, or one that nobody holds
+├── UnauthenticatedError       no key, or an unknown one
 ├── ForbiddenError             a key that does not open this
 │   └── OverQuotaError             more than the tenant is ever granted
 ├── QuotaExceededError         more than the tenant is granted at a time; the same request may succeed later
 ├── NotFoundError              no such job, model, deployment or object
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
-│   ├── StaleVersionError          somebody else changed the row first
+│   ├── StaleVersionError          the row has changed in the meantime
 │   └── IdempotencyConflictError   the same key with another body
 ├── StorageError               the object store failed
 │   ├── ObjectNotFoundError
@@ -21,7 +21,7 @@ SwiftKVError
 ├── RateLimitedError           a key has spent what it may use in a minute
 ├── QueueFullError             the engine's waiting line is full; the same request may succeed later
 ├── DeadlineExceededError      the answer did not come within the time the caller gave it
-├── EngineDeadError            the engine's loop has failed and answers nobody any more
+├── EngineDeadError            the engine's loop has failed and answers no more requests
 ├── GenerationError            the model put out no numbers for one request
 └── TrainingError              a run that cannot go on
     ├── LossNotFiniteError

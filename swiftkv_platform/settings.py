@@ -38,18 +38,18 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     """Address the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = None
-    """File of hashed API keys (`swiftkv keys create` writes it); None lets everybody on this machine in."""
+    """File of hashed API keys (`swiftkv keys create` writes it); None accepts every request from this machine."""
     serve_api_keys_file: Path | None = None
     """The same file, or another of its kind, where Ray's nodes see it: deployments then answer the keys of their tenant
-    that have the scope `generate`. None: deployments answer everybody who reaches `serve_url`."""
+    that have the scope `generate`. None: deployments answer every request that reaches `serve_url`."""
     tenants_file: Path | None = None
-    """YAML file of quotas and weights (docs/operations.md); None limits nobody."""
+    """YAML file of quotas and weights (docs/operations.md); None sets no limits."""
     gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
     """Price of a GPU for an hour; without prices jobs have no cost and `limits.cost_cap` is refused."""
     cpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
     """Price of a CPU core for an hour."""
     flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
-    """What one worker reaches, for the time estimate while no job like it has been measured."""
+    """FLOPs a second that one worker reaches, for the time estimate while no job like it has been measured."""
     webhook_origins: tuple[str, ...] = ()
     """Where webhooks may go: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
     secrets_dir: Path | None = None
@@ -62,7 +62,7 @@ class Settings(BaseSettings):
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 3000
-    """Of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
+    """Requests of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
     allowed_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
     """Host header values accepted while no API key is configured (a web page must not reach the API by rebinding)."""
 

@@ -1,7 +1,7 @@
 """Webhooks as a spec names them and as both ends sign and verify them (standardwebhooks.com, version 1). No I/O.
 
 A message is `POST`ed with the headers `webhook-id`, `webhook-timestamp` (Unix seconds) and `webhook-signature`: `v1,`
-and the base64 of HMAC-SHA256 over `{id}.{timestamp}.{body}`. The timestamp is signed: nobody can replay an old message.
+and the base64 of HMAC-SHA256 over `{id}.{timestamp}.{body}`. The timestamp is signed against replays.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class AsyncLLMEngine:
             self._break_down(error)
 
     def _break_down(self, error: Exception) -> None:
-        """A step, or what came of it, failed: nobody waits for an answer that cannot come."""
+        """End all streams after a failed step, so that no caller waits for an answer that cannot come."""
         get_logger().error("engine_failed", exc_info=error)
         self._fail(f"the engine failed and has to be restarted: {error!r}")
 
@@ -241,7 +241,7 @@ class AsyncLLMEngine:
             stream.put(None)
 
     def death(self) -> EngineDeadError:
-        """Why nobody is answered any more."""
+        """Return the error that ends all requests."""
         return EngineDeadError(self._failure or "the engine runs no more")
 
     def _check_admission(self, request_id: str) -> None:
@@ -316,7 +316,7 @@ class AsyncLLMEngine:
             raise QueueFullError(f"queue full: {waiting} prompt tokens wait to be read, {limit} may; try again later")
 
     def forget(self, request_id: str, *, abort: bool) -> None:
-        """Nobody listens any more. An abort is queued behind whatever the worker is doing; nobody waits for it."""
+        """Drop the request's stream. An abort is queued behind whatever the worker is doing, and not waited for."""
         self._streams.pop(request_id, None)
         if abort and self._failure is None:
             self._worker.submit(self.engine.abort, request_id)

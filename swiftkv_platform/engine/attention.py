@@ -2,8 +2,8 @@
 
 `kernels.attend` does it in one operator where it can. Elsewhere, on a CPU, each sequence's context is read where it
 lies: a run of neighbouring blocks is a view, several runs are attended to one by one and merged by the logarithms of
-their softmax sums. Nothing is copied for a decode step unless a context is scattered over so many short runs that a
-copy is cheaper. It knows no scheduler and no layer.
+their softmax sums. Nothing is copied for a decode step unless a context is scattered over runs so short that a copy is
+cheaper. It knows no scheduler and no layer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PAGED = "swiftkv_paged"
 MIN_RUN_TOKENS = 64
 """Contexts whose runs are shorter than this on average are copied together before they are read."""
 MIN_PRODUCT_QUERIES, MIN_PRODUCT_TOKENS = 128, 256
-"""Chunks of so many queries to so many tokens in bfloat16 are attended to by matrix products, smaller ones by torch's
-fused operator."""
+"""Least queries and tokens of a bfloat16 chunk that is attended to by matrix products; smaller ones go to torch's fused
+operator."""
 PRODUCT_ROWS = 256
 """Rows of one such product for each key head: queries times the query heads that share the key head."""
 MAX_SCORES = 1 << 21

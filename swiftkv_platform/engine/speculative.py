@@ -44,7 +44,7 @@ class Drafting:
     def __init__(self, costs: DraftCosts) -> None:
         self.costs = costs
         self._reliability = {greedy: common_reliability() for greedy in (False, True)}
-        """Reliability of the exit head, by greedy or not: its first choice is right more often than a draw of its is."""
+        """Exit head's reliability, by greedy or not: its first choice is right more often than a draw of its is."""
 
     def plan(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int

@@ -1,4 +1,4 @@
-"""What calibration sums over tokens, and the regression that it solves from the sums. It knows no kind of attention."""
+"""Sums of calibration over tokens, and the regression that it solves from them. It knows no kind of attention."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Regression:
 
 @dataclass(frozen=True)
 class Method:
-    """How one kind of attention is calibrated."""
+    """Calibration method of one kind of attention."""
 
     recorded: tuple[str, ...]
     """Modules of the teacher's attention whose outputs are regressed on h."""

@@ -121,7 +121,7 @@ class Checkpoint:
 
 
 def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of the arguments of a `from_pretrained`, those that say where on the hub."""
+    """Return the arguments of a `from_pretrained` that say where on the hub."""
     return {key: arguments[key] for key in _HUB_ARGUMENTS if arguments.get(key) is not None}
 
 

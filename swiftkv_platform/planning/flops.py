@@ -25,7 +25,7 @@ Convention = Literal["paper", "executed"]
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one forward pass; the sum over its tokens."""
+    """FLOPs of one forward pass; the sum over its tokens."""
 
     vocabulary: float = 0
     query: float = 0

@@ -19,7 +19,7 @@ QUANTIZED = frozenset({"fp8", "int8"})
 
 @dataclass(frozen=True)
 class KVBytes:
-    """Of one sequence."""
+    """Bytes of KV of one sequence."""
 
     payload: int
     scales: int

@@ -39,7 +39,7 @@ class WorkerMemory(BaseModel):
     gathered: int
     """Weights put together from all workers' shards, or cast for the forward pass, while they are used."""
     activations: int
-    """What the student's layers keep for the backward pass."""
+    """Tensors that the student's layers keep for the backward pass."""
     loss: int
     """Chunks of logits and hidden states around them."""
     peak: int

@@ -1,4 +1,4 @@
-"""What a job trains on."""
+"""Data that a job trains on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUILTIN_DATA = "builtin:python-stdlib"
 
 
 class CompletionSpec(Spec):
-    """How the teacher answers the prompts of a source."""
+    """Settings of the teacher's answers to the prompts of a source."""
 
     max_tokens: Annotated[int, Field(ge=1)] = 512
     """Most tokens of an answer."""
@@ -24,7 +24,7 @@ class CompletionSpec(Spec):
     num_completions: Annotated[int, Field(ge=1)] = 1
     """Answers to each prompt."""
     prompt_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Of a text, only so many tokens from its beginning are the prompt."""
+    """Number of tokens from the beginning of a text that are the prompt."""
     seed: Annotated[int, Field(ge=0)] = 0
     """With the prompt's own tokens it decides every draw."""
 
@@ -40,7 +40,7 @@ class DataSourceSpec(Spec):
     subset: Annotated[str, Field(min_length=1)] | None = None
     """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`."""
     sample_count: Annotated[int, Field(ge=1)] | None = None
-    """Take only so many samples, chosen by the seed."""
+    """Take only this many samples, chosen by the seed."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of this source relative to the others: 2.0 repeats each sample twice, 0.5 keeps half."""
     format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"

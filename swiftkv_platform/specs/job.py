@@ -44,7 +44,7 @@ class SwiftKVSpec(Spec):
     early_exit: bool = False
     """Train an exit head at layer l."""
     initialization: Literal["calibrated", "copied"] = "calibrated"
-    """How `{k,v}_proj_swiftkv` start: ridge regression on the teacher's own K and V, or the mean of its weights."""
+    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights."""
     calibration_tokens: Annotated[int, Field(ge=1024)] = 16384
     """Tokens used for the calibrated start."""
 
@@ -143,7 +143,8 @@ class ResourcesSpec(Spec):
     accelerator_type: str | None = None
     """Ray's name of the GPU type, e.g. `H100`."""
     peak_flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
-    """Of one worker's device in `model.dtype`, for the metric `mfu`; default: known for current GPUs, else no `mfu`."""
+    """Peak FLOPs a second of one worker's device in `model.dtype`, for the metric `mfu`; default: known for current
+    GPUs, else no `mfu`."""
 
     @property
     def max_workers(self) -> int:

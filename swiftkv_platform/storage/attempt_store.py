@@ -69,7 +69,7 @@ class _CheckpointName:
 
 
 class AttemptStore:
-    """What attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails."""
+    """Objects that attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -80,7 +80,7 @@ class AttemptStore:
         self._store.put_bytes(key, request.model_dump_json().encode())
 
     def read_request(self, job_id: str, attempt: int) -> AttemptRequest:
-        """What the attempt has to do. Raises `ObjectNotFoundError`."""
+        """Return what the attempt has to do. Raises `ObjectNotFoundError`."""
         key = request_key(job_id, attempt)
         data = self._store.get_bytes(key)
         try:

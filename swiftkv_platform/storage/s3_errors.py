@@ -1,4 +1,4 @@
-"""What boto3's errors mean, in words that name no key, secret or signed URL. Does no I/O."""
+"""Meaning of boto3's errors, in words that name no key, secret or signed URL. Does no I/O."""
 
 from __future__ import annotations
 

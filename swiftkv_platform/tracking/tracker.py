@@ -1,4 +1,4 @@
-"""What a run tells an experiment tracker. Tracking is a convenience: no method of a tracker ever fails a run."""
+"""Interface of a run to an experiment tracker. Tracking is a convenience: no method of a tracker ever fails a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tracker(Protocol):
 
     @property
     def files(self) -> Path | None:
-        """Directory of a run that nobody has uploaded, also after `finish`; None where there is none."""
+        """Directory of a run that is not uploaded, also after `finish`; None where there is none."""
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin the run, or go on with it: every attempt of a job starts the same `run_id`."""

@@ -1,7 +1,7 @@
 """C++ operators for what the engine computes on a CPU in bfloat16 (`cpu.cpp`).
 
 Between matrix products PyTorch runs many small operators, each a pass over memory and a call; together they cost as
-much as the products. And a decode step's products wait for weights that nobody asked memory for in time.
+much as the products. And a decode step's products wait for weights that were not prefetched in time.
 
 The source is compiled on first use, in seconds, for the processor it runs on, and kept in a cache directory. Where it
 cannot be (no compiler, no bfloat16 products in the processor) the engine runs on PyTorch's operators.

@@ -69,7 +69,7 @@ def peak_memory(client: Client, job: Job) -> float:
 
 
 def seconds(job: Job) -> float:
-    """From submission, nothing being in the queue, to the model."""
+    """Seconds from submission, nothing being in the queue, to the model."""
     assert job.finished_at is not None
     return job.finished_at - job.created_at
 

@@ -46,7 +46,7 @@ class Answer:
 
     status: int
     first: float
-    """Until the first event, or until the refusal."""
+    """Seconds until the first event, or until the refusal."""
     total: float
     retry_after: str | None = None
 

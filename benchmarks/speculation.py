@@ -221,7 +221,7 @@ def counted_exits(engine: LLMEngine) -> Iterator[list[int]]:
 
 
 def predicted_ratio(run: Run, costs: DraftCosts, *, from_exit_head: bool) -> float:
-    """At batch 1: passes a token after the first."""
+    """Predicted passes a token after the first, at batch 1."""
     drafted = sum(output.num_draft_tokens for output in run.outputs)
     accepted = sum(output.num_accepted_tokens for output in run.outputs)
     decoded = sum(len(output.token_ids) - 1 for output in run.outputs)

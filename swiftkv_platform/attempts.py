@@ -85,7 +85,7 @@ class Manifest(_Record):
     format_version: Literal[1] = 1
     kind: ManifestKind
     files: dict[str, ManifestFile]
-    """By path relative to the directory, the manifest itself left out."""
+    """Files by path relative to the directory, the manifest itself left out."""
     created_at: float
     """Unix seconds."""
     lineage: dict[str, Any] = {}

@@ -11,9 +11,9 @@ from typing import Any
 
 POLICY = "swiftkv_platform.scaling:replicas_by_load"
 WAITING_STEPS = "waiting_prompt_steps"
-"""Reported: prompt tokens that wait to be read, in steps of `max_num_batched_tokens`."""
+"""Report of the prompt tokens that wait to be read, in steps of `max_num_batched_tokens`."""
 KV_CACHE_USAGE = "kv_cache_usage"
-"""Reported: share of the KV cache's blocks that sequences hold, 0 to 1."""
+"""Report of the share of the KV cache's blocks that sequences hold, 0 to 1."""
 
 FULL_WAITING_STEPS = 4.0
 """Steps of prompts in line at which a replica is fully loaded: the next request waits for all of them."""

@@ -29,9 +29,9 @@ class Settings(BaseSettings):
     """Object store: directory or `s3://bucket/prefix`; None is `{home}/store`. Endpoint, region and keys of S3 come
     from `AWS_ENDPOINT_URL`, `AWS_REGION` and boto3's own credential chain."""
     ray_dashboard_url: str = "http://127.0.0.1:8265"
-    """Where Ray's job and serve APIs answer."""
+    """Address of Ray's job and serve APIs."""
     serve_url: str = "http://127.0.0.1:8001"
-    """Where Ray Serve's HTTP proxy answers."""
+    """Address of Ray Serve's HTTP proxy."""
     source_roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes that specs may read, `{tenant}` standing for the caller's; the hub and built-in
     sources are always open. None opens everything, or nothing else where there are API keys."""
@@ -51,7 +51,7 @@ class Settings(BaseSettings):
     flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
     """FLOPs a second that one worker reaches, for the time estimate while no job like it has been measured."""
     webhook_origins: tuple[str, ...] = ()
-    """Where webhooks may go: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
+    """Origins open to webhooks: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
     secrets_dir: Path | None = None
     """Directory of named secrets, one file `{tenant}/{name}` each: what webhooks are signed with."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

@@ -81,7 +81,7 @@ class Point(_Record):
     report: dict[str, Any] | None
     """The trial's `evaluation.json`; None where it failed."""
     error: str | None = None
-    """Why the trial could not be trained, e.g. a loss that is not finite."""
+    """Reason that the trial could not be trained, e.g. a loss that is not finite."""
     on_frontier: bool = False
     """No other trial has both less prefill compute and a lower KL, or one of them and the other equal."""
 

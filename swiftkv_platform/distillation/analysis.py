@@ -1,4 +1,4 @@
-"""Where to cut a model: SimScore of its layers over real text and, if asked, what each depth costs once rewired.
+"""Depths to cut a model at: SimScore of its layers over real text and, if asked, what each depth costs once rewired.
 
 It knows models and text, no terminal and no picture.
 """
@@ -58,11 +58,11 @@ class Analysis(_Result):
     """SimScore of the inputs of layers 0 .. L - 2 (paper, equation 1)."""
     depths: tuple[DepthReport, ...]
     teacher_perplexity: float | None = None
-    """On held-out text; None where nothing was measured."""
+    """Perplexity on held-out text; None where nothing was measured."""
     key_value_group_size: int
     """g of the measured students."""
     recommended_num_key_value_layers: int | None
-    """None: no measured depth starts within `max_kl`."""
+    """Recommended l; None: no measured depth starts within `max_kl`."""
     rule: str
     """Rule that the recommendation was made by."""
 
@@ -78,7 +78,7 @@ class AnalysisOptions:
     measure: bool = False
     """Rewire at each depth and measure."""
     depths: Sequence[int] = ()
-    """Those to measure; empty: all."""
+    """Depths to measure; empty: all."""
     key_value_group_size: int = 1
     max_kl: float = 0.2
     """Nats that a recommended depth may start from its teacher."""

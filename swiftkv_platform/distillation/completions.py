@@ -33,7 +33,7 @@ class AnswerStore(Protocol):
     """Shards of answers by their key."""
 
     def get(self, key: str) -> bytes | None:
-        """None where it has not been written."""
+        """Return the shard; None where it has not been written."""
 
     def put(self, key: str, data: bytes) -> None: ...
 

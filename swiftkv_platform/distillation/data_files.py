@@ -41,7 +41,7 @@ class FileReader:
 
 
 def reader_for(file: Path) -> FileReader | None:
-    """By the name's ending, and for JSON by the first character; None for a kind that is not read."""
+    """Choose by the name's ending, and for JSON by the first character; None for a kind that is not read."""
     reader = READERS.get(file.suffix)
     if reader is _JSON_LINES and _is_array(file):
         return _JSON_ARRAY
@@ -274,4 +274,4 @@ _PARQUET = FileReader(
 )
 _TEXT = FileReader("row", _text_rows, _count_rows(_text_rows), lambda _file, _field: ("text",))
 READERS = {".jsonl": _JSON_LINES, ".json": _JSON_LINES, ".parquet": _PARQUET, ".txt": _TEXT, ".py": _TEXT}
-"""By the ending of the file's name."""
+"""Readers by the ending of the file's name."""

@@ -160,7 +160,7 @@ def _messages(turns: Any, what: str, roles: dict[str, str] | None = None) -> lis
 
 
 def _conversation(messages: list[Message], row: Row) -> Conversation:
-    """With what the row's other columns say of it: `system`, unless a message does, and `tools`."""
+    """Return a conversation with the row's other columns: `system`, unless a message has it, and `tools`."""
     system = _text(row.get("system"), "system")
     if system and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -227,7 +227,7 @@ def _instruction(instruction: str, row: Row) -> str:
 
 
 def _unanswered(messages: list[Message]) -> list[Message]:
-    """Up to the last message that is not the assistant's."""
+    """Return the messages up to the last one that is not the assistant's."""
     end = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
     return messages[:end]
 
@@ -287,7 +287,7 @@ FORMATS = (
     RowFormat("alpaca", (("instruction", "output"),), _parse_alpaca, optional=("input", "history", *_BESIDE)),
     RowFormat("text", (("text",),), _parse_text),
 )
-"""In the order `auto` tries them: what says most about a sample first."""
+"""Row formats in the order `auto` tries them: what says most about a sample first."""
 
 PROMPT_FORMATS = (
     RowFormat("messages", (("messages",),), _prompt_of_messages, optional=_BESIDE),

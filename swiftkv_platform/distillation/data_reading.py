@@ -84,7 +84,7 @@ class SourceReading:
         return f"data.sources[{self.index}]"
 
     def _drafts(self, rows: Iterable[SourceRow]) -> Iterator[tuple[Draft, bool | None]]:
-        """With the side of the hold-out that the source puts them on."""
+        """Yield drafts with the side of the hold-out that the source puts them on."""
         for row in rows:
             self._rows += 1
             self._formats[row.format] += 1

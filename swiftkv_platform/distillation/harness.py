@@ -34,7 +34,7 @@ from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import points_lost
 
 _BOOTSTRAP_ITERATIONS = 1000
-"""For standard errors that have no closed form."""
+"""Bootstrap samples for standard errors that have no closed form."""
 
 
 class TaskScore(BaseModel):

@@ -32,7 +32,7 @@ class StepMetrics:
     """`loss`, what is minimised, and its terms before weighting; means over the positions that count."""
     lr: float
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     tokens_per_second: float
     world_size: int
 

@@ -31,7 +31,7 @@ class Progress:
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints live; one is complete or invisible. Uploads come from a thread of their own."""
+    """Store of checkpoints; one is complete or invisible. Uploads come from a thread of their own."""
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
         """Add one worker's files to checkpoint `name`; again after a failure, it completes them."""
@@ -110,7 +110,7 @@ class Uploader:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _upload(self, directory: Path, name: str, progress: Progress) -> StorageError | None:
-        """Why the checkpoint is not complete, the same on every worker."""
+        """Upload and return the error that left the checkpoint incomplete, if any, the same on every worker."""
         mine: dict[str, ManifestFile] | StorageError
         try:
             mine = self._retries(lambda: self._store.upload(directory, name)) if any(directory.iterdir()) else {}

@@ -13,7 +13,7 @@ _ENOUGH = 4
 
 
 class Departures:
-    """When requests have ended while all places were taken."""
+    """Times at which requests have ended while all places were taken."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

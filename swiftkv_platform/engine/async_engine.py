@@ -149,7 +149,7 @@ class AsyncLLMEngine:
         tenant: str = "",
         interval_s: float | None = None,
     ) -> RequestStream:
-        """Admit a request; whoever gets the stream reads it to its end or closes it.
+        """Admit a request; the caller reads the stream to its end or closes it.
 
         Args:
             interval_s: of the stream, in place of `stream_interval_s`; infinite where only finished outputs matter.
@@ -200,7 +200,7 @@ class AsyncLLMEngine:
         await asyncio.to_thread(self.engine.close)
 
     def _step(self) -> None:
-        """In the worker: one step, and the next one queued behind whatever else waits for the engine."""
+        """Run one step in the worker, and queue the next one behind whatever else waits for the engine."""
         assert self._loop is not None
         if self._halted:
             return
@@ -219,7 +219,7 @@ class AsyncLLMEngine:
         self._halted = True
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """On the event loop; the only place that hands outputs to callers."""
+        """Hand outputs to callers, on the event loop; no other place does."""
         try:
             self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
             for output in outputs:
@@ -299,7 +299,7 @@ class AsyncLLMEngine:
         tenant: str,
         constraint: Constraint | None,
     ) -> None:
-        """In the worker: requests of the same step have come in between."""
+        """Add the request, in the worker: requests of the same step have come in between."""
         self._check_waiting_tokens()
         name = stream.request_id
         self.engine.add_request(prompt, params, name, priority=priority, tenant=tenant, constraint=constraint)

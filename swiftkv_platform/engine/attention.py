@@ -43,7 +43,7 @@ class SequenceQueries:
     runs: tuple[Run, ...]
     """Slots of its context in the order of its tokens, the queries' own included."""
     context_start: int
-    """Where its context begins among those of the whole batch, laid end to end."""
+    """Start of its context among those of the whole batch, laid end to end."""
 
     @property
     def consecutive(self) -> bool:
@@ -67,7 +67,7 @@ class PagedAttention:
 
     sequences: tuple[SequenceQueries, ...]
     _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)
-    """By window; every layer asks for the same."""
+    """Spans by window; every layer asks for the same."""
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,7 +87,7 @@ class PagedAttention:
         return [run for sequence in self.sequences for run in sequence.runs]
 
     def decode_spans(self, window: int | None) -> list[Run] | None:
-        """For a batch of decodes whose contexts are one run of slots each: first slot and length of what each sees."""
+        """First slot and length of what each decode sees; None unless all are decodes with one run of slots each."""
         if window not in self._decode_spans:
             self._decode_spans[window] = self._find_decode_spans(window)
         return self._decode_spans[window]
@@ -103,7 +103,7 @@ class PagedAttention:
         return spans
 
     def select_tokens(self, selection: TokenSelection) -> PagedAttention:
-        """For the selected queries; contexts stay whole."""
+        """Return metadata of the selected queries; contexts stay whole."""
         num_tokens = sum(len(sequence.positions) for sequence in self.sequences)
         kept = selection.positions(num_tokens, torch.device("cpu")).tolist()
         selected: list[SequenceQueries] = []
@@ -171,13 +171,13 @@ class _Context(Protocol):
     """The keys and values of one sequence."""
 
     def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Those at positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
+        """Return those at positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
         ...
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """In slots of the cache."""
+    """Keys and values in slots of the cache."""
 
     key: PagedTensor
     value: PagedTensor
@@ -192,7 +192,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Expanded:
-    """In tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
+    """Keys and values in tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
 
     key: torch.Tensor
     value: torch.Tensor

@@ -189,7 +189,7 @@ class BlockManager:
             table.append(block)
 
     def _roomiest(self, wanted: int) -> int:
-        """Where in the longest run of empty blocks to put `wanted` new ones: in the middle of what they leave, so that
+        """Place for `wanted` new blocks in the longest run of empty ones: in the middle of what they leave, so that
         they and their neighbour on the left can both grow."""
         start, size, at = -1, 0, self._free_map.find(1)
         while at >= 0:

@@ -39,7 +39,7 @@ class EngineConfig(BaseModel):
     swiftkv: bool = True
     """False serves the teacher that a student's checkpoint carries; a dense model is one anyway."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; `auto` takes the GPU where there is one."""
+    """Device that the model runs on; `auto` takes the GPU where there is one."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and answer together; None is the model's own context, which it may not exceed."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
@@ -59,7 +59,7 @@ class EngineConfig(BaseModel):
     """One matrix product for q, k and v and one for gate and up; on a CPU in bfloat16 also prepacked weights, which
     replace the originals in memory."""
     native_kernels: bool = True
-    """On a CPU in bfloat16: attention, norms, RoPE and SiLU by operators of the engine's own, compiled on first use.
+    """Run attention, norms, RoPE and SiLU on a CPU in bfloat16 by the engine's own operators, compiled on first use.
     Without a C++ compiler, or on a processor without AVX-512, PyTorch's are used, as with false."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 64
     """Requests that may wait for their turn in `AsyncLLMEngine`; one more is refused at once."""
@@ -73,7 +73,7 @@ class EngineConfig(BaseModel):
     """Seconds for which a stream of `AsyncLLMEngine` may collect tokens and hand them over together, the first and the
     last apart, which come at once; each handing over takes time from the engine. 0: every token by itself."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    """Where requests without a seed of their own draw one from; None draws differently in every process."""
+    """Seed that requests without one of their own draw theirs from; None draws differently in every process."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Devices, of one machine, that share the model; the engine starts a process for each beyond the first."""
     max_grammar_bytes: Annotated[int, Field(ge=1, le=MAX_GRAMMAR_BYTES)] = MAX_GRAMMAR_BYTES
@@ -110,11 +110,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once for each time the answer has it."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to logits, by token id."""
+    """Numbers added to logits, by token id."""
     n: int = 1
     """Answers to generate for the prompt, each with a seed of its own."""
     seed: int | None = None
-    """Makes the answer repeatable, whoever else is served; None draws one from the engine's."""
+    """Makes the answer repeatable, whatever else is served; None draws one from the engine's."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer, and are not part of its text. One string, or a sequence of them."""
     stop_token_ids: tuple[int, ...] = ()

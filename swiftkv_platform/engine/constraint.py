@@ -40,7 +40,7 @@ class Constraint:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can follow: the grammar takes more work in a step than is allowed."""
+        """Message where nothing can follow: the grammar takes more work in a step than is allowed."""
         if not self._matcher.is_error():
             return None
         return f"{self.name} is too complex to be followed further: {self._matcher.get_error().splitlines()[0]}"

@@ -25,7 +25,7 @@ DECAY, DRIFT = 0.9, 0.97
 MOST_SHIFT = 4.0
 """Bound of what is learned, in log-odds."""
 HIGHEST_CONFIDENCE = 0.95
-"""More than this is not believed of the exit head before its drafts have proved it."""
+"""Bound of the exit head's confidence before its drafts have proved more."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Draft:
         return len(self.token_ids) + self.num_exit_tokens
 
     def limited(self, size: int) -> Draft:
-        """At most `size` tokens of it."""
+        """Return the draft cut to at most `size` tokens."""
         return Draft(self.token_ids[:size], min(self.num_exit_tokens, size))
 
 
@@ -52,7 +52,7 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """In units of a pass that gives each sequence one token, while it is bound by reading weights."""
+    """Costs in units of a pass that gives each sequence one token, while it is bound by reading weights."""
 
     lower: float
     """The layers below l, which a draft of the exit head runs alone."""
@@ -134,7 +134,7 @@ def common_reliability() -> Reliability:
 
 
 class PromptLookup:
-    """Where each n-gram of a text that only grows occurred last."""
+    """Last occurrence of each n-gram of a text that only grows."""
 
     def __init__(self) -> None:
         self._followers: dict[tuple[int, ...], int] = {}  # n-gram -> position of the token after it

@@ -20,7 +20,7 @@ class Exits:
     """The sequences of a step whose next token the exit head chooses."""
 
     at: dict[int, int]
-    """By index into the schedule, the row of `logits`."""
+    """Row of `logits` by index into the schedule."""
     logits: torch.Tensor
     """[num_exits, vocab_size], float32."""
 

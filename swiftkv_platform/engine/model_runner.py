@@ -41,7 +41,7 @@ class RowLogits:
     """Logits of some rows of a batch."""
 
     at: dict[int, int]
-    """Where a row is among them."""
+    """Place of a row among them."""
     values: torch.Tensor
     """[num_rows, vocab_size], float32."""
 

@@ -23,13 +23,13 @@ class RequestMetrics:
     """Durations in seconds since the request arrived; None where it has not come to that."""
 
     queue_time: float | None
-    """Until it was first scheduled."""
+    """Seconds until it was first scheduled."""
     ttft: float | None
-    """Until the first token."""
+    """Seconds until the first token."""
     tpot: float | None
-    """From one token to the next, the first apart, on average."""
+    """Seconds from one token to the next, the first apart, on average."""
     total: float
-    """Until now, or until it finished."""
+    """Seconds until now, or until it finished."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RequestOutput:
     text: str
     """Text of `token_ids` up to the stop; empty where the model has no tokenizer."""
     finish_reason: FinishReason | None
-    """None while it runs."""
+    """Reason of the end; None while it runs."""
     metrics: RequestMetrics
     index: int = 0
     """Index of the sample among the request's `n`."""
@@ -58,7 +58,7 @@ class RequestOutput:
     num_draft_tokens: int = 0
     """Tokens that were drafted, by the exit head or from the text, and verified."""
     num_accepted_tokens: int = 0
-    """Those among them that became tokens of the answer."""
+    """Drafted tokens that became tokens of the answer."""
     num_prefill_layers_skipped_tokens: int = 0
     """Prompt tokens that were computed and did not go through the layers that compute no KV of their own."""
     error: str | None = None
@@ -86,7 +86,7 @@ class StepResult:
     """Result of a step for one scheduled sequence."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Its next tokens: none while its prompt is being read, one, or the accepted drafts and the one after them."""
+    """Next tokens: none while the prompt is being read, one, or the accepted drafts and the one after them."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One entry a token, if asked for."""
     num_draft_tokens: int = 0
@@ -100,6 +100,6 @@ class StepResult:
     num_skipped_tokens: int = 0
     """Tokens of this step that did not go through the layers above."""
     error: str | None = None
-    """Why nothing can follow `token_ids`."""
+    """Reason that nothing can follow `token_ids`."""
     error_field: str | None = None
     """The request's field that is to blame for it; None: the model."""

@@ -186,7 +186,7 @@ class Leader:
 
 
 def join(rank: int, port: int, config: EngineConfig) -> Ranks:
-    """In a process that `Leader.start` started."""
+    """Join the ranks, in a process that `Leader.start` started."""
     size = config.tensor_parallel_size
     store = _c10d.TCPStore("127.0.0.1", port, size, is_master=False)
     return Ranks(store, rank, size, rank_device(config, rank))
@@ -218,7 +218,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """Where a rank's part of the model goes. Raises `ModelError` for more ranks than GPUs."""
+    """Device of a rank's part of the model. Raises `ModelError` for more ranks than GPUs."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
 """Logits to tokens, for a batch of requests with parameters of their own. Knows no model and no schedule.
 
 Noise belongs to (seed, position), not to the batch: token = argmax(log p + Gumbel noise), which is a draw from p (the
-Gumbel-max trick). So a request draws the same tokens whoever else is served, and two distributions over one position,
+Gumbel-max trick). So a request draws the same tokens whatever else is served, and two distributions over one position,
 those of the exit head and of the whole model, are coupled.
 """
 

@@ -94,7 +94,7 @@ def _children(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def _own(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
-    """This rank's part, in memory of its own, so that the whole can be freed."""
+    """Return this rank's part, in memory of its own, so that the whole can be freed."""
     return x.detach().chunk(ranks.size, dim)[ranks.rank].clone()
 
 

@@ -49,8 +49,8 @@ class Drafting:
     def plan(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
     ) -> dict[EngineSequence, Draft]:
-        """From the text where its end occurred before, or its grammar leaves no choice, and such drafts pay; else from
-        the exit head where it pays."""
+        """Draft from the text where its end occurred before, or its grammar leaves no choice, and such drafts pay; else
+        from the exit head where it pays."""
         room = self.costs.max_step_tokens - num_tokens
         drafts: dict[EngineSequence, Draft] = {}
         others: list[EngineSequence] = []
@@ -95,11 +95,11 @@ class ExitDrafts:
     """Drafts of the exit head in a step."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By index into the schedule; only where there is a draft."""
+    """Drafted tokens by index into the schedule; only where there is a draft."""
     hidden: list[torch.Tensor] = field(default_factory=list)
     """x of each pass, [1, num_drafts, hidden_size]."""
     rows: dict[int, list[int]] = field(default_factory=dict)
-    """By index, where its drafts' x are in `hidden` laid end to end."""
+    """Rows of the drafts' x in `hidden` laid end to end, by index into the schedule."""
 
 
 def draft_from_exit_head(

@@ -104,7 +104,7 @@ class StoredKeyValue:
     dtype: torch.dtype
 
     def take_rows(self, selection: TokenSelection) -> StoredKeyValue:
-        """Those of the selected rows of the batch."""
+        """Return keys and values of the selected rows of the batch."""
         keys, values = selection.take_rows(self.keys), selection.take_rows(self.values)
         return StoredKeyValue(keys, values, self.payload, self.dtype)
 
@@ -172,7 +172,7 @@ def append(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: in
 
 
 def take_rows(stored: Stored, kept: TokenSelection) -> Stored:
-    """Those of the selected rows of the batch; as it is where all rows are kept."""
+    """Return keys and values of the selected rows of the batch; `stored` as it is where all rows are kept."""
     if kept.rows is None:
         return stored
     if isinstance(stored, StoredKeyValue):

@@ -121,7 +121,7 @@ class ShardWriter:
 
 
 def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """A weight file that may be read by whoever may read other files: safetensors makes its own private."""
+    """Write a weight file with the permissions of other files: safetensors makes its own private."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o666 & ~_umask())
 

@@ -135,7 +135,7 @@ class SwiftKVGenerationMixin(nn.Module):
     def _prefill(
         self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """With `prefill_chunk_size`, all chunks but the last stop at layer l: none of their logits is needed."""
+        """Stop all chunks but the last, with `prefill_chunk_size`, at layer l: none of their logits is needed."""
         family: Any = super()
         chunk_size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
         if chunk_size is not None and cache is not None:

@@ -17,7 +17,7 @@ from swiftkv_platform.errors import InvalidInputError
 
 SCALE_DTYPE = torch.bfloat16
 PAYLOAD_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""By `kv_cache_dtype`; `auto` stores what the model computes."""
+"""Stored data types by `kv_cache_dtype`; `auto` stores what the model computes."""
 _TOP = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 _FP8_SHIFT = 2.0**120

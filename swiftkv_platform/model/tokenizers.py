@@ -1,4 +1,4 @@
-"""Whether the tokenizer beside a model fits its vocabulary. It knows ids, no text."""
+"""Check that the tokenizer beside a model fits its vocabulary. It knows ids, no text."""
 
 from __future__ import annotations
 

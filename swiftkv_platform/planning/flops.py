@@ -33,7 +33,7 @@ class Flops:
     """Keys and values, or the latent they come from; with what expands it where it is attended to (MLA)."""
     output: float = 0
     mlp: float = 0
-    """With the router of a mixture of experts, whose experts count as far as a token is sent to them."""
+    """MLP, with the router of a mixture of experts, whose experts count as far as a token is sent to them."""
     attention: float = 0
 
     def __add__(self, other: Flops) -> Flops:

@@ -19,7 +19,7 @@ class Parameters:
     """The teacher's own copy of layers that are trained is among them."""
     trained: int
     root: int
-    """Those outside the layers: embeddings, heads, norms."""
+    """Parameters outside the layers: embeddings, heads, norms."""
     largest_layer: int
     """Parameters of the largest layer, teacher's and student's projections together."""
     shared_key_value: int

@@ -98,7 +98,7 @@ class TrainingPlan(_Result):
     num_tokens: int | None
     total_flops: float | None
     seconds: float | None
-    """Over all workers, at the speed given."""
+    """Duration with all workers, at the speed given."""
 
 
 def plan_training(

@@ -33,7 +33,7 @@ class WorkerMemory(BaseModel):
     trained: int
     """Weights: float32, with ZeRO and bfloat16 a copy in bfloat16 beside them."""
     gradients: int
-    """With DDP, the buckets they travel in too."""
+    """Gradients; with DDP, the buckets they travel in too."""
     optimizer: int
     """AdamW's two moments."""
     gathered: int

@@ -26,7 +26,7 @@ class CompletionSpec(Spec):
     prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     """Number of tokens from the beginning of a text that are the prompt."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """With the prompt's own tokens it decides every draw."""
+    """Seed that decides every draw, together with the prompt's own tokens."""
 
 
 class DataSourceSpec(Spec):

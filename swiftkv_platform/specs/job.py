@@ -137,7 +137,7 @@ class ElasticSpec(Spec):
 
 class ResourcesSpec(Spec):
     num_workers: Annotated[int, Field(ge=1)] | ElasticSpec = 2
-    """Or `{min, max}`: training goes on with fewer when machines leave, and with more when they come."""
+    """Workers, or `{min, max}`: training goes on with fewer when machines leave, and with more when they come."""
     gpus_per_worker: Annotated[float, Field(ge=0.0)] = 0
     cpus_per_worker: Annotated[float, Field(gt=0.0)] = 1
     accelerator_type: str | None = None
@@ -182,7 +182,7 @@ class LimitsSpec(Spec):
     priority: Literal["low", "normal", "high"] = "normal"
     """Queue order; within a priority first come, first served."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
-    """In the operator's currency: a job that has cost more is paused, at a checkpoint."""
+    """Cost limit in the operator's currency: a job that has cost more is paused, at a checkpoint."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
     """An attempt that runs longer is stopped and the job fails."""
 

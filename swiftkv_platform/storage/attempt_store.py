@@ -52,7 +52,7 @@ class StoredCheckpoint:
     attempt: int
     step: int
     key: str
-    """Its directory."""
+    """Key of its directory."""
     size: int
     """Bytes of its files."""
     sha256: str
@@ -69,13 +69,13 @@ class _CheckpointName:
 
 
 class AttemptStore:
-    """Objects that attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails."""
+    """Objects that attempts leave, by job and attempt. Every method raises `StorageError` when the store fails."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     def write_request(self, request: AttemptRequest) -> None:
-        """Say what an attempt has to do; doing it again replaces the request."""
+        """Write what an attempt has to do; doing it again replaces the request."""
         key = request_key(request.job_id, request.attempt)
         self._store.put_bytes(key, request.model_dump_json().encode())
 

@@ -12,7 +12,7 @@ from swiftkv_platform.specs import TrackingSpec
 
 @dataclass(frozen=True)
 class TrackingInfo:
-    """Where the run can be looked at; the `data` of an attempt's `tracking` event."""
+    """Location of the run at the tracker; the `data` of an attempt's `tracking` event."""
 
     provider: Literal["wandb"]
     run_id: str
@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
     @property
     def info(self) -> TrackingInfo | None:
-        """None before `start`, and while nothing is recorded."""
+        """Run at the tracker; None before `start`, and while nothing is recorded."""
 
     @property
     def files(self) -> Path | None:

@@ -59,7 +59,7 @@ def available() -> bool:
 
 
 class _UnavailableError(Exception):
-    """Why there are no kernels."""
+    """Reason that there are no kernels."""
 
 
 def _compiled() -> Path:

@@ -1,4 +1,4 @@
-"""API keys: who may ask for what. A file of hashed keys that the operator keeps; knows no HTTP and no database.
+"""API keys and their scopes. A file of hashed keys that the operator keeps; knows no HTTP and no database.
 
 A key is 256 random bits, so its SHA-256 needs no salt, and the file gives nothing away but names and tenants. Control
 plane and replicas read the same format; a file that has changed is read again at the next request.

@@ -99,7 +99,7 @@ class Secret:
 
 
 def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, tolerance_s: float = 300.0) -> None:
-    """Returns if `body` came from who holds `secret`, not long ago; else raises `UnauthenticatedError`.
+    """Check that `body` came from a holder of `secret`, not long ago; else raise `UnauthenticatedError`.
 
     Args:
         headers: of the request, with lower-case names.

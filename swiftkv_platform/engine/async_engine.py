@@ -266,7 +266,7 @@ class AsyncLLMEngine:
         self._check_waiting_tokens()
 
     async def _constraint(self, params: SamplingParams | None) -> Constraint | None:
-        """Compiled while the engine steps on. Raises as `GrammarCompiler.compile`."""
+        """Return the compiled grammar; the engine steps on meanwhile. Raises as `GrammarCompiler.compile`."""
         wanted = None if params is None else params.structured_outputs
         if wanted is None:
             return None

@@ -39,7 +39,7 @@ from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.planning import Sharing
 
 Progress = Callable[[int, int], None]
-"""Told how many tensors of how many are written."""
+"""Callback that is told how many tensors of how many are written."""
 
 MAX_SHARD_BYTES = 2 << 30
 _NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]

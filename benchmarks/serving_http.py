@@ -165,7 +165,7 @@ async def compare(
 
 
 async def under_load(args: argparse.Namespace, client: httpx.AsyncClient, rate: float, seconds: float) -> Any:
-    """`rate` requests a second for so long; every one of them is accounted for."""
+    """Send `rate` requests a second for `seconds`; every one of them is accounted for."""
     generator = torch.Generator().manual_seed(1)
     num_requests = max(int(rate * seconds), 1)
     prompts = _prompts(args, num_requests, generator)

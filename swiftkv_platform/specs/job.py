@@ -207,7 +207,7 @@ class JobSpec(Spec):
     fault_tolerance: FaultToleranceSpec = FaultToleranceSpec()
     limits: LimitsSpec = LimitsSpec()
     webhook: WebhookSpec | None = None
-    """Receivers of the job's changes of status."""
+    """Receiver of the job's changes of status."""
     metadata: dict[str, str] = Field(default={}, max_length=32)
     """Free key/value pairs, kept with the job and its model."""
 

@@ -20,7 +20,7 @@ WIDE = 4
 LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
 """Elements of one [chunk, vocab] buffer of the losses."""
 LOSS_BUFFERS = 6
-"""Number of such float32 buffers that the losses hold at once: logits, targets, both logarithms, probabilities, a product."""
+"""Float32 buffers that the losses hold at once: logits, targets, both logarithms, probabilities, a product."""
 
 
 class WorkerMemory(BaseModel):

@@ -237,7 +237,7 @@ class SwiftKVDecoderMixin(nn.Module):
         return [append(context.past_key_values, *kv, first + group) for group, kv in enumerate(shared)]
 
     def fuse_shared_key_value(self) -> None:
-        """Fuse all groups into one GEMM on norm_swiftkv(x), for inference; their projections' parameters become views."""
+        """Fuse all groups into one GEMM on norm_swiftkv(x), for inference; the projections become views."""
         projections = [projection for leader in self._leaders for projection in leader.input_projections]
         if not projections:
             return

@@ -133,7 +133,7 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend to paged keys and values, as transformers calls for.
+    """Attention function that transformers calls.
 
     Args:
         query: of all sequences' queries, one sequence after another, [1, num_heads, num_tokens, head_dim].

@@ -1,1 +1,1 @@
-"""What measures the claims of the README: everything side by side in one run, as ratios of medians."""
+"""Measurements of the claims of the README: everything side by side in one run, as ratios of medians."""

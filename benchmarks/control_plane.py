@@ -1,4 +1,4 @@
-"""How the control plane answers with many jobs in its database, beside an empty one in the same run.
+"""Answers of the control plane with many jobs in its database, beside an empty one in the same run.
 
     python -m benchmarks.control_plane [--jobs 10000] [--requests 300] [--followers 200] [--postgres [URL]]
 
@@ -131,7 +131,7 @@ FOLLOWED_S = 10.0
 
 
 async def follow(url: str, parts: Components, followers: int) -> dict[str, float]:
-    """From an event's commit to its arrival, over all followers; what a request takes meanwhile."""
+    """Measure time from an event's commit to its arrival, over all followers, and of a request meanwhile."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False) as client:
         job = parts.jobs.get((await client.post("/jobs", json=SPEC)).json()["id"], tenant="default")

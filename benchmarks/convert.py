@@ -53,7 +53,7 @@ def write_teacher(args: argparse.Namespace, directory: Path) -> int:
 
 
 def measure(way: str, source: Path, target: Path, args: argparse.Namespace) -> None:
-    """In a process of its own: convert, and print what it took."""
+    """Convert, in a process of its own, and print what it took."""
     save_file({"warm": torch.zeros(1)}, target.parent / f"{way}.safetensors")  # loads what converting would load
     before, began = _peak(), time.perf_counter()
     shape = {"num_key_value_layers": args.layers // 2, "key_value_group_size": 2}

@@ -122,7 +122,7 @@ def train_exit_head(student: Any, rows: torch.Tensor, *, steps: int, batch_size:
 
 @torch.no_grad()
 def _hidden_states(student: Any, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """After layer l - 1, and the student's last, normalised, as its head takes it: [num_tokens, hidden_size] each."""
+    """States after layer l - 1, and the student's last, normalised for its head: [num_tokens, hidden_size] each."""
     decoder = student.model
     with torch.autocast("cpu", dtype=torch.bfloat16):
         context = decoder.begin(row)

@@ -275,9 +275,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def speedups(results: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """How many times as fast each system is as each of the others' software: {that: {system: ratio of medians}}.
+    """Return the speed of each system relative to each of the others' software: {that: {system: ratio of medians}}.
 
-    Of tokens a second in decode, of the time to the first token where there is no more than one.
+    Speed is tokens a second in decode, or the inverse of the time to the first token where there is no decode.
     """
 
     def speed(row: dict[str, float]) -> float:
@@ -320,7 +320,7 @@ def _packed_flops(x: Sequence[int], packed: Sequence[int], *_: Any, **__: Any) -
 
 
 def _paged_flops(query: torch.Tensor, *tables: Any, **_: Any) -> int:
-    """Of the keys that each query sees, in full: no window."""
+    """Count the FLOPs of the keys that each query sees, in full: no window."""
     positions = tables[3]
     return 4 * query.shape[1] * query.shape[3] * int((positions + 1).sum())
 

@@ -1,4 +1,4 @@
-"""What `POST /jobs/validate` foresees of the demo's job, beside what the job then takes. Real Ray, two FSDP2 workers.
+"""Estimates of `POST /jobs/validate` for the demo's job, beside what the job then takes. Real Ray, two FSDP2 workers.
 
     python -m benchmarks.estimates [--first 20] [--steps 100] [--recipe builtin-python-5m.yaml]
 
@@ -69,7 +69,7 @@ def peak_memory(client: Client, job: Job) -> float:
 
 
 def seconds(job: Job) -> float:
-    """From submission, nothing being in the queue, to the model."""
+    """Seconds from submission, nothing being in the queue, to the model."""
     assert job.finished_at is not None
     return job.finished_at - job.created_at
 

@@ -1,4 +1,4 @@
-"""What HTTP costs, and what overload does: one engine in this process and the same one behind Ray Serve.
+"""Cost of HTTP, and effect of overload: one engine in this process and the same one behind Ray Serve.
 
     python -m benchmarks.serving_http [--output serving.json] [--rounds 5 --streams 8 ...]
 
@@ -37,16 +37,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "an_event_a_token": {"stream_interval_s": 0.0},
     "whole": {"stream": False},
 }
-"""Of asking for an answer."""
+"""Ways of asking for an answer, by the request's fields."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request. Seconds since it was sent."""
+    """Outcome of one request, in seconds since it was sent."""
 
     status: int
     first: float
-    """Until the first event, or until the refusal."""
+    """Seconds until the first event, or until the refusal."""
     total: float
     retry_after: str | None = None
 
@@ -165,7 +165,7 @@ async def compare(
 
 
 async def under_load(args: argparse.Namespace, client: httpx.AsyncClient, rate: float, seconds: float) -> Any:
-    """`rate` requests a second for so long; every one of them is accounted for."""
+    """Send `rate` requests a second for `seconds`; every one of them is accounted for."""
     generator = torch.Generator().manual_seed(1)
     num_requests = max(int(rate * seconds), 1)
     prompts = _prompts(args, num_requests, generator)

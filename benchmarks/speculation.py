@@ -186,7 +186,7 @@ def mean_tpot(rounds: list[Run]) -> float:
 
 
 def parting_gaps(engine: LLMEngine, expected: list[RequestOutput], found: list[RequestOutput]) -> list[float]:
-    """Of each answer that is not the expected one, how much less probable its first other token was, in nats."""
+    """Return for each answer that is not the expected one how much less probable its first other token was, in nats."""
     gaps = []
     for right, other in zip(expected, found, strict=True):
         if right.token_ids == other.token_ids:
@@ -221,7 +221,7 @@ def counted_exits(engine: LLMEngine) -> Iterator[list[int]]:
 
 
 def predicted_ratio(run: Run, costs: DraftCosts, *, from_exit_head: bool) -> float:
-    """At batch 1: passes a token after the first."""
+    """Predicted passes a token after the first, at batch 1."""
     drafted = sum(output.num_draft_tokens for output in run.outputs)
     accepted = sum(output.num_accepted_tokens for output in run.outputs)
     decoded = sum(len(output.token_ids) - 1 for output in run.outputs)

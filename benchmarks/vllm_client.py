@@ -21,7 +21,7 @@ from typing import Any, Self
 
 SCRIPT = Path(__file__).with_name("vllm_worker.py")
 ANSWER_SECONDS = 900.0
-"""For one answer; the first one waits for vLLM to compile the model."""
+"""Time limit of one answer; the first one waits for vLLM to compile the model."""
 END_SECONDS = 30.0
 STDERR_TAIL = 4000
 """Characters of a failed worker's standard error in the message."""
@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONSAFEPATH": "1",
 }
-"""One process with as many threads as ours, which asks nobody anything. The caller's environment goes first."""
+"""Environment of one process with as many threads as ours, which sends no requests. The caller's variables go first."""
 
 
 class WorkerError(RuntimeError):

@@ -18,7 +18,7 @@ PAGE_HEADERS: Mapping[str, str] = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Of pages for browsers."""
+"""Headers of pages for browsers."""
 
 
 class PageFiles(StaticFiles):

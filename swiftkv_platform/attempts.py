@@ -14,7 +14,7 @@
     logs.txt, logs.json                   the entrypoint's log, saved when the attempt has ended; what of it was kept
 
 Workers have no other channel to the control plane. An attempt writes below its own prefix only, so a stale one writes
-where nobody reads.
+where nothing is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Record(BaseModel):
 
 
 class AttemptRequest(_Record):
-    """What one attempt has to do."""
+    """Work of one attempt."""
 
     job_id: str
     attempt: Annotated[int, Field(ge=1)]
@@ -52,7 +52,7 @@ class AttemptRequest(_Record):
 
 
 class AttemptEvent(_Record):
-    """Something a worker or the driver says.
+    """Event that a worker or the driver reports.
 
     `data` by type:
 
@@ -89,12 +89,12 @@ class ManifestFile(_Record):
 
 
 class Manifest(_Record):
-    """What makes a directory of objects complete: it is written after every file it names."""
+    """List of the files of a directory of objects, which makes it complete: it is written after every file it names."""
 
     format_version: Literal[1] = 1
     kind: ManifestKind
     files: dict[str, ManifestFile]
-    """By path relative to the directory, the manifest itself left out."""
+    """Files by path relative to the directory, the manifest itself left out."""
     created_at: float
     """Unix seconds."""
     lineage: dict[str, Any] = {}
@@ -156,12 +156,14 @@ def starts_prefix(job_id: str, attempt: int) -> str:
 
 
 def start_prefix(job_id: str, attempt: int, name: str) -> str:
-    """Of the spec `name`: the job's own, or that of a sweep's trial; trials keep what they start from in one store."""
+    """Return the prefix of the calibrated start of the spec `name`: the job's own, or that of a sweep's trial. Trials
+    keep theirs in one store."""
     return f"{starts_prefix(job_id, attempt)}/{name}"
 
 
 def trials_prefix(job_id: str) -> str:
-    """Below it every trial of a sweep has, by its name, a store of its own, laid out like the job's."""
+    """Return the prefix below which every trial of a sweep has, by its name, a store of its own, laid out like the
+    job's."""
     return f"jobs/{job_id}/trials"
 
 

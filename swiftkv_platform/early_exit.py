@@ -1,4 +1,4 @@
-"""When a decode token may stop after layer l - 1. Frozen options, chosen by request; imports no torch.
+"""Early exit of a decode token after layer l - 1. Frozen options, chosen by request; imports no torch.
 
 Source: paper, appendix E (threshold mode).
 """

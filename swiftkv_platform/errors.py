@@ -4,7 +4,7 @@ SwiftKVError
 ├── InvalidInputError          something the caller can put right: names field, value and what would do
 │   ├── DataError              a data set that cannot be read, is empty or lacks columns
 │   └── ModelError             a checkpoint or configuration that cannot be used
-├── UnauthenticatedError       no key, or one that nobody holds
+├── UnauthenticatedError       no key, or an unknown one
 ├── ForbiddenError             a key that does not open this
 │   └── OverQuotaError             more than the tenant is ever granted
 ├── QuotaExceededError         more than the tenant is granted at a time; the same request may succeed later
@@ -23,7 +23,7 @@ SwiftKVError
 ├── RateLimitedError           a key has spent what it may use in a minute
 ├── QueueFullError             the engine's waiting line is full; the same request may succeed later
 ├── DeadlineExceededError      the answer did not come within the time the caller gave it
-├── EngineDeadError            the engine's loop has failed and answers nobody any more
+├── EngineDeadError            the engine's loop has failed and answers no more requests
 ├── GenerationError            the model put out no numbers for one request
 └── TrainingError              a run that cannot go on
     ├── LossNotFiniteError

@@ -1,4 +1,4 @@
-"""API keys: who may ask for what. A file of hashed keys that the operator keeps; knows no HTTP and no database.
+"""API keys and their scopes. A file of hashed keys that the operator keeps; knows no HTTP and no database.
 
 A key is 256 random bits, so its SHA-256 needs no salt, and the file gives nothing away but names and tenants. Control
 plane and replicas read the same format; a file that has changed is read again at the next request, and one that is
@@ -35,7 +35,7 @@ _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 
 class Scope(StrEnum):
-    """What a key opens."""
+    """Scope of an API key."""
 
     JOBS_READ = "jobs:read"
     """Jobs, models, deployments and what they leave, to look at."""
@@ -55,9 +55,9 @@ class ApiKey(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: Annotated[str, Field(pattern=_NAME_PATTERN)]
-    """Whose it is; jobs and the audit log carry it. Unique in the file."""
+    """Owner; jobs and the audit log carry it. Unique in the file."""
     tenant: Annotated[str, Field(pattern=_NAME_PATTERN)] = "default"
-    """Keys of one tenant see the same jobs, models and deployments, and nobody else's."""
+    """Keys of one tenant see the same jobs, models and deployments, and no other tenant's."""
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """Of the key."""

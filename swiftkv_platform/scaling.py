@@ -1,4 +1,4 @@
-"""How many replicas a deployment needs: Ray Serve's autoscaling by what saturates an engine. Imports no Ray.
+"""Number of replicas that a deployment needs: Ray Serve's autoscaling by what saturates an engine. Imports no Ray.
 
 Ray Serve's controller runs `replicas_by_load` on what replicas report with `record_autoscaling_stats`.
 """
@@ -11,12 +11,12 @@ from typing import Any
 
 POLICY = "swiftkv_platform.scaling:replicas_by_load"
 WAITING_STEPS = "waiting_prompt_steps"
-"""Reported: prompt tokens that wait to be read, in steps of `max_num_batched_tokens`."""
+"""Report of the prompt tokens that wait to be read, in steps of `max_num_batched_tokens`."""
 KV_CACHE_USAGE = "kv_cache_usage"
-"""Reported: share of the KV cache's blocks that sequences hold, 0 to 1."""
+"""Report of the share of the KV cache's blocks that sequences hold, 0 to 1."""
 
 FULL_WAITING_STEPS = 4.0
-"""A replica with so many steps of prompts before it is fully loaded: whoever comes now waits for all of them."""
+"""Steps of prompts in line at which a replica is fully loaded: the next request waits for all of them."""
 FULL_KV_CACHE_USAGE = 0.8
 """A replica whose KV cache is this full is fully loaded: what still fits is soon preempted."""
 FALLBACK_ONGOING_REQUESTS = 8.0

@@ -29,9 +29,9 @@ class Settings(BaseSettings):
     """Object store: directory or `s3://bucket/prefix`; None is `{home}/store`. Endpoint, region and keys of S3 come
     from `AWS_ENDPOINT_URL`, `AWS_REGION` and boto3's own credential chain."""
     ray_dashboard_url: str = "http://127.0.0.1:8265"
-    """Where Ray's job and serve APIs answer."""
+    """Address of Ray's job and serve APIs."""
     serve_url: str = "http://127.0.0.1:8001"
-    """Where Ray Serve's HTTP proxy answers."""
+    """Address of Ray Serve's HTTP proxy."""
     source_roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes that specs may read, `{tenant}` standing for the caller's; the hub and built-in
     sources are always open. None opens everything, or nothing else where there are API keys."""
@@ -41,20 +41,20 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     """Address the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = None
-    """File of hashed API keys (`swiftkv keys create` writes it); None lets everybody on this machine in."""
+    """File of hashed API keys (`swiftkv keys create` writes it); None accepts every request from this machine."""
     serve_api_keys_file: Path | None = None
     """The same file, or another of its kind, where Ray's nodes see it: deployments then answer the keys of their tenant
-    that have the scope `generate`. None: deployments answer everybody who reaches `serve_url`."""
+    that have the scope `generate`. None: deployments answer every request that reaches `serve_url`."""
     tenants_file: Path | None = None
-    """YAML file of quotas and weights (docs/operations.md); None limits nobody."""
+    """YAML file of quotas and weights (docs/operations.md); None sets no limits."""
     gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
     """Price of a GPU for an hour; without prices jobs have no cost and `limits.cost_cap` is refused."""
     cpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
     """Price of a CPU core for an hour."""
     flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
-    """What one worker reaches, for the time estimate while no job like it has been measured."""
+    """FLOPs a second that one worker reaches, for the time estimate while no job like it has been measured."""
     webhook_origins: tuple[str, ...] = ()
-    """Where webhooks may go: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
+    """Origins open to webhooks: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
     secrets_dir: Path | None = None
     """Directory of named secrets, one file `{tenant}/{name}` each: what webhooks are signed with."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

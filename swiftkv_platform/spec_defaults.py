@@ -1,5 +1,5 @@
-"""What a job spec leaves to the model and the data: row length, learning rate, batch size. Pure functions of both, so
-every attempt of a job settles on the same. Imports no torch.
+"""Defaults that a job spec leaves to the model and the data: row length, learning rate, batch size. Pure functions of
+both, so every attempt of a job settles on the same. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LEARNING_RATE, FULL_WIDTH = 3e-4, 2048
 """The paper's rate, for models of at least this hidden size."""
 HIGHEST_LEARNING_RATE = 3e-3
 SHARE_FOR_ALL_LAYERS = 1 / 3
-"""Of that rate, where every layer is trained: the lower ones are good already."""
+"""Share of that rate where every layer is trained: the lower ones are good already."""
 
 
 def settle(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:

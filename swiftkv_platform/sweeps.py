@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from swiftkv_platform.specs import JobSpec
 
 GROUP_SIZE_FIELD = "swiftkv.key_value_group_size"
-"""What a combination is refused for if its g is larger than the layers that its l leaves to share."""
+"""Field that a combination is refused for if its g is larger than the layers that its l leaves to share."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Trial:
 
 
 def _short(value: float) -> str:
-    """As few digits as tell it from any other number."""
+    """Format with as few digits as tell the value from any other number."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
@@ -70,18 +70,18 @@ class _Record(BaseModel):
 
 
 class Point(_Record):
-    """What became of one trial."""
+    """Outcome of one trial."""
 
     name: str
     num_key_value_layers: int | None
-    """As swept or in the spec; None where that gives `prefill_reduction`."""
+    """Value as swept or in the spec; None where that gives `prefill_reduction`."""
     key_value_group_size: int
     learning_rate: float | None
-    """As swept or in the spec; None where the model's size decides."""
+    """Value as swept or in the spec; None where the model's size decides."""
     report: dict[str, Any] | None
     """The trial's `evaluation.json`; None where it failed."""
     error: str | None = None
-    """Why the trial could not be trained, e.g. a loss that is not finite."""
+    """Reason that the trial could not be trained, e.g. a loss that is not finite."""
     on_frontier: bool = False
     """No other trial has both less prefill compute and a lower KL, or one of them and the other equal."""
 

@@ -1,4 +1,4 @@
-"""What a person sees of a running job: a live bar on a terminal, plain lines elsewhere. Knows rich and job events."""
+"""View of a running job: a live bar on a terminal, plain lines elsewhere. Knows rich and job events."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Webhooks as a spec names them and as both ends sign and verify them (standardwebhooks.com, version 1). No I/O.
 
 A message is `POST`ed with the headers `webhook-id`, `webhook-timestamp` (Unix seconds) and `webhook-signature`: `v1,`
-and the base64 of HMAC-SHA256 over `{id}.{timestamp}.{body}`. The timestamp is signed: nobody can replay an old message.
+and the base64 of HMAC-SHA256 over `{id}.{timestamp}.{body}`. The timestamp is signed: no old message can be replayed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Status = Literal[
 
 
 class WebhookSpec(BaseModel):
-    """Where a job's changes of status are told."""
+    """Receiver of a job's changes of status."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -99,7 +99,7 @@ class Secret:
 
 
 def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, tolerance_s: float = 300.0) -> None:
-    """Returns if `body` came from who holds `secret`, not long ago; else raises `UnauthenticatedError`.
+    """Check that `body` came from a holder of `secret`, not long ago; else raise `UnauthenticatedError`.
 
     Args:
         headers: of the request, with lower-case names.

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def head(args: argparse.Namespace) -> Report:
-    """How the figures came about."""
+    """Return the machine and the arguments that the figures were measured with."""
     return {
         "machine": {
             "cpu": platform.processor() or platform.machine(),

@@ -15,10 +15,10 @@ class RequestTimes:
     """One answered request, in seconds since the load began."""
 
     arrival: float
-    """When it was due, whether or not its client got to send it then."""
+    """Time at which it was due, whether or not its client got to send it then."""
     num_input_tokens: int
     token_times: tuple[float, ...]
-    """When each token of the answer came; at least one."""
+    """Arrival times of the answer's tokens; at least one."""
 
     @property
     def ttft(self) -> float:

@@ -1,4 +1,4 @@
-"""What is measured, part by part.
+"""Parts of the serving benchmark, each of which yields its report.
 
 In each round the systems take turns on the same requests, and every round begins with another system: all see the same
 noise of the machine. Figures are medians over rounds, ratios medians of each round's. A part yields its report after
@@ -31,7 +31,7 @@ Part = Callable[[Systems, argparse.Namespace], Iterator[Report]]
 ALL_AT_ONCE = float("inf")
 THROUGHPUT = "total_token_throughput"
 SHARE_WITHIN_LIMIT = 0.9
-"""Of the requests of a load must have their first token in time for its rate to count as sustained."""
+"""Share of a load's requests that must have their first token in time for its rate to count as sustained."""
 
 
 def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
@@ -66,8 +66,8 @@ def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
 def sustained(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
     """The highest arrival rate of the trace at which enough requests have their first token within the limit.
 
-    Rates above what a system answers a second when all requests are there at once are not tried: nobody sustains those,
-    only a short trace would end before its queue shows.
+    Rates above what a system answers a second when all requests are there at once are not tried: those cannot be
+    sustained, only a short trace would end before its queue shows.
     """
     engines = _engines(systems, ["dense", student(args)])
     runs: list[Report] = []

@@ -19,14 +19,14 @@ class RateSearch:
 
     @property
     def next_rate(self) -> float | None:
-        """What to try now; None once the search is over."""
+        """Return the rate to try now; None once the search is over."""
         if len(self.trials) < self.num_trials:
             sustained, failed = self._bracket()
             return (sustained + failed) / 2
         return self.low if self.sustained is None and self.low not in self.trials else None
 
     def record(self, rate: float, *, sustained: bool) -> None:
-        """What came of a rate."""
+        """Record whether a rate was sustained."""
         self.trials[rate] = sustained
 
     @property

@@ -1,4 +1,4 @@
-"""What answers a load: our engine on the dense model and its students, a cache merged into one; Hugging Face; vLLM.
+"""Systems under load: our engine on the dense model and its students, a cache merged into one; Hugging Face; vLLM.
 
 All of one shape and of the same random weights, saved once and loaded when first asked for.
 """

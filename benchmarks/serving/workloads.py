@@ -1,4 +1,4 @@
-"""Who asks for how much, and when: traces of real services, scaled, and loads drawn to look like them. No torch.
+"""Loads of requests and their arrival times: traces of real services, scaled, and loads drawn like them. No torch.
 
 A load keeps the order and the rhythm of its trace. It is scaled in length (prompts and answers by one factor, so that
 their ratio stays) and in time (to a mean arrival rate, so that bursts stay bursts).
@@ -173,7 +173,7 @@ def _field(path: Path, line: int, row: Mapping[str, Any], name: str, read: Calla
 
 
 def _seconds(text: str) -> float:
-    """Of a time whose seconds may have seven decimals, one more than the standard library reads."""
+    """Parse a time whose seconds may have seven decimals, one more than the standard library reads."""
     return datetime.fromisoformat(text[:26]).timestamp()
 
 

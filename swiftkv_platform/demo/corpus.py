@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HELD_OUT_BUCKETS = 5
-"""Of 100 hash buckets of module names, how many are held out (a share of about 5% of the modules)."""
+"""Number of the 100 hash buckets of module names that are held out (a share of about 5% of the modules)."""
 
 _SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"})
-"""Third-party code, and packages that are generated tables rather than text somebody wrote."""
+"""Third-party code, and packages that are generated tables rather than written text."""
 _TEST_DIRECTORIES = frozenset({"test", "tests", "idle_test"})
 
 

@@ -40,7 +40,7 @@ _HOME_MARK = "this-is-a-demo"
 @dataclass(frozen=True)
 class DemoOptions:
     output: Path
-    """Where the report goes; the loss curve lies beside it as `demo-loss.png`."""
+    """Path of the report; the loss curve lies beside it as `demo-loss.png`."""
     home: Path
     """Directory of databases, store and logs; emptied first."""
     model: str | None = None
@@ -50,7 +50,7 @@ class DemoOptions:
 
 @dataclass
 class Observed:
-    """What the demo itself saw; the report's `demo`."""
+    """Observations of the demo itself; the report's `demo`."""
 
     job_id: str = ""
     model_id: str = ""
@@ -58,7 +58,7 @@ class Observed:
     prompt: str = PROMPT
     generated_text: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By phase, and `total`."""
+    """Seconds by phase, and `total`."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -185,7 +185,7 @@ def _empty(stack: Stack) -> None:
 
 @contextmanager
 def _signals_as_exit() -> Iterator[None]:
-    """While inside, SIGTERM and a closed terminal unwind the calls as Ctrl-C does: what was started is stopped."""
+    """Have SIGTERM and a closed terminal unwind the calls as Ctrl-C does: what was started is stopped."""
 
     def leave(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)

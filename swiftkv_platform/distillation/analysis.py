@@ -1,4 +1,4 @@
-"""Where to cut a model: SimScore of its layers over real text and, if asked, what each depth costs once rewired.
+"""Depths to cut a model at: SimScore of its layers over real text and, if asked, what each depth costs once rewired.
 
 It knows models and text, no terminal and no picture.
 """
@@ -40,7 +40,7 @@ class DepthReport(_Result):
     sim_score: float | None
     """SimScore of the input of layer l (0-based); None for L - 1, which has no layer after it."""
     prefill_flops_ratio: float
-    """As executed, at the model's whole context."""
+    """Ratio as executed, at the model's whole context."""
     kl: float | None = None
     """KL of the calibrated start from the teacher on held-out text, nats; None where it was not measured."""
     perplexity: float | None = None
@@ -48,7 +48,7 @@ class DepthReport(_Result):
 
 
 class Analysis(_Result):
-    """What `swiftkv analyze` reports."""
+    """Report of `swiftkv analyze`."""
 
     model: str
     num_hidden_layers: int
@@ -58,18 +58,18 @@ class Analysis(_Result):
     """SimScore of the inputs of layers 0 .. L - 2 (paper, equation 1)."""
     depths: tuple[DepthReport, ...]
     teacher_perplexity: float | None = None
-    """On held-out text; None where nothing was measured."""
+    """Perplexity on held-out text; None where nothing was measured."""
     key_value_group_size: int
     """g of the measured students."""
     recommended_num_key_value_layers: int | None
-    """None: no measured depth starts within `max_kl`."""
+    """Recommended l; None: no measured depth starts within `max_kl`."""
     rule: str
-    """How the recommendation was made."""
+    """Rule that the recommendation was made by."""
 
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """What to look at."""
+    """Options of an analysis."""
 
     max_tokens: int = 16384
     """Tokens compared; as many again for the calibrated start, and for its measurement."""
@@ -78,7 +78,7 @@ class AnalysisOptions:
     measure: bool = False
     """Rewire at each depth and measure."""
     depths: Sequence[int] = ()
-    """Those to measure; empty: all."""
+    """Depths to measure; empty: all."""
     key_value_group_size: int = 1
     max_kl: float = 0.2
     """Nats that a recommended depth may start from its teacher."""

@@ -17,7 +17,7 @@ from swiftkv_platform.specs import DataSourceSpec, DataSpec
 _MAX_LENGTH = 1024
 """Tokens of a row, where the model's context is no shorter."""
 _TOKENS_PER_SHARE = 16384
-"""Below that, loading the teacher once more takes longer than running it."""
+"""Tokens below which loading the teacher once more takes longer than running it."""
 
 
 def read_calibration_text(model: str, text: Sequence[str], num_tokens: int) -> Iterator[dict[str, Tensor]]:
@@ -52,8 +52,8 @@ def calibration_batches(
 
 
 def num_calibration_shares(rows: PackedRows, num_tokens: int, *, seed: int, num_workers: int) -> int:
-    """Among how many of `num_workers` calibration on `num_tokens` tokens is worth dividing: each must load the teacher
-    first."""
+    """Number of the `num_workers` among which calibration on `num_tokens` tokens is worth dividing: each must load the
+    teacher first."""
     chosen = _chosen(rows, num_tokens, seed)
     worth = sum(length for _, length in chosen) // _TOKENS_PER_SHARE
     return max(1, min(num_workers, len(chosen), worth))

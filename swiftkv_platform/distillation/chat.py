@@ -27,7 +27,7 @@ PLAIN_TEMPLATE = (
     "{% else %}{{ message.content }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
-"""For tokenizers without a chat template."""
+"""Template for tokenizers without a chat template."""
 
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TELLS_NONE = re.compile(r"\bis\s+(not\s+)?none\b", re.IGNORECASE)
@@ -45,7 +45,7 @@ class ChatRenderer:
     """Renders conversations for one tokenizer."""
 
     template: str | None
-    """None where the tokenizer has several of its own, and none of them is the default."""
+    """Chat template; None where the tokenizer has several of its own, and none of them is the default."""
     is_plain: bool
     """Whether the tokenizer has no template of its own."""
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class ChatRenderer:
         return begin, content_end + len(closing)
 
     def _find_beginning(self, conversation: Conversation, turn: int, text: str) -> int:
-        """Where message `turn` begins, behind what a prompt for it ends with."""
+        """Return the place at which message `turn` begins, behind what a prompt for it ends with."""
         if turn:
             return _common_prefix_length(self.render_prompt(_part(conversation, turn)), text)
         return _common_prefix_length(self.render(_saying_otherwise(conversation, turn)), text)
@@ -158,7 +158,7 @@ def _part(conversation: Conversation, num_messages: int) -> Conversation:
 
 
 def _saying_otherwise(conversation: Conversation, turn: int) -> Conversation:
-    """With words in message `turn` that are in no other, and nothing beside words."""
+    """Return the conversation with words in message `turn` that are in no other, and nothing beside words."""
     messages = list(conversation.messages)
     messages[turn] = {"role": messages[turn]["role"], "content": _PLACEHOLDER}
     return replace(conversation, messages=messages)

@@ -130,7 +130,7 @@ def read_trained(directory: Path) -> dict[str, Tensor]:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on every worker."""
+    """Return on every worker what `make` returns on rank 0."""
     values: list[T | None] = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(values)
     return cast("T", values[0])

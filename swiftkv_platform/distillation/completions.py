@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import LLMEngine
 
 _PROMPTS_PER_SHARD = 64
-"""What a worker that dies may have to write again."""
+"""Prompts of a shard, the unit that is written again when a worker dies."""
 
 
 class AnswerStore(Protocol):
     """Shards of answers by their key."""
 
     def get(self, key: str) -> bytes | None:
-        """None where it has not been written."""
+        """Return the shard; None where it has not been written."""
 
     def put(self, key: str, data: bytes) -> None: ...
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """Who writes, as far as answers depend on it."""
+    """Properties of the teacher that its answers depend on."""
 
     name_or_path: str
     revision: str | None
@@ -52,7 +52,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class WrittenBy:
-    """Answers in a store, and who wrote them."""
+    """Answers in a store, and the teacher that wrote them."""
 
     teacher: Teacher
     store: AnswerStore
@@ -119,7 +119,7 @@ class PromptSource:
             yield Shard(key, prompts, seeds)
 
     def answers(self, store: AnswerStore) -> Iterator[Answer]:
-        """What has been written, prompt by prompt.
+        """Yield the answers that have been written, prompt by prompt.
 
         Raises:
             StorageError: a shard is missing.
@@ -161,7 +161,7 @@ def write_answers(
     worker: int = 0,
     num_workers: int = 1,
 ) -> int:
-    """Write this worker's share of the shards that nobody has written; returns how many tokens that were.
+    """Write this worker's share of the shards that are not written yet; returns how many tokens that were.
 
     Args:
         load_engine: called when there is something to write.

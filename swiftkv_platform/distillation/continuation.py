@@ -1,4 +1,4 @@
-"""How far a student writes what its teacher would: greedy continuations of held-out prompts, in either mode. Knows no
+"""Agreement of a student's greedy continuations of held-out prompts with its teacher's, in either mode. Knows no
 report.
 """
 
@@ -17,7 +17,7 @@ from swiftkv_platform.distillation.packing import PackedRows
 _LONGEST_PROMPT = 64
 """Tokens; prompts have one length, so that a batch needs no padding."""
 _PADDING = 0
-"""What `generate()` writes after an end of text; nothing there is compared."""
+"""Token that `generate()` writes after an end of text; nothing there is compared."""
 
 
 class ContinuationQuality(Figures):
@@ -122,6 +122,6 @@ def _end_tokens(model: Any) -> list[int]:
 
 
 def _until_end(tokens: torch.Tensor, end_tokens: list[int]) -> torch.Tensor:
-    """Which of the tokens [batch, num_tokens] come no later than the first end of text."""
+    """Return a mask of the tokens [batch, num_tokens] that come no later than the first end of text."""
     ended = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device, dtype=tokens.dtype))
     return (ended.cumsum(-1) - ended.long()) == 0

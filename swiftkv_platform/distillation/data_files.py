@@ -29,10 +29,10 @@ _BLANKS = " \t\r\n"
 
 @dataclass(frozen=True)
 class FileReader:
-    """How files of one kind are read. Every function raises `DataError` with file and place, naming `field`."""
+    """Reader of files of one kind. Every function raises `DataError` with file and place, naming `field`."""
 
     unit: str
-    """What rows are counted in: `line` or `row`."""
+    """Unit that rows are counted in: `line` or `row`."""
     rows: Callable[[Path, Sequence[str] | None, str], Iterator[NumberedRow]]
     """(file, columns or None for all, field)"""
     count: Callable[[Path, str], int]
@@ -41,7 +41,7 @@ class FileReader:
 
 
 def reader_for(file: Path) -> FileReader | None:
-    """By the name's ending, and for JSON by the first character; None for a kind that is not read."""
+    """Choose by the name's ending, and for JSON by the first character; None for a kind that is not read."""
     reader = READERS.get(file.suffix)
     if reader is _JSON_LINES and _is_array(file):
         return _JSON_ARRAY
@@ -104,7 +104,7 @@ def _elements(file: Path, field: str) -> Iterator[Any]:
 
 
 class _Window:
-    """What has been read of a JSON file and not yet used."""
+    """Part of a JSON file that has been read and not yet used."""
 
     def __init__(self, file: Path, field: str) -> None:
         self._file = file
@@ -274,4 +274,4 @@ _PARQUET = FileReader(
 )
 _TEXT = FileReader("row", _text_rows, _count_rows(_text_rows), lambda _file, _field: ("text",))
 READERS = {".jsonl": _JSON_LINES, ".json": _JSON_LINES, ".parquet": _PARQUET, ".txt": _TEXT, ".py": _TEXT}
-"""By the ending of the file's name."""
+"""Readers by the ending of the file's name."""

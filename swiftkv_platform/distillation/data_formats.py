@@ -1,4 +1,4 @@
-"""What a row means: a text, or a conversation of messages, by its columns. Knows no file and no tokenizer."""
+"""Meaning of a row: a text, or a conversation of messages, by its columns. Knows no file and no tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is said, and what the assistant may call."""
+    """Messages, and the functions that the assistant may call."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -31,7 +31,7 @@ class Conversation:
         return bool(self.messages)
 
     def as_json(self) -> str:
-        """The same for equal conversations."""
+        """Return the conversation as JSON, the same for equal conversations."""
         said = self.messages if self.tools is None else {"messages": self.messages, "tools": self.tools}
         return json.dumps(said, sort_keys=True, ensure_ascii=False, default=str)
 
@@ -160,7 +160,7 @@ def _messages(turns: Any, what: str, roles: dict[str, str] | None = None) -> lis
 
 
 def _conversation(messages: list[Message], row: Row) -> Conversation:
-    """With what the row's other columns say of it: `system`, unless a message does, and `tools`."""
+    """Return a conversation with the row's other columns: `system`, unless a message has it, and `tools`."""
     system = _text(row.get("system"), "system")
     if system and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -227,7 +227,7 @@ def _instruction(instruction: str, row: Row) -> str:
 
 
 def _unanswered(messages: list[Message]) -> list[Message]:
-    """Up to the last message that is not the assistant's."""
+    """Return the messages up to the last one that is not the assistant's."""
     end = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
     return messages[:end]
 
@@ -287,7 +287,7 @@ FORMATS = (
     RowFormat("alpaca", (("instruction", "output"),), _parse_alpaca, optional=("input", "history", *_BESIDE)),
     RowFormat("text", (("text",),), _parse_text),
 )
-"""In the order `auto` tries them: what says most about a sample first."""
+"""Row formats in the order `auto` tries them: what says most about a sample first."""
 
 PROMPT_FORMATS = (
     RowFormat("messages", (("messages",),), _prompt_of_messages, optional=_BESIDE),

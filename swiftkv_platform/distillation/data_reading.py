@@ -46,7 +46,7 @@ class SourceReading:
         return self._statistics()
 
     def read_written(self, answers: Iterable[Answer]) -> SourceStatistics:
-        """What the teacher wrote to the prompts of a source. Raises `DataError` without any."""
+        """Read what the teacher wrote to the prompts of a source. Raises `DataError` without any."""
         for answer in answers:
             self._rows += 1
             self._formats[answer.format] += 1
@@ -84,7 +84,7 @@ class SourceReading:
         return f"data.sources[{self.index}]"
 
     def _drafts(self, rows: Iterable[SourceRow]) -> Iterator[tuple[Draft, bool | None]]:
-        """With the side of the hold-out that the source puts them on."""
+        """Yield drafts with the side of the hold-out that the source puts them on."""
         for row in rows:
             self._rows += 1
             self._formats[row.format] += 1
@@ -114,7 +114,7 @@ class SourceReading:
 
 
 def _batches(drafts: Iterable[tuple[Draft, bool | None]]) -> Iterator[list[tuple[Draft, bool | None]]]:
-    """As many as are worth tokenizing at once, and bounded in characters: tokenizers take some 50 bytes for each."""
+    """Yield batches worth tokenizing at once, and bounded in characters: tokenizers take some 50 bytes for each."""
     batch, size = list[tuple[Draft, "bool | None"]](), 0
     for draft in drafts:
         batch.append(draft)

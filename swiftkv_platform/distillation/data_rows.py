@@ -30,7 +30,7 @@ _LAYOUTS_KEPT = 256
 
 @dataclass(frozen=True)
 class SourceRow:
-    """What one row says, and where it stands."""
+    """Content of one row, and its place."""
 
     content: Content
     """"" or no messages where the row holds none."""
@@ -42,7 +42,7 @@ class SourceRow:
     """The side of the hold-out the source itself puts it on."""
 
     def error(self, why: RowError, path: str) -> DataError:
-        """For a row that cannot be used; `path` is its source's place in the spec."""
+        """Return the error of a row that cannot be used; `path` is its source's place in the spec."""
         return _bad_row(self.origin, self.unit, self.number, self.format, why, path)
 
 
@@ -56,7 +56,7 @@ def source_rows(
     formats: Sequence[RowFormat] = FORMATS,
 ) -> Iterator[SourceRow]:
     """Yield the rows of `data.sources[index]`: all, or `sample_count` of them chosen by the seed; of a streamed source,
-    whose length nobody knows, the first. Rows that the source itself holds out are not counted.
+    of unknown length, the first. Rows that the source itself holds out are not counted.
 
     Raises:
         DataError, InvalidInputError, StorageError: as `prepare_data`; `DataError` with the line for a row that the
@@ -83,7 +83,7 @@ def _sample(
 
 
 def _choose(lengths: Sequence[int], count: int, key: tuple[int, int]) -> list[IntArray | None]:
-    """Of tables of `lengths` rows, those to take so that `count` are taken of all."""
+    """Return the rows to take of each table of `lengths` rows, `count` of all together; None takes every row."""
     total = sum(lengths)
     if count >= total:
         return [None] * len(lengths)

@@ -1,4 +1,4 @@
-"""Where rows come from: hub data sets, local files, objects of a store, the standard library, each as tables that are
+"""Sources of rows: hub data sets, local files, objects of a store, the standard library, each as tables that are
 read row by row. Knows no tokenizer and no row format.
 """
 

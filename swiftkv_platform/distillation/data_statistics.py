@@ -1,4 +1,4 @@
-"""What a data spec turned out to hold, in numbers and in sentences. Knows neither files nor tokenizers."""
+"""Statistics of a data spec's rows, in numbers and in sentences. Knows neither files nor tokenizers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DocumentLengths(_Statistics):
 
 
 class SourceStatistics(_Statistics):
-    """What one source gave."""
+    """Statistics of one source."""
 
     name_or_path: str
     formats: dict[str, int]
@@ -84,7 +84,7 @@ class RowStatistics(_Statistics):
 
 
 class DataStatistics(_Statistics):
-    """What `prepare_data` found."""
+    """Statistics of the data that `prepare_data` found."""
 
     train: RowStatistics
     held_out: RowStatistics

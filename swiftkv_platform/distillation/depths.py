@@ -1,4 +1,4 @@
-"""What each depth l costs before any training: the teacher rewired there, measured on held-out text. It knows neither
+"""Cost of each depth l before any training: the teacher rewired there, measured on held-out text. It knows neither
 training nor where text comes from.
 """
 

@@ -47,7 +47,7 @@ class Encoded:
     samples: list[tuple[TokenIds, BoolArray]]
     """Token ids, and which positions the loss counts (see `packing.Samples.counts`)."""
     num_tokens: int
-    """Of the whole document."""
+    """Tokens of the whole document."""
     was_cut: bool
     """A text was split into windows, or a conversation lost its end."""
 
@@ -180,7 +180,7 @@ class DocumentEncoder:
 
 
 def _inside(offsets: IntArray, spans: Sequence[Span]) -> BoolArray:
-    """Which tokens, by their [begin, end) characters [T, 2], overlap a span. Byte-level tokenizers may give a token of
+    """Mask the tokens whose [begin, end) characters [T, 2] overlap a span. Byte-level tokenizers may give a token of
     blanks no width; it then counts by the character it stands at.
     """
     begin, end = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)

@@ -1,5 +1,5 @@
-"""How close a student, and its exit head, are to the teacher on held-out rows. Knows neither the training step nor what
-is made of the figures.
+"""Agreement of a student, and of its exit head, with the teacher on held-out rows. Knows neither the training step nor
+what is made of the figures.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor]) -> Totals:
 
 
 def _exit_counts(logits: torch.Tensor, student: torch.Tensor) -> ExitCounts:
-    """For the exit head's logits [num_positions, vocab_size] and the student's most likely tokens [num_positions]."""
+    """Count exits by the head's logits [num_positions, vocab_size] and the student's best tokens [num_positions]."""
     confidence, tokens = logits.float().softmax(-1).max(-1)
     bins = (confidence * NUM_EXIT_BINS).long().clamp(max=NUM_EXIT_BINS - 1)
     positions, agreements = (
@@ -182,7 +182,7 @@ def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Without dropout; the model is left as it came."""
+    """Run without dropout; the model is left as it came."""
     was_training = model.training
     model.eval()
     try:

@@ -77,7 +77,7 @@ class Fork(nn.Module):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """What each sum of `forward` counts in the loss that is minimised."""
+        """Weight of each sum of `forward` in the loss that is minimised."""
         lm = self._spec.objective == "lm"
         weights = {"lm_loss": 1.0} if lm else {"logits_loss": self._spec.logits_loss_weight}
         if self._hidden_index is not None:
@@ -102,7 +102,7 @@ class Fork(nn.Module):
         return [] if self.kept_teacher is None else list(self.kept_teacher.layers[self._first_trained :])
 
     def heads(self) -> list[nn.Module]:
-        """Whose weights the losses use themselves."""
+        """Modules whose weights the losses use themselves."""
         return [self.student.lm_head, *([self.student.exit_head] if self.student.config.early_exit else [])]
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
@@ -171,8 +171,8 @@ def first_trained_layer(config: Any, spec: DistillationSpec) -> int:
 
 
 def trained_parameters(student: Any, spec: DistillationSpec) -> dict[str, nn.Parameter]:
-    """What `spec.trainable` names: the SwiftKV projections, norm and exit head, or with them every parameter of the
-    student's layers >= l (table 6b), or of all its layers."""
+    """Return the parameters that `spec.trainable` names: the SwiftKV projections, norm and exit head, or with them
+    every parameter of the student's layers >= l (table 6b), or of all its layers."""
     trained: dict[str, nn.Parameter] = dict(student.swiftkv_parameters())
     first = first_trained_layer(student.config, spec)
     for i, layer in enumerate(student.model.layers[first:], start=first):

@@ -62,8 +62,8 @@ class TaskScore(BaseModel):
 
     @property
     def drop(self) -> float:
-        """What the student loses against the teacher, negative where it wins: points of a hundred; of a metric outside
-        0..1, or of which less is better, percent of the teacher's score."""
+        """Drop of the student's score against the teacher's, negative where the student wins: points of a hundred; of a
+        metric outside 0..1, or of which less is better, percent of the teacher's score."""
         return points_lost(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
 
@@ -191,7 +191,7 @@ def _templated(spec: TaskSpec, tokenizer: Any) -> bool:
 
 
 def _scores(task: Task, teacher: dict[str, Any], student: dict[str, Any]) -> Iterator[TaskScore]:
-    """Of the tasks in the answers those that belong to no group in them."""
+    """Yield the scores of the tasks in the answers that belong to no group in them."""
     members = {name for names in teacher["group_subtasks"].values() for name in names}
     for name, row in teacher["results"].items():
         if name in members:

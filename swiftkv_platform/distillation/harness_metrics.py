@@ -1,4 +1,4 @@
-"""Which score of a task counts, by what its configuration promises or the harness has measured."""
+"""Choice of the score of a task that counts, by what its configuration promises or the harness has measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the student is trained on: sums over positions, chunked so that [tokens, vocab] is never whole in memory.
+"""Losses of the student: sums over positions, chunked so that [tokens, vocab] is never whole in memory.
 
 It knows hidden states, heads and targets; it knows neither the model nor how many workers share a batch. Every function
 returns the **sum** over its rows: the caller divides by the number of positions that count over all workers.
@@ -22,7 +22,7 @@ LOGITS_PER_CHUNK = 1 << 25
 LOGITS_PER_CHUNK_ON_CPU = 1 << 19
 """2 MiB, which a core's cache holds: up to 2.7 times as fast as buffers that go through memory."""
 _FEWEST_ROWS = 16
-"""Of a chunk, however large the vocabulary: a product with fewer spends its time on reading the head."""
+"""Fewest rows of a chunk, however large the vocabulary: a product with fewer spends its time on reading the head."""
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(logits [chunk, vocab] in float32, its rows) -> (summed loss, gradient with respect to the logits)."""

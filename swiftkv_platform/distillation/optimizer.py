@@ -49,7 +49,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> 
 
 
 def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec) -> list[Optimizer]:
-    """What `spec.name` asks for: AdamW over everything, or Muon over the matrices and AdamW over the rest.
+    """Build what `spec.name` asks for: AdamW over everything, or Muon over the matrices and AdamW over the rest.
 
     Muon (Jordan et al., 2024) orthogonalises the momentum of a matrix by Newton-Schulz iterations. Its step is scaled
     to the root mean square of Adam's (Liu et al., 2025), so both take one learning rate. The exit head is left to

@@ -184,7 +184,7 @@ def _epoch_order(num_rows: int, seed: int, epoch: int) -> IntArray:
 
 
 def rank_rows(rows: Sequence[int], rank: int, world_size: int) -> list[int]:
-    """This worker's share of a batch. Where the batch does not divide, the last workers have one row less."""
+    """Return this worker's share of a batch. Where the batch does not divide, the last workers have one row less."""
     return list(rows[rank::world_size])
 
 

@@ -1,4 +1,4 @@
-"""What prefill costs with and without SwiftKV, counted and timed on real forward passes of the same weights. Knows no
+"""Cost of prefill with and without SwiftKV, counted and timed on real forward passes of the same weights. Knows no
 estimate: those are in `planning`.
 """
 

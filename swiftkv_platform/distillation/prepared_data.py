@@ -30,7 +30,7 @@ _SIDES = ("train", "held_out")
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What a job trains on and is measured on."""
+    """Rows that a job trains on and is measured on."""
 
     train: PackedRows
     held_out: PackedRows

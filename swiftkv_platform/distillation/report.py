@@ -25,7 +25,7 @@ class ExitBin(Figures):
     low: float
     high: float
     share: float
-    """Of all positions."""
+    """Share of all positions."""
     agreement: float | None
     """Share of the bin's positions where the exit head's most likely token is the student's; None in an empty bin."""
 
@@ -36,7 +36,7 @@ class Gate(Figures):
     field: str
     """Dotted path in the spec."""
     subject: str
-    """What is limited, in words."""
+    """Quantity that is limited, in words."""
     limit: float
     value: float
     passed: bool
@@ -49,7 +49,7 @@ class Report(Figures):
     rewired: Quality | None
     """The student as it starts with copied projections; None where only the finished model is at hand."""
     calibrated: Quality | None
-    """As it starts with calibrated ones; None for a job that starts from the copies."""
+    """The student as it starts with calibrated projections; None for a job that starts from the copies."""
     distilled: Quality
     perplexity_ratio: float
     """distilled.perplexity / teacher.perplexity."""

@@ -73,7 +73,7 @@ class SequenceGroup:
         return self._swap(tensor)
 
     def _swap(self, tensor: Tensor) -> Tensor:
-        """Of axis 1 every worker keeps its part, and gets all parts of axis 2."""
+        """Exchange parts: every worker keeps its part of axis 1, and gets all parts of axis 2."""
         parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)  # one for each worker
         received = cast("Tensor", _AllToAll.apply(parts, self.group))  # type: ignore[no-untyped-call]
         return torch.cat(received.unbind(0), dim=2)

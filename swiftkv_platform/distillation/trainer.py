@@ -32,7 +32,7 @@ class StepMetrics:
     """`loss`, what is minimised, and its terms before weighting; means over the positions that count."""
     lr: float
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     tokens_per_second: float
     world_size: int
 
@@ -59,7 +59,7 @@ class TrainerListener(Protocol):
         """A step is done."""
 
     def wish(self) -> Wish:
-        """What this worker has been told since the last step."""
+        """Return the wish that this worker has been told since the last step."""
 
 
 class Trainer:

@@ -22,7 +22,7 @@ _LONGEST_UPLOAD = timedelta(hours=4)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     """Optimizer steps done."""
@@ -31,7 +31,7 @@ class Progress:
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints live; one is complete or invisible. Uploads come from a thread of their own."""
+    """Store of checkpoints; one is complete or invisible. Uploads come from a thread of their own."""
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
         """Add one worker's files to checkpoint `name`; again after a failure, it completes them."""
@@ -51,7 +51,7 @@ class CheckpointStore(Protocol):
 
 @dataclass(frozen=True)
 class Retries:
-    """How often an upload is tried before it counts as failed; the wait between tries doubles."""
+    """Tries of an upload before it counts as failed; the wait between tries doubles."""
 
     tries: int = 5
     first_wait_s: float = 1.0
@@ -110,7 +110,7 @@ class Uploader:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _upload(self, directory: Path, name: str, progress: Progress) -> StorageError | None:
-        """Why the checkpoint is not complete, the same on every worker."""
+        """Upload and return the error that left the checkpoint incomplete, if any, the same on every worker."""
         mine: dict[str, ManifestFile] | StorageError
         try:
             mine = self._retries(lambda: self._store.upload(directory, name)) if any(directory.iterdir()) else {}

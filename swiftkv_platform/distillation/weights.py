@@ -1,6 +1,6 @@
 """A student without weights, and where each module's come from: with sharded parameters no worker holds it whole.
 
-It knows names and files, no strategy: whoever shards a module has it filled first.
+It knows names and files, no strategy: a module is filled before it is sharded.
 """
 
 from __future__ import annotations

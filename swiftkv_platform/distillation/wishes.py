@@ -1,4 +1,4 @@
-"""What somebody outside may want of a training run. Imports no torch."""
+"""Wishes from outside a training run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Wish(IntEnum):
-    """What somebody outside wants of a run; the largest wish of all workers counts."""
+    """Wish from outside a run; the largest wish of all workers counts."""
 
     NONE = 0
     SAVE = 1

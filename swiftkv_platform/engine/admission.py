@@ -1,4 +1,4 @@
-"""How long the next request would wait for its turn, judged by how often a place has become free. Knows no engine."""
+"""Estimate of the next request's wait for its turn, judged by how often a place has become free. Knows no engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENOUGH = 4
 
 
 class Departures:
-    """When requests have ended while all places were taken."""
+    """Times at which requests have ended while all places were taken."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -27,8 +27,8 @@ class Departures:
             self._times.extend([self._clock()] * count)
 
     def expected_wait(self, num_in_line: int) -> float:
-        """Seconds until the last of so many in line has its turn; 0 while nothing is known."""
+        """Seconds until the last of `num_in_line` requests has its turn; 0 while nothing is known."""
         if num_in_line <= 0 or len(self._times) < _ENOUGH:
             return 0.0
-        # Nobody has left since the last departure: that counts, or a stalled engine would look fast.
+        # The time since the last departure counts as well, or a stalled engine would look fast.
         return num_in_line * (self._clock() - self._times[0]) / len(self._times)

@@ -76,7 +76,7 @@ class AsyncLLMEngine:
         tenant: str = "",
         interval_s: float | None = None,
     ) -> RequestStream:
-        """Admit a request; whoever gets the stream reads it to its end or closes it.
+        """Admit a request; the caller reads the stream to its end or closes it.
 
         Args:
             interval_s: of the stream, in place of `stream_interval_s`; infinite where only finished outputs matter.
@@ -146,7 +146,7 @@ class AsyncLLMEngine:
         await asyncio.to_thread(self.engine.close)
 
     def _step(self) -> None:
-        """In the worker: one step, and the next one queued behind whatever else waits for the engine."""
+        """Run one step in the worker, and queue the next one behind whatever else waits for the engine."""
         assert self._loop is not None
         if self._halted:
             return
@@ -165,7 +165,7 @@ class AsyncLLMEngine:
         self._halted = True
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """On the event loop; the only place that hands outputs to callers."""
+        """Hand outputs to callers, on the event loop; no other place does."""
         try:
             self._departures.note(sum(output.finished for output in outputs), full=self._num_in_line > 0)
             for output in outputs:
@@ -177,7 +177,7 @@ class AsyncLLMEngine:
             self._break_down(error)
 
     def _break_down(self, error: Exception) -> None:
-        """A step, or what came of it, failed: nobody waits for an answer that cannot come."""
+        """End all streams after a failed step, so that no caller waits for an answer that cannot come."""
         get_logger().error("engine_failed", exc_info=error)
         self._fail(f"the engine failed and has to be restarted: {error!r}")
 
@@ -187,7 +187,7 @@ class AsyncLLMEngine:
             stream.put(None)
 
     def death(self) -> EngineDeadError:
-        """Why nobody is answered any more."""
+        """Return the error that ends all requests."""
         return EngineDeadError(self._failure or "the engine runs no more")
 
     @property
@@ -251,7 +251,7 @@ class AsyncLLMEngine:
     def _add(
         self, request: ReadRequest, stream: RequestStream, *, priority: int, tenant: str, constraint: Constraint | None
     ) -> None:
-        """In the worker: requests of the same step have come in between."""
+        """Add the request, in the worker: requests of the same step have come in between."""
         self._check_waiting_tokens()
         self.engine.add_read_request(
             request, stream.request_id, priority=priority, tenant=tenant, constraint=constraint
@@ -269,7 +269,7 @@ class AsyncLLMEngine:
             raise QueueFullError(f"queue full: {waiting} prompt tokens wait to be read, {limit} may; try again later")
 
     def forget(self, request_id: str, *, abort: bool) -> None:
-        """Nobody listens any more. An abort is queued behind whatever the worker is doing; nobody waits for it."""
+        """Drop the request's stream. An abort is queued behind whatever the worker is doing, and not waited for."""
         self._streams.pop(request_id, None)
         if abort and self._failure is None:
             self._worker.submit(self.engine.abort, request_id)

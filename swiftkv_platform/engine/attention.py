@@ -2,8 +2,8 @@
 
 `kernels.attend` does it in one operator where it can. Elsewhere, on a CPU, each sequence's context is read where it
 lies: a run of neighbouring blocks is a view, several runs are attended to one by one and merged by the logarithms of
-their softmax sums. Nothing is copied for a decode step unless a context is scattered over so many short runs that a
-copy is cheaper. It knows no scheduler and no layer.
+their softmax sums. Nothing is copied for a decode step unless a context is scattered over runs so short that a copy is
+cheaper. It knows no scheduler and no layer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PAGED = "swiftkv_paged"
 MIN_RUN_TOKENS = 64
 """Contexts whose runs are shorter than this on average are copied together before they are read."""
 MIN_PRODUCT_QUERIES, MIN_PRODUCT_TOKENS = 128, 256
-"""Chunks of so many queries to so many tokens in bfloat16 are attended to by matrix products, smaller ones by torch's
-fused operator."""
+"""Least queries and tokens of a bfloat16 chunk that is attended to by matrix products; smaller ones go to torch's fused
+operator."""
 PRODUCT_ROWS = 256
 """Rows of one such product for each key head: queries times the query heads that share the key head."""
 MAX_SCORES = 1 << 21
@@ -43,7 +43,7 @@ class SequenceQueries:
     runs: tuple[Run, ...]
     """Slots of its context in the order of its tokens, the queries' own included."""
     context_start: int
-    """Where its context begins among those of the whole batch, laid end to end."""
+    """Start of its context among those of the whole batch, laid end to end."""
 
     @property
     def consecutive(self) -> bool:
@@ -63,15 +63,15 @@ class SequenceQueries:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Which queries of a flat batch read which tokens. A `SelectsTokens`: a selection makes new metadata."""
+    """Metadata of a flat batch: the tokens that its queries read. A `SelectsTokens`: a selection makes new metadata."""
 
     sequences: tuple[SequenceQueries, ...]
     _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)
-    """By window; every layer asks for the same."""
+    """Spans by window; every layer asks for the same."""
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `kernels.attend` calls sequences, positions and runs."""
+        """Sequences, positions and runs, as `kernels.attend` takes them."""
         sequences: list[tuple[int, int, int, int]] = []
         positions: list[int] = []
         runs: list[Run] = []
@@ -87,7 +87,7 @@ class PagedAttention:
         return [run for sequence in self.sequences for run in sequence.runs]
 
     def decode_spans(self, window: int | None) -> list[Run] | None:
-        """For a batch of decodes whose contexts are one run of slots each: first slot and length of what each sees."""
+        """First slot and length of what each decode sees; None unless all are decodes with one run of slots each."""
         if window not in self._decode_spans:
             self._decode_spans[window] = self._find_decode_spans(window)
         return self._decode_spans[window]
@@ -103,7 +103,7 @@ class PagedAttention:
         return spans
 
     def select_tokens(self, selection: TokenSelection) -> PagedAttention:
-        """For the selected queries; contexts stay whole."""
+        """Return metadata of the selected queries; contexts stay whole."""
         num_tokens = sum(len(sequence.positions) for sequence in self.sequences)
         kept = selection.positions(num_tokens, torch.device("cpu")).tolist()
         selected: list[SequenceQueries] = []
@@ -133,7 +133,7 @@ def paged_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls.
+    """Attention function that transformers calls.
 
     Args:
         query: of all sequences' queries, one sequence after another, [1, num_heads, num_tokens, head_dim].
@@ -171,13 +171,13 @@ class _Context(Protocol):
     """The keys and values of one sequence."""
 
     def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Those at positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
+        """Return those at positions `first` to `end` - 1, each [1, num_kv_heads, tokens, dim], in one or more parts."""
         ...
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """In slots of the cache."""
+    """Keys and values in slots of the cache."""
 
     key: PagedTensor
     value: PagedTensor
@@ -192,7 +192,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Expanded:
-    """In tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
+    """Keys and values in tensors [1, num_heads, sum of context lengths, dim], from `start` on."""
 
     key: torch.Tensor
     value: torch.Tensor

@@ -33,7 +33,7 @@ class Layout:
     position_ids: torch.Tensor
     """[1, num_tokens]."""
     slot_mapping: torch.Tensor
-    """Where each token's KV goes, or is, [num_tokens]."""
+    """Slot that each token's KV goes to, or is in, [num_tokens]."""
     attention: PagedAttention
 
 
@@ -43,10 +43,10 @@ class Batch:
 
     layout: Layout
     next_token_rows: dict[int, range]
-    """By index into the schedule, the rows whose logits choose the sequence's next token and, of tokens found in the
+    """Rows, by index into the schedule, whose logits choose the sequence's next token and, of tokens found in the
     text, verify them."""
     prompt_rows: dict[int, range]
-    """By index into the schedule, the rows whose logits are asked for as prompt log-probabilities."""
+    """Rows, by index into the schedule, whose logits are asked for as prompt log-probabilities."""
     first_rows: tuple[int, ...]
     """Each sequence's first row, and the number of all."""
 

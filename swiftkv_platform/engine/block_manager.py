@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache hold which tokens: paging, reference counts, prefix caching. Knows no tensor.
+"""Blocks of the KV cache and the tokens that they hold: paging, reference counts, prefix caching. Knows no tensor.
 
 A block is full, and may be cached, once the KV of all its tokens is committed. Its name is SHA-256 over the name of the
 block before it and its own tokens; the first block's predecessor stands for the model, the KV dtype and the tenant, so
@@ -72,7 +72,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a sequence could get, those of the prefix cache that nobody uses included."""
+        """Blocks that a sequence could get, unused ones of the prefix cache included."""
         return self._num_empty + len(self._evictable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -189,7 +189,7 @@ class BlockManager:
             table.append(block)
 
     def _roomiest(self, wanted: int) -> int:
-        """Where in the longest run of empty blocks to put `wanted` new ones: in the middle of what they leave, so that
+        """Place for `wanted` new blocks in the longest run of empty ones: in the middle of what they leave, so that
         they and their neighbour on the left can both grow."""
         start, size, at = -1, 0, self._free_map.find(1)
         while at >= 0:

@@ -1,4 +1,4 @@
-"""What an engine and a request may be told. Frozen; knows no tensor and reads no file."""
+"""Configuration of an engine and of a request. Frozen; knows no tensor and reads no file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swiftkv_platform.errors import InvalidInputError
 
 
 class EngineConfig(BaseModel):
-    """How a model is loaded and run. Unknown keys are refused."""
+    """Settings for loading and running a model. Unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -38,7 +38,7 @@ class EngineConfig(BaseModel):
     swiftkv: bool = True
     """False serves the teacher that a student's checkpoint carries; a dense model is one anyway."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; `auto` takes the GPU where there is one."""
+    """Device that the model runs on; `auto` takes the GPU where there is one."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Tokens of prompt and answer together; None is the model's own context, which it may not exceed."""
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
@@ -58,7 +58,7 @@ class EngineConfig(BaseModel):
     """One matrix product for q, k and v and one for gate and up; on a CPU in bfloat16 also prepacked weights, which
     replace the originals in memory."""
     native_kernels: bool = True
-    """On a CPU in bfloat16: attention, norms, RoPE and SiLU by operators of the engine's own, compiled on first use.
+    """Run attention, norms, RoPE and SiLU on a CPU in bfloat16 by the engine's own operators, compiled on first use.
     Without a C++ compiler, or on a processor without AVX-512, PyTorch's are used, as with false."""
     max_num_waiting: Annotated[int, Field(ge=0)] = 64
     """Sequences, each of a request's `n` samples being one, that may wait for their turn in `AsyncLLMEngine`; one more
@@ -77,7 +77,7 @@ class EngineConfig(BaseModel):
     """Seconds for which a stream of `AsyncLLMEngine` may collect tokens and hand them over together, the first and the
     last apart, which come at once; each handing over takes time from the engine. 0: every token by itself."""
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    """Where requests without a seed of their own draw one from; None draws differently in every process."""
+    """Seed that requests without one of their own draw theirs from; None draws differently in every process."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """Devices, of one machine, that share the model; the engine starts a process for each beyond the first."""
     max_grammar_bytes: Annotated[int, Field(ge=1, le=MAX_GRAMMAR_BYTES)] = MAX_GRAMMAR_BYTES
@@ -90,7 +90,8 @@ class EngineConfig(BaseModel):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of range.
+    """Settings of how one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of
+    range.
 
     Logits pass through, in this order: `logit_bias`, the penalties, `structured_outputs`, `temperature`, `top_k`,
     `top_p`, `min_p`.
@@ -113,11 +114,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once for each time the answer has it."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to logits, by token id."""
+    """Numbers added to logits, by token id."""
     n: int = 1
     """Answers to generate for the prompt, each with a seed of its own."""
     seed: int | None = None
-    """Makes the answer repeatable, whoever else is served; None draws one from the engine's."""
+    """Makes the answer repeatable, whatever else is served; None draws one from the engine's."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer, and are not part of its text. One string, or a sequence of them."""
     stop_token_ids: tuple[int, ...] = ()
@@ -125,7 +126,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Generate on past the model's end of sequence."""
     logprobs: int | None = None
-    """Log-probabilities of each generated token and of so many of the most probable ones; None: of none."""
+    """Log-probabilities of each generated token and of this many of the most probable ones; None: of none."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which then all go through every layer."""
     early_exit: EarlyExit = field(default_factory=EarlyExit)
@@ -136,7 +137,7 @@ class SamplingParams:
     """Most tokens to draft at a time from what prompt and answer so far repeat (prompt lookup), or a constraint leaves
     no choice about; they are verified together, and the answer is the same. 0 drafts none."""
     structured_outputs: StructuredOutputs | None = None
-    """What the text must be: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
+    """Constraint on the text: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
     reaches `max_tokens` is cut off."""
 
     def __post_init__(self) -> None:

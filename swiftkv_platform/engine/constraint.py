@@ -1,4 +1,4 @@
-"""Which tokens may come next in a constrained answer. Knows tokens and a compiled grammar, no tensor and no request.
+"""Tokens that may come next in a constrained answer. Knows tokens and a compiled grammar, no tensor and no request.
 
 The state is a function of the answer's tokens: asked about any continuation, the matcher goes back to where it agrees
 with it, and on from there. So drafts are tried and dropped, and a preempted sequence goes on, without a word to it.
@@ -40,7 +40,7 @@ class Constraint:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing can follow: the grammar takes more work in a step than is allowed."""
+        """Message where nothing can follow: the grammar takes more work in a step than is allowed."""
         if not self._matcher.is_error():
             return None
         return f"{self.name} is too complex to be followed further: {self._matcher.get_error().splitlines()[0]}"
@@ -52,7 +52,7 @@ class Constraint:
         return self._matcher.compute_bitmask()
 
     def num_allowed(self, answer: Sequence[int], drafted: Sequence[int]) -> int:
-        """How many of `drafted`, the first ones, may follow `answer` one after another."""
+        """Return how many of `drafted`, the first ones, may follow `answer` one after another."""
         self._go_to(answer)
         return self._matcher.validate_tokens(list(drafted))
 
@@ -80,6 +80,6 @@ class Constraint:
 
 
 def _num_agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence, Set
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_CHARACTER_BYTES = 4
-"""Of UTF-8, so that at most three bytes wait for a character's last one."""
+"""Most bytes of a UTF-8 character, so that at most three bytes wait for a character's last one."""
 
 
 class StopString:
@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """What may be shown."""
+        """Text that may be shown."""
         return self._decoded[: self._released]
 
     def append(self, token_id: int) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens are worth drafting, and which ones the text so far suggests. Knows no tensor, no model, no queue.
+"""Number of tokens worth drafting, and the ones that the text so far suggests. Knows no tensor, no model, no queue.
 
 A draft costs a share of a pass, which every sequence of the step waits for, and brings its own sequence one token if it
 is accepted. So it is worth its cost where
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 MIN_NGRAM, MAX_NGRAM = 2, 4
 """Tokens at the end of the text that must have occurred before; the longest match is taken."""
 DECAY, DRIFT = 0.9, 0.97
-"""What remains of older observations with each new one, and with each token that was not drafted for."""
+"""Share of older observations that remains with each new one, and with each token that was not drafted for."""
 MOST_SHIFT = 4.0
 """Bound of what is learned, in log-odds."""
 HIGHEST_CONFIDENCE = 0.95
-"""More than this is not believed of the exit head before its drafts have proved it."""
+"""Bound of the exit head's confidence before its drafts have proved more."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Draft:
         return len(self.token_ids) + self.num_exit_tokens
 
     def limited(self, size: int) -> Draft:
-        """At most `size` tokens of it."""
+        """Return the draft cut to at most `size` tokens."""
         return Draft(self.token_ids[:size], min(self.num_exit_tokens, size))
 
 
@@ -52,7 +52,7 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """In units of a pass that gives each sequence one token, while it is bound by reading weights."""
+    """Costs in units of a pass that gives each sequence one token, while it is bound by reading weights."""
 
     lower: float
     """The layers below l, which a draft of the exit head runs alone."""
@@ -86,7 +86,7 @@ class Estimate:
 
 
 class Reliability:
-    """What to add to the log-odds of the exit head's confidence: above 0 where it is right more often than it says.
+    """Shift of the log-odds of the exit head's confidence: above 0 where it is right more often than it says.
 
     Learned draft by draft, by steps up the likelihood of what became of them.
 
@@ -129,12 +129,12 @@ class Reliability:
 
 
 def common_reliability() -> Reliability:
-    """Of an engine, slow to learn and to forget."""
+    """Return the reliability of an engine's exit head, slow to learn and to forget."""
     return Reliability(0.1, 0.999)
 
 
 class PromptLookup:
-    """Where each n-gram of a text that only grows occurred last."""
+    """Last occurrence of each n-gram of a text that only grows."""
 
     def __init__(self) -> None:
         self._followers: dict[tuple[int, ...], int] = {}  # n-gram -> position of the token after it
@@ -159,7 +159,7 @@ class PromptLookup:
 
 
 class DraftHistory:
-    """What drafting has come to in one sequence."""
+    """Results of drafting in one sequence."""
 
     def __init__(self) -> None:
         self.lookup = PromptLookup()
@@ -168,7 +168,7 @@ class DraftHistory:
         self.exit_gain = Estimate(0.2)
         """Passes that an evaluation of the exit head saves, its own cost aside."""
         self.exit_confidences: list[float] = []
-        """Of the drafts under way."""
+        """Confidences of the drafts under way."""
 
     def follow(self, common: Reliability) -> None:
         """Begin with what the engine has learned of its exit head."""
@@ -212,7 +212,7 @@ def exit_head_pays(history: DraftHistory, costs: DraftCosts, num_sequences: int,
 
 
 def paying_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
-    """Which drafts to run together in one pass of the layers below l, and the passes that each is expected to save.
+    """Choose drafts to run together in one pass of the layers below l; return the passes that each is expected to save.
 
     Args:
         expected: by draft, the probability that it and those before it are accepted.

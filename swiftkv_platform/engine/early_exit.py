@@ -1,4 +1,4 @@
-"""Which next tokens are chosen at layer l already. Knows no queue; the source is the paper, appendix E.
+"""Choice of next tokens at layer l. Knows no queue; the source is the paper, appendix E.
 
 A token at layer l has the KV of every later layer, so leaving there costs later tokens nothing.
 """
@@ -20,7 +20,7 @@ class Exits:
     """The sequences of a step whose next token the exit head chooses."""
 
     at: dict[int, int]
-    """By index into the schedule, the row of `logits`."""
+    """Row of `logits` by index into the schedule."""
     logits: torch.Tensor
     """[num_exits, vocab_size], float32."""
 

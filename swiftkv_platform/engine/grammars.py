@@ -1,6 +1,6 @@
 """Constraints to compiled grammars, by llguidance, within bounds of size and time. Knows no sequence.
 
-Whoever asks may have written the grammar to hurt. Its text is limited; it is compiled, and its first step taken, in a
+A caller may have written the grammar to hurt. Its text is limited; it is compiled, and its first step taken, in a
 thread of its own with a stack that the longest text cannot exhaust; the caller waits for a limited time; and as many
 compile at once as there are places. What a step may cost later is bounded by llguidance's fuel.
 """
@@ -22,7 +22,7 @@ from swiftkv_platform.errors import QueueFullError
 Key = tuple[str, str, bool]
 
 MAX_COMPILING = 2
-"""Grammars that are compiled at the same time, those that nobody waits for any more included."""
+"""Grammars that are compiled at the same time, abandoned ones included."""
 MAX_KEPT = 64
 """Compiled grammars that are kept for the next request with the same."""
 INITIAL_LEXER_FUEL = 200_000
@@ -30,7 +30,7 @@ INITIAL_LEXER_FUEL = 200_000
 STACK_BYTES = 256 << 20
 """Address space, not memory. Chains of references take up to 7 KB of stack a link: see `max_grammar_bytes`."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between two tokens of JSON: enough for indented text, too little to go on for ever."""
+"""Whitespace between two tokens of JSON: enough for indented text, too little to go on for ever."""
 
 _stack_lock = threading.Lock()
 
@@ -152,7 +152,7 @@ def _compile(wanted: StructuredOutputs, vocabulary: Any) -> Constraint:
 
 
 def _grammar(wanted: StructuredOutputs) -> str:
-    """In llguidance's terms. Raises `ValueError`."""
+    """Return the grammar in llguidance's terms. Raises `ValueError`."""
     from llguidance import LLMatcher
 
     if wanted.kind in ("json", "json_object"):

@@ -19,7 +19,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class TensorShape:
-    """What one token takes of a cached tensor."""
+    """Shape of one token in a cached tensor."""
 
     num_heads: int
     dim: int
@@ -30,14 +30,14 @@ LayerShape = tuple[TensorShape, TensorShape]
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """How cached numbers are stored, and what they are read as."""
+    """Types that cached numbers are stored in and read as."""
 
     computed: torch.dtype
-    """What the model computes in."""
+    """Data type that the model computes in."""
     stored: torch.dtype
-    """What the cache holds; uint8 where it is quantised."""
+    """Data type that the cache holds; uint8 where it is quantised."""
     payload: torch.dtype | None = None
-    """Of quantised numbers: float8_e4m3fn or int8."""
+    """Data type of quantised numbers: float8_e4m3fn or int8."""
 
     @property
     def converts(self) -> bool:
@@ -134,7 +134,7 @@ class KVCache:
 
 @dataclass(frozen=True)
 class StepCache:
-    """What the model takes for its `past_key_values`: writes go to the step's slots, reads are left to attention."""
+    """Cache of a step, the model's `past_key_values`: writes go to the step's slots, reads are left to attention."""
 
     cache: KVCache
     slots: torch.Tensor
@@ -151,7 +151,7 @@ class StepCache:
         return self.read(layer)
 
     def read(self, layer: int) -> tuple[PagedTensor, PagedTensor] | tuple[torch.Tensor, torch.Tensor]:
-        """What `update` returns, of what is stored."""
+        """Return what is stored, as `update` returns it."""
         stored_first, stored_second = self.cache.layers[layer]
         if self.cache.expanded:
             return stored_first.read(self.contexts)[None], stored_second.read(self.contexts)[None]

@@ -98,7 +98,7 @@ class LLMEngine:
         """Queue a request and return its id.
 
         Args:
-            priority: lower goes first; among equals, who came first.
+            priority: lower goes first; among equals, first come, first served.
             tenant: prefixes are reused within a tenant only.
             constraint: what `grammars` made of `params.structured_outputs`; None compiles it now.
 

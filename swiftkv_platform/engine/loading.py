@@ -25,11 +25,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What the engine needs of a checkpoint."""
+    """Parts of a checkpoint that the engine needs."""
 
     model: PreTrainedModel
     tokenizer: Any | None
-    """None where the directory has none: only token-id prompts can be served."""
+    """Tokenizer; None where the directory has none: only token-id prompts can be served."""
     eos_token_ids: frozenset[int]
     """Tokens that end an answer."""
     context_length: int
@@ -162,7 +162,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[i
 
 
 def _prepared(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
-    """On its device, its weights laid out for inference."""
+    """Return the model on its device, its weights laid out for inference."""
     device = device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""How large a model's KV cache is: layers and shapes from its configuration, blocks from a budget. Knows no request."""
+"""Size of a model's KV cache: layers and shapes from its configuration, blocks from a budget. Knows no request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.quantization import PAYLOAD_DTYPES
 
 FREE_MEMORY_SHARE = 4
-"""Without `kv_cache_bytes` the cache takes at most one part in so many of the free memory."""
+"""Divisor of the free memory: without `kv_cache_bytes` the cache takes at most one such part."""
 
 
 def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
-    """What a token takes in each of the `num_kv_cache_layers` layers, on each of the ranks that share its heads."""
+    """Return the shapes of a token in each of the `num_kv_cache_layers` layers, on each rank that shares its heads."""
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
         return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
@@ -52,7 +52,7 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
 
 
 def storage_format(kv_cache_dtype: str, computed: torch.dtype) -> StorageFormat:
-    """How the cache stores what a model computes in `computed`."""
+    """Return the format in which the cache stores what a model computes in `computed`."""
     if kv_cache_dtype in PAYLOAD_DTYPES:
         return StorageFormat(computed, torch.uint8, PAYLOAD_DTYPES[kv_cache_dtype])
     return StorageFormat(computed, computed if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype))

@@ -41,7 +41,7 @@ class RowLogits:
     """Logits of some rows of a batch."""
 
     at: dict[int, int]
-    """Where a row is among them."""
+    """Place of a row among them."""
     values: torch.Tensor
     """[num_rows, vocab_size], float32."""
 
@@ -64,7 +64,7 @@ class ModelRunner:
         return torch.device(self._model.device)
 
     def score(self, token_ids: Sequence[int], num_positions: int) -> torch.Tensor:
-        """As `log_probs`, beside whatever is in the cache."""
+        """Return `log_probs`, beside whatever is in the cache."""
         self._model.set_attn_implementation(self._own_attention)
         try:
             return log_probs(self._model, token_ids, num_positions)
@@ -92,7 +92,7 @@ class ModelRunner:
         return results
 
     def _begin(self, layout: Layout, hidden: torch.Tensor | None = None) -> DecoderContext:
-        """Of the layout's tokens, embedded unless their hidden states are given."""
+        """Return the context of the layout's tokens, embedded unless their hidden states are given."""
         hidden = self._decoder.embed_tokens(layout.input_ids) if hidden is None else hidden
         return DecoderContext(
             hidden=hidden,
@@ -132,7 +132,7 @@ class ModelRunner:
         drafts: ExitDrafts,
         upper_rows: list[int],
     ) -> RowLogits:
-        """As `_upper`, with the exit head's drafts; their rows follow those of the batch."""
+        """Logits of `_upper`'s rows and of the exit head's drafts, whose rows follow those of the batch."""
         spans: list[Span] = []
         rows: list[int] = []
         num_rows = batch.first_rows[-1]

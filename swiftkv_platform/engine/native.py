@@ -98,7 +98,7 @@ class NativeAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the family's: attention output [1, num_tokens, hidden_size], and weights where the backend has them."""
+        """Attend as the family's module: output [1, num_tokens, hidden_size], and weights if the backend has them."""
         projected = (projection(hidden_states) for projection in (self.q_proj, self.k_proj, self.v_proj))
         query, key, value = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in projected)
         if self.normalises_heads:

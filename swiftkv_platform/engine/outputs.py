@@ -1,4 +1,4 @@
-"""What a caller gets: tokens, text, log-probabilities, durations. Plain data, no behaviour, no tensor."""
+"""Outputs that a caller gets: tokens, text, log-probabilities, durations. Plain data, no behaviour, no tensor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class RequestMetrics:
     """Durations in seconds since the request arrived; None where it has not come to that."""
 
     queue_time: float | None
-    """Until it was first scheduled."""
+    """Seconds until it was first scheduled."""
     ttft: float | None
-    """Until the first token."""
+    """Seconds until the first token."""
     tpot: float | None
-    """From one token to the next, the first apart, on average."""
+    """Seconds from one token to the next, the first apart, on average."""
     total: float
-    """Until now, or until it finished."""
+    """Seconds until now, or until it finished."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class RequestOutput:
     text: str
     """Text of `token_ids` up to the stop; empty where the model has no tokenizer."""
     finish_reason: FinishReason | None
-    """None while it runs."""
+    """Reason of the end; None while it runs."""
     metrics: RequestMetrics
     index: int = 0
-    """Which of the request's `n` samples."""
+    """Index of the sample among the request's `n`."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One entry a generated token, before temperature and penalties; None unless asked for."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -58,11 +58,11 @@ class RequestOutput:
     num_draft_tokens: int = 0
     """Tokens that were drafted, by the exit head or from the text, and verified."""
     num_accepted_tokens: int = 0
-    """Those among them that became tokens of the answer."""
+    """Drafted tokens that became tokens of the answer."""
     num_prefill_layers_skipped_tokens: int = 0
     """Prompt tokens that were computed and did not go through the layers that compute no KV of their own."""
     error: str | None = None
-    """What ended the answer, where `finish_reason` is `error`."""
+    """Error that ended the answer, where `finish_reason` is `error`."""
     error_field: str | None = None
     """The request's field that is to blame for it; None: the model."""
     samples: tuple[RequestOutput, ...] = ()
@@ -83,23 +83,23 @@ class RequestOutput:
 
 @dataclass
 class StepResult:
-    """What a step found out about one scheduled sequence."""
+    """Result of a step for one scheduled sequence."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Its next tokens: none while its prompt is being read, one, or the accepted drafts and the one after them."""
+    """Next tokens: none while the prompt is being read, one, or the accepted drafts and the one after them."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One entry a token, if asked for."""
     num_draft_tokens: int = 0
     """Drafts that were verified."""
     num_accepted_tokens: int = 0
-    """How many of `token_ids`, the first ones, were drafts."""
+    """Number of `token_ids`, the first ones, that were drafts."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of the next prompt tokens that have none yet."""
+    """Log-probabilities of the next prompt tokens that have none yet."""
     exited: bool = False
     """The token was chosen at layer l."""
     num_skipped_tokens: int = 0
     """Tokens of this step that did not go through the layers above."""
     error: str | None = None
-    """Why nothing can follow `token_ids`."""
+    """Reason that nothing can follow `token_ids`."""
     error_field: str | None = None
     """The request's field that is to blame for it; None: the model."""

@@ -34,9 +34,9 @@ from swiftkv_platform.model.selection import TokenSelection
 
 _c10d: Any = dist  # its stubs lack the stores and groups
 LOAD_TIMEOUT = datetime.timedelta(hours=1)
-"""How long a rank waits for the ranks before it to have read the model."""
+"""Longest wait of a rank for the ranks before it to have read the model."""
 SUM_TIMEOUT = datetime.timedelta(minutes=5)
-"""How long it waits for the others' parts of a sum."""
+"""Longest wait of a rank for the others' parts of a sum."""
 EXIT_TIMEOUT_S = 10.0
 
 
@@ -79,7 +79,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Rank 0 to the others: make a KV cache of so many blocks."""
+    """Message of rank 0 to the others: make a KV cache of `num_blocks` blocks."""
 
     num_blocks: int
 
@@ -94,9 +94,9 @@ class Pass:
     slots: Any
     """[num_tokens], numpy."""
     arguments: dict[str, Any]
-    """What layers are given: the attention's metadata."""
+    """Arguments of the layers: the attention's metadata."""
     hidden_shape: tuple[int, ...] | None
-    """Of the hidden states that are broadcast; None: what the last pass of layers < l put out."""
+    """Shape of the hidden states that are broadcast; None: what the last pass of layers < l put out."""
     kept: Any = None
     """Rows that go on to layers >= l, numpy; None: all."""
 
@@ -112,7 +112,7 @@ class LeadingDecoder:
         self.layer_map = decoder.layer_map
 
     def lower(self, context: DecoderContext) -> torch.Tensor:
-        """As the decoder's. The others go on to `shared_key_values` by themselves."""
+        """Run the decoder's `lower`. The others go on to `shared_key_values` by themselves."""
         self._announce(context, context.hidden, upper=False)
         self._x = self._decoder.lower(context)
         return self._x
@@ -186,7 +186,7 @@ class Leader:
 
 
 def join(rank: int, port: int, config: EngineConfig) -> Ranks:
-    """In a process that `Leader.start` started."""
+    """Join the ranks, in a process that `Leader.start` started."""
     size = config.tensor_parallel_size
     store = _c10d.TCPStore("127.0.0.1", port, size, is_master=False)
     return Ranks(store, rank, size, rank_device(config, rank))
@@ -218,7 +218,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """Where a rank's part of the model goes. Raises `ModelError` for more ranks than GPUs."""
+    """Device of a rank's part of the model. Raises `ModelError` for more ranks than GPUs."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

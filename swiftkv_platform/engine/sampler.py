@@ -1,7 +1,7 @@
 """Logits to tokens, for a batch of requests with parameters of their own. Knows no model and no schedule.
 
 Noise belongs to (seed, position), not to the batch: token = argmax(log p + Gumbel noise), which is a draw from p (the
-Gumbel-max trick). So a request draws the same tokens whoever else is served, and two distributions over one position,
+Gumbel-max trick). So a request draws the same tokens whatever else is served, and two distributions over one position,
 those of the exit head and of the whole model, are coupled.
 """
 
@@ -21,7 +21,7 @@ from swiftkv_platform.engine.outputs import TokenLogprobs
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """Whose token one row of logits chooses."""
+    """Inputs of the choice of a token from one row of logits."""
 
     params: SamplingParams
     seed: int
@@ -71,7 +71,7 @@ def truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.T
 
 
 def logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Of each row [num_rows, vocab_size], the log-probabilities of its token and of its most probable ones."""
+    """Return for each row [num_rows, vocab_size] the log-probabilities of its token and of its most probable ones."""
     values = logits.log_softmax(dim=-1)
     best = values.topk(min(max(counts), values.shape[-1]), dim=-1)
     chosen = values.gather(-1, torch.tensor(token_ids, device=values.device)[:, None])[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""Who runs next, and how many of its tokens. Knows no tensor and no model.
+"""Choice of the sequences that run next, and of how many of their tokens. Knows no tensor and no model.
 
 Every running sequence has tokens whose KV is not computed yet: one when it decodes, many while its prompt is read. A
 step takes `max_num_batched_tokens` of them: decodes first, so that long prompts never hold them up, then prompts in
@@ -26,7 +26,7 @@ class ScheduledSequence:
     sequence: Sequence
     num_scheduled_tokens: int
     draft: Draft = NO_DRAFT
-    """What may be tried beyond the last known token."""
+    """Draft that may be tried beyond the last known token."""
 
     @property
     def needs_token(self) -> bool:
@@ -124,7 +124,7 @@ class Scheduler:
         self._blocks.shrink(sequence.block_table, sequence.num_tokens)
 
     def check(self) -> None:
-        """Assert that no block is lost or held by nobody."""
+        """Assert that no block is lost or held without an owner."""
         self._blocks.check(sequence.block_table for sequence in self._running)
         assert not any(sequence.block_table.blocks for sequence in self._waiting)
         assert self._last_step.keys() <= set(self._running)
@@ -149,7 +149,7 @@ class Scheduler:
         return True
 
     def _grant_drafts(self, scheduled: dict[Sequence, int]) -> dict[Sequence, Draft]:
-        """Drafts for which there are tokens in the step and free blocks; nobody is pushed out for them."""
+        """Drafts for which there are tokens in the step and free blocks; no sequence is preempted for them."""
         if self._draft_planner is None:
             return {}
         num_tokens = sum(scheduled.values())

@@ -1,4 +1,4 @@
-"""What a model would have said at each place of a text that is there already. Knows no schedule and no cache."""
+"""Log-probabilities of a model at each place of a given text. Knows no schedule and no cache."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, Reques
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is; `_TRANSITIONS` says what may follow."""
+    """Status of a sequence; `_TRANSITIONS` says what may follow."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -52,7 +52,7 @@ class Sequence:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.seed = seed
-        """Of the noise that chooses its tokens."""
+        """Seed of the noise that chooses its tokens."""
         self.arrival = arrival
         """Number of the request in the order they came."""
         self.priority = priority
@@ -88,7 +88,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens."""
+        """Number of known tokens."""
         return len(self.token_ids)
 
     @property
@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Only its last known token is left to run."""
+        """Whether only its last known token is left to run."""
         return self.num_tokens - self.num_computed_tokens == 1
 
     @property
@@ -129,7 +129,7 @@ class Sequence:
         return self._detokenizer.text if self._detokenizer else ""
 
     def start(self, *, num_cached_tokens: int) -> None:
-        """It leaves the queue, the KV of its first tokens being there already."""
+        """Leave the queue, the KV of the first tokens being there already."""
         self._become(SequenceStatus.RUNNING)
         self.num_computed_tokens = num_cached_tokens
         if self._scheduled is None:

@@ -23,7 +23,7 @@ OUT_OF_PARTS = {"o_proj", "down_proj"}
 
 
 class Ranks(Protocol):
-    """What sharded modules need of the others."""
+    """Ranks as sharded modules need them."""
 
     rank: int
     size: int
@@ -94,7 +94,7 @@ def _children(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def _own(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
-    """This rank's part, in memory of its own, so that the whole can be freed."""
+    """Return this rank's part, in memory of its own, so that the whole can be freed."""
     return x.detach().chunk(ranks.size, dim)[ranks.rank].clone()
 
 

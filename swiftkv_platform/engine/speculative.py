@@ -39,18 +39,18 @@ LowerPass = Callable[[Layout], torch.Tensor]
 
 
 class Drafting:
-    """What is worth drafting, given what drafts cost and how they fared. A `DraftPlanner`."""
+    """Planner of drafts by what they cost and how they fared. A `DraftPlanner`."""
 
     def __init__(self, costs: DraftCosts) -> None:
         self.costs = costs
         self._reliability = {greedy: common_reliability() for greedy in (False, True)}
-        """Of the exit head: whose first choice is right more often than a draw of its is."""
+        """Exit head's reliability, by greedy or not: its first choice is right more often than a draw of its is."""
 
     def plan(
         self, decoding: list[EngineSequence], *, num_sequences: int, num_tokens: int
     ) -> dict[EngineSequence, Draft]:
-        """From the text where its end occurred before, or its grammar leaves no choice, and such drafts pay; else from
-        the exit head where it pays."""
+        """Draft from the text where its end occurred before, or its grammar leaves no choice, and such drafts pay; else
+        from the exit head where it pays."""
         room = self.costs.max_step_tokens - num_tokens
         drafts: dict[EngineSequence, Draft] = {}
         others: list[EngineSequence] = []
@@ -92,14 +92,14 @@ class Drafting:
 
 @dataclass
 class ExitDrafts:
-    """What the exit head drafted in a step."""
+    """Drafts of the exit head in a step."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By index into the schedule; only where there is a draft."""
+    """Drafted tokens by index into the schedule; only where there is a draft."""
     hidden: list[torch.Tensor] = field(default_factory=list)
     """x of each pass, [1, num_drafts, hidden_size]."""
     rows: dict[int, list[int]] = field(default_factory=dict)
-    """By index, where its drafts' x are in `hidden` laid end to end."""
+    """Rows of the drafts' x in `hidden` laid end to end, by index into the schedule."""
 
 
 def draft_from_exit_head(
@@ -166,7 +166,7 @@ def _confidences(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> l
 
 
 def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRow:
-    """Whose token follows the sequence's known ones and `drafted`."""
+    """Return the row of the token that follows the sequence's known ones and `drafted`."""
     token_ids = [*sequence.token_ids, *drafted] if drafted else sequence.token_ids
     return SamplingRow(sequence.params, sequence.seed, token_ids, sequence.num_prompt_tokens, sequence.constraint)
 
@@ -215,7 +215,7 @@ def draft_costs(model: Any) -> DraftCosts:
 
 
 def _num_weights(module: nn.Module) -> int:
-    """Of matrices, by the sizes that the engine's fused and packed ones state as well; experts are left out."""
+    """Count the weights of matrices by the sizes that they state, fused and packed ones too; experts are left out."""
     children: list[Any] = list(module.modules())
     return sum(
         child.in_features * child.out_features

@@ -1,4 +1,4 @@
-"""What the text of an answer must be: JSON, a regular expression, one of some choices, a grammar. Compiles nothing.
+"""Constraint on the text of an answer: JSON, a regular expression, one of some choices, a grammar. Compiles nothing.
 
 Field names are those of vLLM's `StructuredOutputsParams`.
 """
@@ -33,7 +33,7 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False
     """JSON without any whitespace between its tokens."""
     source: str | None = field(default=None, compare=False)
-    """What errors call the constraint; None: `structured_outputs.` and its name."""
+    """Name of the constraint in errors; None: `structured_outputs.` and its name."""
 
     def __post_init__(self) -> None:
         given = self._given()
@@ -76,7 +76,7 @@ class StructuredOutputs:
 
     @cached_property
     def text(self) -> str:
-        """What is given, as text: a schema and choices as JSON. Equal constraints have equal texts."""
+        """Constraint as text: a schema and choices as JSON. Equal constraints have equal texts."""
         try:
             text = self._as_text(getattr(self, self.kind))
             text.encode()
@@ -89,7 +89,7 @@ class StructuredOutputs:
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the constraint in errors."""
         return self.source or f"structured_outputs.{self.kind}"
 
     def refusal(self, why: str) -> InvalidInputError:

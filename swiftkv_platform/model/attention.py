@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 Rotation = torch.Tensor | tuple[torch.Tensor, ...]
-"""What a family's rotary embedding returns for a forward pass: tensors [batch, num_tokens, ...]."""
+"""Output of a family's rotary embedding for a forward pass: tensors [batch, num_tokens, ...]."""
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 """Two tensors [batch, num_heads, num_tokens, dim] of one cache layer or one attention: keys with RoPE and values, or
 what stands for them in the cache."""
@@ -63,11 +63,11 @@ class SwiftKVAttentionMixin(nn.Module):
 
     @property
     def input_projections(self) -> Sequence[nn.Linear]:
-        """Of a leader: the projections that norm_swiftkv(x) enters. Inference makes one matrix product of all."""
+        """Projections of a leader that norm_swiftkv(x) enters. Inference makes one matrix product of all."""
         raise NotImplementedError
 
     def shape_key_value(self, projected: Sequence[torch.Tensor], rotation: Rotation) -> KeyValue:
-        """What the cache stores of a leader's group.
+        """Return what the cache stores of a leader's group.
 
         Args:
             projected: outputs of `input_projections`, each [batch, num_tokens, out_features].
@@ -145,8 +145,8 @@ class SwiftKVAttentionMixin(nn.Module):
 
 
 class _SharedHeads(nn.Module):
-    """What transformers' attention functions read of a module, for students whose key-value heads are not the
-    teacher's (paper, appendix C)."""
+    """Attributes that transformers' attention functions read of a module, for students whose key-value heads are not
+    the teacher's (paper, appendix C)."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()

@@ -88,7 +88,7 @@ def cache_bytes(cache: Cache) -> int:
 
 
 def stored_dtype(cache: Any) -> torch.dtype | None:
-    """What a quantised cache of `make_cache` stores; None for any other."""
+    """Return the data type that a quantised cache of `make_cache` stores; None for any other."""
     layers: Any = cache.layers if isinstance(cache, Cache) else ()
     return layers[0].payload if layers and isinstance(layers[0], _Quantized) else None
 
@@ -104,7 +104,7 @@ class StoredKeyValue:
     dtype: torch.dtype
 
     def take_rows(self, selection: TokenSelection) -> StoredKeyValue:
-        """Those of the selected rows of the batch."""
+        """Return keys and values of the selected rows of the batch."""
         keys, values = selection.take_rows(self.keys), selection.take_rows(self.values)
         return StoredKeyValue(keys, values, self.payload, self.dtype)
 
@@ -128,7 +128,7 @@ class _Quantized:
         return self.store(key_states, value_states).read()
 
     def store(self, key_states: torch.Tensor, value_states: torch.Tensor) -> StoredKeyValue:
-        """As `update`, without dequantising the context."""
+        """Store like `update`, without dequantising the context."""
         layer: Any = super()
         keys, values = layer.update(pack(key_states, self.payload), pack(value_states, self.payload))
         return StoredKeyValue(keys, values, self.payload, key_states.dtype)
@@ -159,7 +159,7 @@ QUANTIZED_LAYERS: dict[type, Any] = {
 
 
 Stored = KeyValue | StoredKeyValue
-"""What the cache layer of one group holds, or what another cache's `update` returned for it."""
+"""Contents of the cache layer of one group, or what another cache's `update` returned for it."""
 
 
 def append(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: int) -> Stored:
@@ -172,7 +172,7 @@ def append(cache: Any, keys: torch.Tensor, values: torch.Tensor, cache_layer: in
 
 
 def take_rows(stored: Stored, kept: TokenSelection) -> Stored:
-    """Those of the selected rows of the batch; as it is where all rows are kept."""
+    """Return keys and values of the selected rows of the batch; `stored` as it is where all rows are kept."""
     if kept.rows is None:
         return stored
     if isinstance(stored, StoredKeyValue):

@@ -1,4 +1,4 @@
-"""What calibration sums over tokens, and the regression that it solves from the sums. It knows no kind of attention."""
+"""Sums of calibration over tokens, and the regression that it solves from them. It knows no kind of attention."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CalibrationStatistics:
     gram: torch.Tensor
     """Sum of [h, 1]^T [h, 1], [hidden_size + 1, hidden_size + 1]."""
     cross: dict[tuple[int, str], torch.Tensor]
-    """By upper layer and recorded module of its attention: sum of [h, 1]^T output, [hidden_size + 1, outputs]."""
+    """Sum of [h, 1]^T output, [hidden_size + 1, outputs], by upper layer and recorded module of its attention."""
     queries: dict[int, torch.Tensor]
-    """By upper layer: what the method keeps of the queries before RoPE, summed."""
+    """Sum of what the method keeps of the queries before RoPE, by upper layer."""
     exits: tuple[torch.Tensor, ...]
-    """With an exit head, of n = exit_norm(x) and the teacher's final hidden states: sums of n^T n and n^T final, each
-    [hidden_size, hidden_size]; else empty."""
+    """Sums of n^T n and n^T final, each [hidden_size, hidden_size], with an exit head: n = exit_norm(x), final the
+    teacher's final hidden states; else empty."""
     num_tokens: int
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -76,7 +76,7 @@ class Regression:
 
 @dataclass(frozen=True)
 class Method:
-    """How one kind of attention is calibrated."""
+    """Calibration method of one kind of attention."""
 
     recorded: tuple[str, ...]
     """Modules of the teacher's attention whose outputs are regressed on h."""

@@ -49,7 +49,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         return self
 
     def swiftkv_parameters(self) -> dict[str, nn.Parameter]:
-        """What distillation trains by default, by name: q, k, v projections and norm of SwiftKV, and the exit head."""
+        """Parameters trained by default, by name: the q, k, v projections and norm of SwiftKV, and the exit head."""
         return {name: p for name, p in self.named_parameters() if "swiftkv" in name or name.startswith("exit_")}
 
     def exit_logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +125,8 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, in student mode unless `swiftkv=False` is an argument. Weights are read once names and
-        shapes of all tensors are right; an export without the teacher's projections is recognised by their absence.
+        """Load as in transformers, in student mode unless `swiftkv=False` is an argument. Weights are read once names
+        and shapes of all tensors are right; an export without the teacher's projections is recognised by their absence.
 
         Raises:
             ModelError: naming the tensors that are missing, not expected or of another shape; teacher mode of an export

@@ -43,13 +43,13 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None for a type that this project has no use for."""
+    """Data type; None for one that this project has no use for."""
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where the tensors of a checkpoint are."""
+    """Places of a checkpoint's tensors."""
 
     source: str
     """Directory or hub id, as it was given."""
@@ -84,14 +84,14 @@ class Checkpoint:
         raise _unusable(source, f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
     def path(self, shard: str) -> Path:
-        """Where a file is; one on the hub is downloaded."""
+        """Return the path of a file; one on the hub is downloaded."""
         path = self.find(shard)
         if path is None:
             raise _unusable(self.source, f"its index names {shard}, which is not there")
         return path
 
     def find(self, filename: str) -> Path | None:
-        """Where a file of any kind is, or None."""
+        """Return the path of a file of any kind, or None."""
         path = _find(self.source, filename, self.hub_arguments)
         return None if path is None else Path(path)
 
@@ -121,7 +121,7 @@ class Checkpoint:
 
 
 def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Of the arguments of a `from_pretrained`, those that say where on the hub."""
+    """Return the arguments of a `from_pretrained` that say where on the hub."""
     return {key: arguments[key] for key in _HUB_ARGUMENTS if arguments.get(key) is not None}
 
 

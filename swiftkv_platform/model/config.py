@@ -1,4 +1,4 @@
-"""What a SwiftKV checkpoint's `config.json` adds to its teacher's. It knows the layer map's bounds, no tensors.
+"""Keys that a SwiftKV checkpoint's `config.json` adds to its teacher's. It knows the layer map's bounds, no tensors.
 
 Keys (shared with the reference implementation): `swiftkv`, `num_key_value_layers`, `key_value_group_size`,
 `num_key_value_heads_swiftkv`. Absent keys mean: every layer computes its own KV; groups of one; the teacher's heads.
@@ -65,6 +65,6 @@ class SwiftKVConfigMixin:
 
     @property
     def layer_map(self) -> LayerMap:
-        """Which layer reads which KV-cache layer."""
+        """Map from each layer to the KV-cache layer that it reads."""
         num_hidden_layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
         return LayerMap(num_hidden_layers, self.num_key_value_layers or num_hidden_layers, self.key_value_group_size)

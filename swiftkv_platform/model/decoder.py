@@ -3,7 +3,7 @@
     layers < l  ->  x  ->  norm_swiftkv  ->  K, V of every layer >= l      (all tokens)
                     x  ->  token selection  ->  layers >= l  ->  norm       (tokens whose logits are needed)
 
-A prompt token whose logits nobody asks for never enters the upper layers: its K and V for all of them are already known
+A prompt token whose logits are not needed never enters the upper layers: its K and V for all of them are already known
 after layer l - 1 (paper, section 3.1). It knows no loss, sampler or scheduler.
 """
 
@@ -31,7 +31,7 @@ from swiftkv_platform.planning import LayerMap
 
 @dataclass(frozen=True)
 class DecoderContext:
-    """What every layer needs to know about the tokens of one forward pass."""
+    """Data on the tokens of one forward pass that every layer needs."""
 
     hidden: torch.Tensor
     """Embeddings, [batch, num_tokens, hidden_size]."""
@@ -215,7 +215,7 @@ class SwiftKVDecoderMixin(nn.Module):
         return [self.layers[i].self_attn for i in self.layer_map.leaders]
 
     def shared_key_values(self, x: torch.Tensor, context: DecoderContext) -> Sequence[Stored]:
-        """What the cache layer of every group holds, over the whole context; with a cache, appended to it."""
+        """Return what the cache layer of every group holds, over the whole context; with a cache, appended to it."""
         leaders = self._leaders
         if not leaders:
             return []
@@ -237,7 +237,7 @@ class SwiftKVDecoderMixin(nn.Module):
         return [append(context.past_key_values, *kv, first + group) for group, kv in enumerate(shared)]
 
     def fuse_shared_key_value(self) -> None:
-        """For inference: one GEMM on norm_swiftkv(x) for all groups; the projections' parameters become its views."""
+        """Fuse all groups into one GEMM on norm_swiftkv(x), for inference; the projections become views."""
         projections = [projection for leader in self._leaders for projection in leader.input_projections]
         if not projections:
             return

@@ -22,12 +22,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from swiftkv_platform.errors import ConflictError
 
 Files = Literal["link", "copy"]
-"""How a weight file that stays as it is gets into a new directory: as a hard link, which takes no space and no time, or
-as a copy, for a target that must not share its bytes with the source."""
+"""Way of putting an unchanged weight file into a new directory: as a hard link, which takes no space and no time, or as
+a copy, for a target that must not share its bytes with the source."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 _OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
-"""What describes a model itself, and so not the one made from it."""
+"""Files that describe a model itself, and so not the one made from it."""
 
 
 def check_new(target: Path) -> None:
@@ -121,7 +121,7 @@ class ShardWriter:
 
 
 def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """A weight file that may be read by whoever may read other files: safetensors makes its own private."""
+    """Write a weight file with the permissions of other files: safetensors makes its own private."""
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o666 & ~_umask())
 

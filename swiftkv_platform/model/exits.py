@@ -25,7 +25,7 @@ class ThresholdExits:
         self._running: torch.Tensor | None = None
 
     def decide(self, logits: torch.Tensor) -> torch.Tensor:
-        """Which rows exit, bool [batch]: the exit head's largest probability, at temperature 1, reaches the threshold.
+        """Mask the rows that exit, bool [batch]: the head's top probability, at temperature 1, reaches the threshold.
 
         Args:
             logits: of the exit head, before any processor, [batch, vocab_size].

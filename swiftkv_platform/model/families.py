@@ -58,7 +58,7 @@ FAMILIES = {
 
 
 _TEACHER_KEYS = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype")
-"""What a student's configuration does not take over from its teacher's."""
+"""Keys that a student's configuration does not take over from its teacher's."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from swiftkv_platform.model.selection import TokenSelection
 
 @dataclass
 class EarlyExitOutput(GenerateDecoderOnlyOutput):
-    """What `generate(..., early_exit=..., return_dict_in_generate=True)` returns."""
+    """Output of `generate(..., early_exit=..., return_dict_in_generate=True)`."""
 
     num_exited_tokens: torch.Tensor | None = None
     """Generated tokens of each row that came from the exit head, [batch]."""
@@ -135,7 +135,7 @@ class SwiftKVGenerationMixin(nn.Module):
     def _prefill(
         self, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any
     ) -> Any:
-        """With `prefill_chunk_size`, all chunks but the last stop at layer l: nobody asks for a logit of theirs."""
+        """Stop all chunks but the last, with `prefill_chunk_size`, at layer l: none of their logits is needed."""
         family: Any = super()
         chunk_size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
         if chunk_size is not None and cache is not None:

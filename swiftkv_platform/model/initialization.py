@@ -31,7 +31,7 @@ class StartingTensor:
     """Key-value heads of a source and of this tensor, where the first dimension is heads x head_dim and they differ."""
 
     def of(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This tensor from its sources (all of one shape), in their dtype; computed in float32."""
+        """Return this tensor from its sources (all of one shape), in their dtype; computed in float32."""
         if len(sources) == 1 and self.heads is None:
             return sources[0]
         mean = sources[0].float()

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model by way of transformers: what is wrong with the files is said before weights are read.
+"""Loading of a checkpoint by way of transformers: what is wrong with the files is said before weights are read.
 
 It compares index and headers with the model that the configuration describes, and turns FP8 weights back. It knows no
 particular family.

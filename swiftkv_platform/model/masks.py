@@ -25,7 +25,7 @@ class Masks:
     """The masks of all layers."""
 
     by_layer: tuple[Any, ...]
-    """What the attention backend takes: [batch, 1, num_tokens, context_len], or None for plain causal."""
+    """Masks for the attention backend: [batch, 1, num_tokens, context_len], or None for plain causal."""
     causal_flag: bool = False
     """Whether None makes the backend use a causal flag that aligns the first query to the first key (SDPA)."""
     context_lens: tuple[int, ...] = ()

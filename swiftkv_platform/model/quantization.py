@@ -17,15 +17,15 @@ from swiftkv_platform.errors import InvalidInputError
 
 SCALE_DTYPE = torch.bfloat16
 PAYLOAD_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""By `kv_cache_dtype`; `auto` stores what the model computes."""
+"""Stored data types by `kv_cache_dtype`; `auto` stores what the model computes."""
 _TOP = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 _FP8_SHIFT = 2.0**120
-"""What an e4m3 number gains when its bits are read as a bfloat16's: the exponents are biased by 7 and 127."""
+"""Factor from a bfloat16 with an e4m3 number's bits to that number: the exponents are biased by 127 and 7."""
 
 
 def payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
-    """What a cache stores for `kv_cache_dtype`; None for `auto`, the model's own type.
+    """Return the data type that a cache stores for `kv_cache_dtype`; None for `auto`, the model's own type.
 
     Raises:
         InvalidInputError: naming the values there are.
@@ -58,7 +58,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize(payload: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `quantize` was given, in `dtype`: payload [..., d], scales [...] -> [..., d]."""
+    """Undo `quantize`, with a result in `dtype`: payload [..., d], scales [...] -> [..., d]."""
     # float16 lacks the scales' range, so that product is taken in float32.
     through = torch.float32 if dtype == torch.float16 else dtype
     scale = scale.unsqueeze(-1).to(through)

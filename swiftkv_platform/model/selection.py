@@ -1,6 +1,7 @@
-"""Which tokens of a pass go on to layers >= l: prompt tokens, rows of a decode batch, or any tokens of a flat one.
+"""Tokens of a pass that go on to layers >= l: prompt tokens, rows of a decode batch, or any tokens of a flat one.
 
-One mechanism for all who drop tokens at layer l. It knows tensors' batch and token dimensions, no layer and no cache.
+One mechanism for every caller that drops tokens at layer l. It knows tensors' batch and token dimensions, no layer and
+no cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class TokenSelection:
     """Rows of the batch, int64 [num_rows]; None: all."""
 
     def count(self, num_tokens: int) -> int:
-        """How many tokens of a row with `num_tokens` are kept."""
+        """Return how many tokens of a row with `num_tokens` are kept."""
         if self.tokens is None:
             return num_tokens
         return self.tokens.numel() if isinstance(self.tokens, torch.Tensor) else min(self.tokens, num_tokens)

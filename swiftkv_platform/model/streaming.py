@@ -39,7 +39,7 @@ from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.planning import Sharing
 
 Progress = Callable[[int, int], None]
-"""Told how many tensors of how many are written."""
+"""Callback that is told how many tensors of how many are written."""
 
 MAX_SHARD_BYTES = 2 << 30
 _NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
@@ -48,13 +48,13 @@ _NOT_NEEDED = ["*/*", "consolidated*"]
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion wrote."""
+    """Result of a conversion."""
 
     path: Path
     config: Any
     num_new_tensors: int
     new_bytes: int
-    """Of the SwiftKV tensors; the rest are the teacher's files."""
+    """Bytes of the SwiftKV tensors; the rest are the teacher's files."""
 
 
 def convert_checkpoint(
@@ -172,7 +172,7 @@ def _place_shards(checkpoint: Checkpoint, target: Path, files: Files) -> dict[st
 
 
 def _first_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """What transformers takes where a configuration names no type: that of the first floating tensor."""
+    """Return the type that transformers takes where a configuration names none: that of the first floating tensor."""
     found = (info.dtype for info in checkpoint.headers.values())
     return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
 

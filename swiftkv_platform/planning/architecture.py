@@ -1,4 +1,4 @@
-"""What a decoder is made of, layer by layer: projections, attention windows, cache entries.
+"""Parts of a decoder, layer by layer: projections, attention windows, cache entries.
 
 It counts nothing: FLOPs, bytes and memory are computed from what stands here. It knows no family and no `config.json`.
 """
@@ -30,7 +30,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the cache keeps of one token in one layer under one name (keys or values): `heads` vectors of `size`."""
+    """Cache entry of one token in one layer under one name (keys or values): `heads` vectors of `size`."""
 
     heads: int
     size: int
@@ -42,14 +42,14 @@ class Attention:
 
     query: tuple[Linear, ...]
     key_value: tuple[Linear, ...]
-    """What the cache entries come from."""
+    """Projections that the cache entries come from."""
     expansion: tuple[Linear, ...]
-    """What turns cache entries into keys and values whenever they are attended to (MLA); else nothing."""
+    """Projections from cache entries to keys and values whenever they are attended to (MLA); else none."""
     output: tuple[Linear, ...]
     num_heads: int
     """Query heads."""
     query_size: int
-    """Of a head's query and key."""
+    """Size of a head's query and key."""
     value_size: int
     entries: tuple[Entry, ...]
     head_norms: int = 0

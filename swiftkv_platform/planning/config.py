@@ -56,7 +56,7 @@ class Fields:
         return value
 
     def optional_count(self, *names: str) -> int | None:
-        """As `count`; None where the key is absent or null."""
+        """A positive integer as from `count`; None where the key is absent or null."""
         for name in names:
             value = self._config.get(name)
             if value is None:

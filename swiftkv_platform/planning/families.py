@@ -1,4 +1,4 @@
-"""How each family's `config.json` becomes an `Architecture`: one table. It counts nothing and imports no torch.
+"""Conversion of each family's `config.json` to an `Architecture`: one table. It counts nothing and imports no torch.
 
 Absent keys mean what transformers takes them to mean.
 """

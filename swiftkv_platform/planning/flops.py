@@ -25,7 +25,7 @@ Convention = Literal["paper", "executed"]
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one forward pass; the sum over its tokens."""
+    """FLOPs of one forward pass; the sum over its tokens."""
 
     vocabulary: float = 0
     query: float = 0
@@ -33,7 +33,7 @@ class Flops:
     """Keys and values, or the latent they come from; with what expands it where it is attended to (MLA)."""
     output: float = 0
     mlp: float = 0
-    """With the router of a mixture of experts, whose experts count as far as a token is sent to them."""
+    """MLP, with the router of a mixture of experts, whose experts count as far as a token is sent to them."""
     attention: float = 0
 
     def __add__(self, other: Flops) -> Flops:

@@ -19,7 +19,7 @@ QUANTIZED = frozenset({"fp8", "int8"})
 
 @dataclass(frozen=True)
 class KVBytes:
-    """Of one sequence."""
+    """Bytes of KV of one sequence."""
 
     payload: int
     scales: int
@@ -59,7 +59,7 @@ def kv_bytes(model: Architecture, layer_map: LayerMap, sequence_length: int, kv_
 
 
 def cache_layers(model: Architecture, layer_map: LayerMap) -> list[tuple[Attention, int | None]]:
-    """By cache layer: the attention whose entries it keeps, and its window."""
+    """Return for each cache layer the attention whose entries it keeps, and its window."""
     first = layer_map.num_key_value_layers
     layers = [(layer.attention, layer.window) for layer in model.layers[:first]]
     for leader in layer_map.leaders:

@@ -1,4 +1,4 @@
-"""Which layers of a student compute KV and which KV-cache layer each one reads. Plain arithmetic: imports no torch.
+"""Layers of a student that compute KV, and the KV-cache layer that each one reads. Plain arithmetic: imports no torch.
 
 Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 """
@@ -11,12 +11,12 @@ from typing import Literal
 from swiftkv_platform.errors import InvalidInputError
 
 Sharing = Literal["gqa", "mqa", "mha"]
-"""Which heads layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
+"""Heads that layers >= l cache: the teacher's key-value heads, one, or one for each query head (paper, appendix C)."""
 
 
 @dataclass(frozen=True)
 class LayerMap:
-    """Which layer reads which KV-cache layer (L layers, l = `num_key_value_layers`, g = `key_value_group_size`).
+    """Map from layers to KV-cache layers (L layers, l = `num_key_value_layers`, g = `key_value_group_size`).
 
     Layers below l own their cache layer; layers >= l form groups of g consecutive ones (the last may be shorter), and a
     group shares one cache layer, whose projections belong to the group's first layer, its leader.

@@ -1,4 +1,4 @@
-"""How many parameters a student has, and which of them distillation trains. It knows no bytes."""
+"""Parameter counts of a student, and of what distillation trains. It knows no bytes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Trainable = Literal["qkv", "tail", "all"]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one student; tied embeddings count once."""
+    """Parameter counts of one student; tied embeddings count once."""
 
     frozen: int
     """The teacher's own copy of layers that are trained is among them."""
     trained: int
     root: int
-    """Those outside the layers: embeddings, heads, norms."""
+    """Parameters outside the layers: embeddings, heads, norms."""
     largest_layer: int
-    """Of the largest layer, teacher's and student's projections together."""
+    """Parameters of the largest layer, teacher's and student's projections together."""
     shared_key_value: int
     """K and V projections of all groups, which run together."""
     largest_tensor: int
@@ -32,7 +32,7 @@ class Parameters:
 
 
 def dense_parameters(model: Architecture) -> int:
-    """Of the teacher."""
+    """Count the teacher's parameters."""
     layers = sum(_layer(model, layer) for layer in model.layers)
     return layers + _embeddings(model) + model.hidden_size
 
@@ -40,7 +40,7 @@ def dense_parameters(model: Architecture) -> int:
 def student_parameters(
     model: Architecture, layer_map: LayerMap, *, early_exit: bool = False, trainable: Trainable = "qkv"
 ) -> Parameters:
-    """Of a student that keeps its teacher's projections, as distillation holds it."""
+    """Count the parameters of a student that keeps its teacher's projections, as distillation holds it."""
     hidden, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size
     upper = model.layers[layer_map.num_key_value_layers :]
     query = len(upper) * model.shared_attention.query_parameters
@@ -87,7 +87,8 @@ def _layer(model: Architecture, layer: Layer) -> int:
 
 
 def served_parameters(model: Architecture, layer_map: LayerMap) -> tuple[int, int]:
-    """Of a student without its teacher's projections (a dense map: of the teacher): in the layers, and outside."""
+    """Count the parameters of a student without its teacher's projections (a dense map: of the teacher): in the layers,
+    and outside."""
     first, hidden = layer_map.num_key_value_layers, model.hidden_size
     layers = sum(_layer(model, layer) for layer in model.layers)
     for i, layer in enumerate(model.layers[first:], start=first):

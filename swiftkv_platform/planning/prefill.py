@@ -1,4 +1,4 @@
-"""What SwiftKV saves on one prompt: FLOPs by component, KV bytes; a student beside its teacher. Imports no torch.
+"""Savings of SwiftKV on one prompt: FLOPs by component, KV bytes; a student beside its teacher. Imports no torch.
 
 Source: paper, table 1 and section 4.
 """
@@ -51,7 +51,7 @@ class Comparison(_Result):
 
 
 class Plan(_Result):
-    """What a student costs against its teacher on a prompt of `sequence_length` tokens."""
+    """Cost of a student against its teacher on a prompt of `sequence_length` tokens."""
 
     model_type: str
     num_hidden_layers: int

@@ -1,4 +1,4 @@
-"""What fits on a GPU that serves a model: weights, blocks of KV, sequences. It follows the engine's paged cache, which
+"""Capacity of a GPU that serves a model: weights, blocks of KV, sequences. It follows the engine's paged cache, which
 keeps whole contexts (windows do not shorten it), and knows no scheduler.
 """
 
@@ -23,7 +23,7 @@ class ServingSetup:
     """One replica."""
 
     memory_bytes: int
-    """Of one GPU."""
+    """Memory of one GPU."""
     sequence_length: int
     """Tokens of a sequence, prompt and answer."""
     weights_dtype: str = "bfloat16"
@@ -37,7 +37,7 @@ class ServingSetup:
 
 
 class Capacity(BaseModel):
-    """Of one GPU."""
+    """Capacity of one GPU."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -46,9 +46,9 @@ class Capacity(BaseModel):
     """One block of `block_size` tokens, all cache layers, scales included."""
     num_blocks: int
     num_tokens: int
-    """That the cache holds together."""
+    """Tokens that the cache holds together."""
     num_sequences: int
-    """Of `sequence_length` tokens, at the same time."""
+    """Sequences of `sequence_length` tokens, at the same time."""
 
 
 class ServingPlan(BaseModel):
@@ -69,7 +69,7 @@ def plan_serving(
     num_key_value_layers: int | None = None,
     key_value_group_size: int | None = None,
 ) -> ServingPlan:
-    """What fits, from a `config.json`; the teacher with its cache in the dtype of the student's.
+    """Compute what fits, from a `config.json`; the teacher with its cache in the dtype of the student's.
 
     Raises:
         InvalidInputError: a dtype or size that there is not, l or g out of range.
@@ -117,7 +117,7 @@ def _capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> 
 
 
 def weights_bytes(model: Architecture, layer_map: LayerMap, dtype: str) -> int:
-    """Of a model exported without its teacher's projections."""
+    """Return the size of a model's weights, exported without its teacher's projections."""
     layers, others = served_parameters(model, layer_map)
     return layers * DTYPE_BYTES[dtype] + others * max(DTYPE_BYTES[dtype], 2)
 

@@ -1,4 +1,4 @@
-"""What a distillation step costs: arithmetic, memory of a worker, time. It follows the fork at layer l, without torch.
+"""Cost of a distillation step: arithmetic, memory of a worker, time. It follows the fork at layer l, without torch.
 
 layers < l once, no gradient ─┬─ layers >= l as pretrained, no gradient
                               └─ layers >= l of the student: forward, gradients of inputs and of what is trained
@@ -24,10 +24,10 @@ from swiftkv_platform.planning.training_memory import WorkerMemory, worker_memor
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What of a job spec decides cost; names and meanings are the spec's."""
+    """Fields of a job spec that decide cost; names and meanings are the spec's."""
 
     sequence_length: int = 8192
-    """`data.max_length`: every row has so many tokens."""
+    """`data.max_length`, the number of tokens of every row."""
     packing: bool = True
     """Rows of several samples: attention takes a mask, and its kernels the whole square."""
     micro_batch_size: int = 1
@@ -51,17 +51,17 @@ class TrainingSetup:
 
     @property
     def rows_per_pass(self) -> int:
-        """Of all workers together."""
+        """Rows of a pass of all workers together."""
         return self.num_workers // self.sequence_parallel_size * self.micro_batch_size
 
     @property
     def num_micro_batches(self) -> int:
-        """Of one worker and step."""
+        """Micro batches of one worker and step."""
         return self.batch_size // self.rows_per_pass
 
     @property
     def tokens_per_pass(self) -> int:
-        """Of one worker."""
+        """Tokens of a pass of one worker."""
         return self.sequence_length // self.sequence_parallel_size * self.micro_batch_size
 
 
@@ -70,7 +70,7 @@ class _Result(BaseModel):
 
 
 class TrainingFlops(_Result):
-    """Per trained token."""
+    """FLOPs per trained token."""
 
     lower: float
     """Layers below l, once for both."""
@@ -79,7 +79,7 @@ class TrainingFlops(_Result):
     backward: float
     """Gradients of the student's activations and of what is trained."""
     recomputation: float
-    """Of the student's layers, under gradient checkpointing."""
+    """Forward passes of the student's layers again, under gradient checkpointing."""
     heads: float
     """Logits and their gradients, with the exit head's."""
     total: float
@@ -98,7 +98,7 @@ class TrainingPlan(_Result):
     num_tokens: int | None
     total_flops: float | None
     seconds: float | None
-    """Over all workers, at the speed given."""
+    """Duration with all workers, at the speed given."""
 
 
 def plan_training(

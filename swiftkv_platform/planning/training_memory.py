@@ -20,7 +20,7 @@ WIDE = 4
 LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
 """Elements of one [chunk, vocab] buffer of the losses."""
 LOSS_BUFFERS = 6
-"""Such buffers in float32 that the losses hold at once: logits, targets, both logarithms, probabilities, a product."""
+"""Float32 buffers that the losses hold at once: logits, targets, both logarithms, probabilities, a product."""
 
 
 class WorkerMemory(BaseModel):
@@ -33,13 +33,13 @@ class WorkerMemory(BaseModel):
     trained: int
     """Weights: float32, with ZeRO and bfloat16 a copy in bfloat16 beside them."""
     gradients: int
-    """With DDP, the buckets they travel in too."""
+    """Gradients; with DDP, the buckets they travel in too."""
     optimizer: int
     """AdamW's two moments."""
     gathered: int
     """Weights put together from all workers' shards, or cast for the forward pass, while they are used."""
     activations: int
-    """What the student's layers keep for the backward pass."""
+    """Tensors that the student's layers keep for the backward pass."""
     loss: int
     """Chunks of logits and hidden states around them."""
     peak: int

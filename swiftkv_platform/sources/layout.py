@@ -1,4 +1,4 @@
-"""Which files of a directory hold rows, and whether `datasets` or the hub laid it out, by names alone."""
+"""Recognition, by names alone, of files that hold rows and of directories that `datasets` or the hub laid out."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".py")
 """Endings of the names of files that are read."""
 _SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
 _DESCRIPTIONS = frozenset({"dataset_infos.json", "dataset_info.json"})
-"""What `datasets` writes beside the rows."""
+"""Files that `datasets` writes beside the rows."""
 _HUB_SHARD = re.compile(r".+-\d{5}-of-\d{5}(-\w+)?\.parquet")
-"""How the hub names the Parquet files of a split."""
+"""Names that the hub gives the Parquet files of a split."""
 _CARD_LISTS_DATA = re.compile(r"^(configs|dataset_info):", re.MULTILINE)
 
 

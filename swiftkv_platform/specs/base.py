@@ -1,4 +1,4 @@
-"""What every part of a spec is, and what names in it can be."""
+"""Base class of every part of a spec, and a check of what a name in it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job trains on."""
+"""Data that a job trains on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BUILTIN_DATA = "builtin:python-stdlib"
 
 
 class CompletionSpec(Spec):
-    """How the teacher answers the prompts of a source."""
+    """Settings of the teacher's answers to the prompts of a source."""
 
     max_tokens: Size = 512
     """Most tokens of an answer."""

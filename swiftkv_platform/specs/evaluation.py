@@ -1,4 +1,4 @@
-"""How a student is measured, what it must reach, and the search for one that does."""
+"""Measurement of a student, what it must reach, and the search for one that does."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EvaluationSpec(Spec):
 
 
 def points_lost(teacher: float, student: float, *, higher_is_better: bool) -> float:
-    """What `max_drop` limits; negative where the student wins.
+    """Return the drop that `max_drop` limits; negative where the student wins.
 
     Points of a hundred where more is better and both scores lie within 0..1; else percent of the teacher's score, a
     score of 0 taken for 1.

@@ -155,7 +155,8 @@ class ResourcesSpec(Spec):
     accelerator_type: Word | None = None
     """Ray's name of the GPU type, e.g. `H100`."""
     peak_flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
-    """Of one worker's device in `model.dtype`, for the metric `mfu`; default: known for current GPUs, else no `mfu`."""
+    """Peak FLOPs a second of one worker's device in `model.dtype`, for the metric `mfu`; default: known for current
+    GPUs, else no `mfu`."""
 
     @property
     def max_workers(self) -> int:

@@ -53,7 +53,7 @@ class StoredCheckpoint:
     attempt: int
     step: int
     key: str
-    """Its directory."""
+    """Key of its directory."""
     size: int
     """Bytes of its files."""
     sha256: str
@@ -84,12 +84,12 @@ class AttemptStore:
         self._max_log_bytes = max_log_bytes
 
     def write_request(self, request: AttemptRequest) -> None:
-        """Say what an attempt has to do; doing it again replaces the request."""
+        """Write what an attempt has to do; doing it again replaces the request."""
         key = request_key(request.job_id, request.attempt)
         self._store.put_bytes(key, request.model_dump_json().encode())
 
     def read_request(self, job_id: str, attempt: int) -> AttemptRequest:
-        """What the attempt has to do. Raises `ObjectNotFoundError`."""
+        """Return what the attempt has to do. Raises `ObjectNotFoundError`."""
         key = request_key(job_id, attempt)
         data = self._store.get_bytes(key)
         try:

@@ -1,4 +1,4 @@
-"""What an object store is, and which one an address means. Knows keys and bytes, nothing about jobs or models."""
+"""Interface of object stores, and the one that an address means. Knows keys and bytes, nothing about jobs or models."""
 
 from __future__ import annotations
 

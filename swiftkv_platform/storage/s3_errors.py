@@ -1,4 +1,4 @@
-"""What boto3's errors mean, in words that name no key, secret or signed URL. Does no I/O."""
+"""Meaning of boto3's errors, in words that name no key, secret or signed URL. Does no I/O."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def retries_made(error: ClientError) -> int:
 
 
 def describe(error: Exception, *, bucket: str) -> str:
-    """Why a request failed and what would do."""
+    """Return the reason that a request failed and what would do."""
     if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
         return "no complete S3 credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     if isinstance(error, ClientError):

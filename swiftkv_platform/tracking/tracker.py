@@ -1,4 +1,4 @@
-"""What a run tells an experiment tracker. Tracking is a convenience: no method of a tracker ever fails a run."""
+"""Interface of a run to an experiment tracker. Tracking is a convenience: no method of a tracker ever fails a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swiftkv_platform.specs import TrackingSpec
 
 @dataclass(frozen=True)
 class TrackingInfo:
-    """Where the run can be looked at; the `data` of an attempt's `tracking` event."""
+    """Location of the run at the tracker; the `data` of an attempt's `tracking` event."""
 
     provider: Literal["wandb"]
     run_id: str
@@ -37,11 +37,11 @@ class Tracker(Protocol):
 
     @property
     def info(self) -> TrackingInfo | None:
-        """None before `start`, and while nothing is recorded."""
+        """Run at the tracker; None before `start`, and while nothing is recorded."""
 
     @property
     def files(self) -> Path | None:
-        """Directory of a run that nobody has uploaded, also after `finish`; None where there is none."""
+        """Directory of a run that is not uploaded, also after `finish`; None where there is none."""
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin the run, or go on with it: every attempt of a job starts the same `run_id`."""

@@ -1,4 +1,4 @@
-"""How a fork is spread over the workers: one interface, three libraries behind it."""
+"""Distribution of a fork over the workers: one interface, three libraries behind it."""
 
 from __future__ import annotations
 

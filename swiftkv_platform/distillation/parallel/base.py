@@ -1,4 +1,4 @@
-"""What every way to spread a fork over workers has in common, and what each brings. It knows no data, no schedule."""
+"""Base of every way to spread a fork over workers: what all share, and what each brings. Knows no data, no schedule."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Parallel(ABC):
         self._sequence = fork.sequence
         share = 1 if fork.sequence is None else fork.sequence.size
         self.data_rank = self.rank // share
-        """Which rows of a batch are this worker's: those of `data_size` equal shares. Workers that divide the tokens of
-        rows among them have the same."""
+        """Index of this worker's share of a batch's rows, of `data_size` equal shares. Workers that divide the tokens
+        of rows among them have the same."""
         self.data_size = self.world_size // share
 
     def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ class Parallel(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """What a checkpoint keeps. Collective."""
+        """Return what a checkpoint keeps. Collective."""
 
     @abstractmethod
     def load_state(self, read: Read) -> None:

@@ -71,8 +71,8 @@ class _Native(Parallel):
         set_optimizer_state_dict(self.module, self._optimizers, optimizer, options=_TRAINED)
 
     def _trained_tensors(self) -> State:
-        """By name. Torch leaves out frozen parameters, but not the second name of one that is tied to another, nor that
-        under which the kept teacher has what it shares with the student."""
+        """Trained tensors by name. Torch leaves out frozen parameters, but not the second name of one that is tied to
+        another, nor that under which the kept teacher has what it shares with the student."""
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {name.removeprefix("module.") for name, parameter in named if not parameter.requires_grad}
         state = get_model_state_dict(self.module, options=_TRAINED)

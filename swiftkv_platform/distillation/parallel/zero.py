@@ -112,7 +112,7 @@ class ZeRO(Parallel):
         return list(self._optimizer.optimizer.state.values())
 
     def _create_moments(self) -> None:
-        """As AdamW's first step would; DeepSpeed looks for them when only the first group has had its step."""
+        """Create the moments as AdamW's first step would; DeepSpeed looks for them once the first group has stepped."""
         adam = self._optimizer.optimizer
         sharded = getattr(self._optimizer, "fp32_partitioned_groups_flat", None)  # stage 3
         flats = sharded or [flat for group in adam.param_groups for flat in group["params"]]
@@ -143,7 +143,7 @@ class ZeRO(Parallel):
 
 
 def _shape(parameter: Any) -> torch.Size:
-    """Of the whole parameter: stage 3 leaves an empty one between uses."""
+    """Return the shape of the whole parameter: stage 3 leaves an empty one between uses."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 

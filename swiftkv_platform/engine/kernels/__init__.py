@@ -1,7 +1,7 @@
 """C++ operators for what the engine computes on a CPU in bfloat16 (`cpu.cpp`).
 
 Between matrix products PyTorch runs many small operators, each a pass over memory and a call; together they cost as
-much as the products. And a decode step's products wait for weights that nobody asked memory for in time.
+much as the products. And a decode step's products wait for weights that were not prefetched in time.
 
 The source is compiled on first use, in seconds, for the processor it runs on, and kept in a cache directory. Where it
 cannot be (no compiler, no bfloat16 products in the processor) the engine runs on PyTorch's operators.
@@ -28,11 +28,12 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 CACHE_VARIABLE = "SWIFTKV_KERNEL_CACHE"
 """Directory that compiled kernels are kept in; `~/.cache/swiftkv/kernels` where it is not set."""
 VECTOR_FLAGS = {"AVX512": ("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512")}
-"""What torch's vector headers are told, by what torch finds in the processor. bfloat16 products come with AVX-512."""
+"""Compiler flags for torch's vector headers, by what torch finds in the processor. bfloat16 products come with AVX-512.
+"""
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fopenmp", "-w")
 BUILD_TIMEOUT_S = 600
 HEAD_DIM_MULTIPLE = 32
-"""`attend` takes heads of a multiple of so many numbers."""
+"""Number that the size of a head must be a multiple of for `attend`."""
 _FORMATS = {None: 0, torch.float8_e4m3fn: 1, torch.int8: 2}
 """`Format` in the source, by the payload of a quantised cache."""
 NO_WINDOW = torch.iinfo(torch.int64).max >> 1
@@ -58,7 +59,7 @@ def available() -> bool:
 
 
 class _UnavailableError(Exception):
-    """Why there are no kernels."""
+    """Reason that there are no kernels."""
 
 
 def _compiled() -> Path:

@@ -1,4 +1,4 @@
-"""What routes are given: the parts of the control plane, the caller, the page asked for. Builds the real parts."""
+"""Dependencies of routes: the parts of the control plane, the caller, the page asked for. Builds the real parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from swiftkv_platform.storage.object_store import ObjectStore, open_store
 SESSION_COOKIE = "swiftkv_session"
 """Carries the dashboard's key. No other site's page can make a browser send it (`SameSite=Strict`)."""
 _LOCAL_CALLER = Caller(tenant="default", name="local")
-"""Who everybody is while no API key is configured."""
+"""Caller of every request while no API key is configured."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def webhook_rules(settings: Settings) -> WebhookRules:
 
 
 def worker_environment(settings: Settings) -> dict[str, str]:
-    """What attempts run with; Ray shows it, so it holds no secrets."""
+    """Environment variables of attempts; Ray shows them, so they hold no secrets."""
     # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
     variables = {"OMP_NUM_THREADS": "1"}
     if settings.resolved_source_roots is not None:
@@ -127,7 +127,7 @@ def get_caller(
     scopes: SecurityScopes,
     _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
 ) -> Caller:
-    """Who asks, if they may. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
+    """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
     key_ring: KeyRing | None = request.app.state.key_ring
     if key_ring is None:
         return _LOCAL_CALLER

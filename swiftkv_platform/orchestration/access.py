@@ -1,4 +1,4 @@
-"""What a tenant's specs may read: local directories and object-store prefixes that the operator opens. Reads nothing.
+"""Access rules for a tenant's specs: directories and object-store prefixes that the operator opens. Reads nothing.
 
 The platform reads sources with its own credentials, so without such rules a tenant could train on, and then generate,
 another's files.
@@ -53,7 +53,7 @@ class SourceRules:
 
 
 OPEN = SourceRules(roots=None)
-"""For a server that only its own machine's user reaches."""
+"""Rules for a server that only its own machine's user reaches."""
 
 
 def _addresses(spec: JobSpec) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Who starts next: fair between tenants, by priority and age within one. A function of jobs; starts nothing.
+"""Order in which jobs start: fair between tenants, by priority and age within one. A function of jobs; starts nothing.
 
 Between tenants it is dominant resource fairness (Ghodsi et al., NSDI 2011): the tenant with the smallest share of what
 it holds most of goes first, relative to its weight. Where shares are equal, as in a cluster that runs one job at a
@@ -20,7 +20,7 @@ _PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 
 @dataclass(frozen=True)
 class Demand:
-    """What jobs hold of the cluster, or ask for. An elastic job counts with the most it may grow to."""
+    """Resources that jobs hold of the cluster, or ask for. An elastic job counts with the most it may grow to."""
 
     jobs: int = 0
     gpus: float = 0.0
@@ -51,7 +51,7 @@ class Demand:
 
 
 def held_by(jobs: Iterable[Job]) -> dict[str, Demand]:
-    """What each tenant's jobs hold of the cluster."""
+    """Resources that each tenant's jobs hold of the cluster."""
     held: dict[str, Demand] = {}
     for job in jobs:
         if job.status.holds_cluster:
@@ -68,7 +68,7 @@ class FairQueue:
         """Shares started so far over the tenant's weight."""
 
     def next(self, live: Sequence[Job], *, room: int, now: float) -> list[Job]:
-        """At most `room` of the jobs that wait, in the order in which they should start.
+        """Return at most `room` of the jobs that wait, in the order in which they should start.
 
         Of a tenant whose first job does not fit its quota none is taken: a smaller one that overtook it could keep it
         waiting for ever.

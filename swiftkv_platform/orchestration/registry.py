@@ -1,5 +1,5 @@
-"""Names for models in use: which model an alias such as `production` stands for, who put it there and why. And two
-models side by side. Knows the catalog alone.
+"""Names for models in use: the model that an alias such as `production` stands for, and the history of its promotions,
+with author and reason. And two models side by side. Knows the catalog alone.
 
 A deployment made of an alias follows it: what is promoted is swapped in, what is rolled back as well.
 """
@@ -32,9 +32,9 @@ class Promotion:
     alias: str
     action: Literal["promote", "rollback"]
     model: str
-    """What the alias stands for from then on."""
+    """Model that the alias stands for from then on."""
     previous: str | None
-    """What it stood for before."""
+    """Model that it stood for before."""
     reason: str
     by: str
     """Name of the key that asked."""
@@ -42,7 +42,7 @@ class Promotion:
 
 
 Change = Callable[[Deployment, Model], tuple[DeploymentSpec, DeploymentState]]
-"""What becomes of a deployment that follows an alias, which stands for another model now."""
+"""Function that gives the new state of a deployment whose alias stands for another model now."""
 
 
 class Registry(Protocol):
@@ -55,7 +55,7 @@ class Registry(Protocol):
     def model_of_job(self, job_id: str, *, tenant: str) -> Model | None: ...
 
     def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
-        """In the order in which they happened."""
+        """Promotions in the order in which they happened."""
         ...
 
     def promote(
@@ -182,7 +182,7 @@ def changed(deployment: Deployment, spec: DeploymentSpec) -> tuple[DeploymentSpe
 
 
 def _stack(history: Sequence[Promotion]) -> list[str]:
-    """What the alias has stood for and could be rolled back to, the present model last."""
+    """Models that the alias has stood for and could be rolled back to, the present one last."""
     stack: list[str] = []
     for promotion in history:
         if promotion.action == "promote":
@@ -214,7 +214,7 @@ _BETTER: Mapping[str, Literal["lower", "higher"]] = {
 }
 """Figures of `evaluation.json` that two models are compared by."""
 _SAME = ("teacher", "revision", "data_fingerprint")
-"""What of the lineage must agree for quality to be comparable."""
+"""Parts of the lineage that must agree for quality to be comparable."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Figure:
     a: float | None
     b: float | None
     better: Literal["a", "b"] | None
-    """None where they are equal or one does not have it."""
+    """The better of the two; None where they are equal or one does not have it."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +234,9 @@ class Comparison:
     b: Model
     figures: Sequence[Figure]
     differences: Mapping[str, tuple[Any, Any]]
-    """Of lineage: where teacher, revision or data differ, quality was not measured alike."""
+    """Differences in lineage: where teacher, revision or data differ, quality was not measured alike."""
     spec_differences: Mapping[str, tuple[Any, Any]]
-    """By dotted path of the spec."""
+    """Differences by dotted path of the spec."""
 
 
 def compare(a: Model, b: Model) -> Comparison:

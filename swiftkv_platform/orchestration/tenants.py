@@ -1,4 +1,4 @@
-"""What the operator grants each tenant: quotas and weights, from a YAML file. Knows neither jobs nor who asks.
+"""The operator's grants to each tenant: quotas and weights, from a YAML file. Knows neither jobs nor callers.
 
 default: {max_queued_jobs: 100, max_running_jobs: 4}
 tenants:
@@ -23,7 +23,7 @@ class _Record(BaseModel):
 
 
 class TenantPolicy(_Record):
-    """What one tenant is granted; None is no limit."""
+    """Grants of one tenant; None is no limit."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of the cluster relative to other tenants that wait."""
@@ -36,9 +36,9 @@ class TenantPolicy(_Record):
     max_cpus: Annotated[float, Field(ge=0.0)] | None = None
     """CPU cores that its jobs hold at a time; a job that alone asks for more is refused."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
-    """What one job may cost before it is paused, whatever its spec says."""
+    """Cost at which one job is paused, whatever its spec says."""
     webhook: WebhookSpec | None = None
-    """Told of all its jobs' changes of status, beside what each job names."""
+    """Webhook for all its jobs' changes of status, beside what each job names."""
 
 
 class _TenantsFile(_Record):
@@ -51,7 +51,7 @@ class Policies(Protocol):
 
 
 class Tenants:
-    """The policies in a file, read again when it has changed; without a file nobody is limited.
+    """The policies in a file, read again when it has changed; without a file there are no limits.
 
     Raises `InvalidInputError` for a file that cannot be used. One that is broken later is logged, and what it said
     before goes on to hold.

@@ -1,4 +1,4 @@
-"""Who is told of a job's changes, and the telling: from the outbox, signed, again until it arrives. Knows ports alone.
+"""Webhooks of a job's changes: recipients, and delivery from the outbox, signed, with retries. Knows ports alone.
 
 A change and the deliveries it asks for are stored in one transaction, so none is forgotten; a process that dies after
 sending may send again. Receivers tell repetitions by `webhook-id`, the event's id. What is sent to one address about
@@ -30,7 +30,7 @@ _FIRST_DELAY_S = 5.0
 _LONGEST_DELAY_S = 3600.0
 _GIVE_UP_S = 24 * 3600.0
 _CLAIM_S = 60.0
-"""How long another control plane leaves a delivery alone that this one has begun."""
+"""Seconds for which another control plane leaves a delivery alone that this one has begun."""
 _AT_ONCE = 8
 
 
@@ -53,7 +53,7 @@ class Outbox(Protocol):
     """Deliveries that wait. Every method raises `DatabaseUnavailableError`."""
 
     def claim(self, *, now: float, until: float, limit: int) -> Sequence[Delivery]:
-        """Due deliveries, the oldest of each job and address; nobody else is given them before `until`."""
+        """Claim due deliveries, the oldest of each job and address; no other process is given them before `until`."""
         ...
 
     def delivered(self, sequence: int, now: float) -> None: ...
@@ -101,7 +101,7 @@ class SecretFiles:
 
 @dataclass(frozen=True)
 class WebhookRules:
-    """Which addresses may be told, and with what secrets."""
+    """Addresses that webhooks may go to, and the secrets for them."""
 
     origins: Sequence[str] = ()
     """`https://host`, `https://*.domain` or `http://host:port`; without any, webhooks are refused."""
@@ -150,7 +150,7 @@ class Deliverer:
             self._settle(delivery, problem)
 
     def _deliver(self, delivery: Delivery) -> str | None:
-        """What went wrong, without anything that the receiver said."""
+        """Deliver, and return the problem, without anything that the receiver said; None for success."""
         try:
             secret = self._rules.check(delivery.webhook, delivery.tenant)
             body, timestamp = _body(delivery), int(self._clock())

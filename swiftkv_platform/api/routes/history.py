@@ -74,7 +74,7 @@ def get_logs(
     caller: Reader,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
 ) -> Response:
-    """What the attempts have printed, one after the other."""
+    """Output of the attempts, one after the other."""
     job = parts.jobs.get(job_id, tenant=caller.tenant)
     if follow:
         return StreamingResponse(_follow_logs(parts, caller, job_id), media_type="text/plain; charset=utf-8")
@@ -109,7 +109,7 @@ def _heading(number: int) -> str:
 
 
 def _read_log(parts: Components, job: Job, number: int) -> str:
-    """From the store once the attempt is over, from Ray before; empty where there is none."""
+    """Read the log from the store once the attempt is over, from Ray before; empty where there is none."""
     kept = parts.attempts.read_logs(job.id, number)
     if kept is not None:
         return kept

@@ -34,7 +34,7 @@ class QuotaAnswer(Answer):
 
 @router.get("/quota")
 def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
-    """What the caller's tenant may use, and uses."""
+    """Quota of the caller's tenant, and its use."""
     live = [job for job in parts.jobs.live() if job.tenant == caller.tenant]
     held, policy = held_by(live).get(caller.tenant, Demand()), parts.policies.policy(caller.tenant)
     return QuotaAnswer(

@@ -13,7 +13,7 @@ from swiftkv_platform.storage.object_store import open_store
 
 
 def teacher_path(name_or_path: str, workspace: Path, *, fetch: bool = True) -> str:
-    """What transformers can load: a directory, or a hub id as it came.
+    """Return what transformers can load: a directory, or a hub id as it came.
 
     Args:
         workspace: where an `s3://` teacher goes.
@@ -63,7 +63,7 @@ class StoreFiles:
         return path
 
     def path(self, uri: str) -> Path:
-        """Where the object at `uri`, or what lies below it, goes."""
+        """Local path of the object at `uri`, or of what lies below it."""
         return self._workspace / uri.removeprefix("s3://").rstrip("/")
 
 

@@ -1,4 +1,4 @@
-"""What every Ray Train worker runs: the trainer, with the attempt's storage, events and tracking wired to it. With
+"""Train loop of every Ray Train worker: the trainer, with the attempt's storage, events and tracking wired to it. With
 `fit` the only code that touches `ray.train`.
 """
 
@@ -137,7 +137,7 @@ class _Listener(TrainerListener, Protocol):
 
 
 class _Silent:
-    """Of the workers other than rank 0."""
+    """Listener of the workers other than rank 0."""
 
     def __init__(self) -> None:
         self._drain = _Drain()

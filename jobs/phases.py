@@ -1,6 +1,5 @@
 """Values that the driver hands to the phases of an attempt and gets back. Loads no torch, so that a driver starts at
-once;
-the phases import what they need where they run.
+once; the phases import what they need where they run.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class _EngineState:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        # Serve's proxy sends each request to any replica: whoever adds them up must know whose these are.
+        # Serve's proxy sends each request to any replica: a reader that adds them up must know whose these are.
         info = GaugeMetricFamily(
             "swiftkv:replica_info", "1, for the replica whose metrics these are.", labels=["replica"]
         )

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PROXY_CALLBACK = "serve.prefixes:proxy_middlewares"
 SESSION_HEADER = "x-session-id"
-"""Header that Serve's proxy hands to the router. A caller's own is left as it is, and holds its requests to
-one replica."""
+"""Header that Serve's proxy hands to the router. A caller's own is left as it is, and holds its requests to one
+replica."""
 
 BLOCK_BYTES = 256
 """Bytes of the body that are hashed together; a prefix is found again in whole blocks."""

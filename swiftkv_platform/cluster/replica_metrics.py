@@ -25,8 +25,7 @@ class ReplicaMetrics:
     replica: str
     values: Mapping[str, float]
     """Values by name without the prefix `swiftkv:`; counters and histograms (`_count`, `_sum`) are summed over their
-    labels,
-    buckets left out."""
+    labels, buckets left out."""
 
 
 async def read_replica_metrics(url: str, num_replicas: int) -> list[ReplicaMetrics]:

@@ -41,7 +41,7 @@ class Entrypoint:
     store_uri: str
     """Address of the store in which the attempt finds `attempt.json` and leaves everything."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Ray shows it to whoever may see its dashboard: no secrets."""
+    """Environment variables; Ray shows them to all that may see its dashboard: no secrets."""
 
     def shell(self, job_id: str, attempt: int) -> str:
         """Join the command and its arguments to one line for a shell."""

@@ -127,7 +127,7 @@ def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank
 
 
 class _Listener(TrainerListener, Protocol):
-    """Hears what the trainer and its checkpoints do."""
+    """Listener to the trainer and its checkpoints."""
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None: ...
 

@@ -46,10 +46,10 @@ class _Part(BaseModel):
 
 class JSONSchemaFormat(_Part):
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    """Without effect."""
+    """A name without effect."""
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
-    """Without effect."""
+    """A description without effect."""
     strict: bool | None = None
     """The answer follows the schema either way."""
 

@@ -101,7 +101,7 @@ class Timings(BaseModel):
     queue_ms: float | None
     ttft_ms: float | None
     tpot_ms: float | None
-    """Null for an answer of one token."""
+    """Milliseconds per output token after the first; null for an answer of one token."""
     total_ms: float
 
     @classmethod

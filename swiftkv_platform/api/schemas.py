@@ -238,7 +238,7 @@ class CheckpointAnswer(Answer):
     attempt: int
     step: int
     key: str
-    """Its directory in the object store."""
+    """Directory in the object store."""
     size: int
     """Bytes."""
     sha256: str

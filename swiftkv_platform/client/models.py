@@ -121,7 +121,7 @@ class Checkpoint(_Answer):
     attempt: int
     step: int
     key: str
-    """Its directory in the object store."""
+    """Directory in the object store."""
     size: int
     sha256: str
 

@@ -20,9 +20,9 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 OnCommit = Callable[[str, Manifest, Progress], None]
-"""Told about a complete checkpoint: its key, manifest and progress."""
+"""Callback for a complete checkpoint: its key, manifest and progress."""
 OnFailure = Callable[[str, Progress, StorageError], None]
-"""Told about a checkpoint that could not be stored: its key, progress and why."""
+"""Callback for a checkpoint that could not be stored: its key, progress and why."""
 
 
 class AttemptCheckpoints:

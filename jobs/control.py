@@ -1,4 +1,4 @@
-"""What the outside wants of an attempt: to pause, or to save before its machines go. Wishes are objects in the store,
+"""Control of an attempt from outside: to pause, or to save before its machines go. Wishes are objects in the store,
 or SIGTERM: the driver's becomes such an object, a worker's is kept in its process. Knows no Ray Train.
 """
 
@@ -18,13 +18,13 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
 LOOK_INTERVAL_S = 1.0
-"""Between looks for what is wanted."""
+"""Seconds between looks for control objects."""
 _told_to_leave = threading.Event()
-"""Of this process, a worker."""
+"""SIGTERM flag of this process, a worker."""
 
 
 def look(store: ObjectStore, request: AttemptRequest) -> Wish:
-    """What the store says is wanted of an attempt; `NONE` while it is away."""
+    """Read the wish for an attempt from the store; `NONE` while it is away."""
     attempts = AttemptStore(store)
     try:
         if attempts.pause_requested(request.job_id, request.attempt):

@@ -116,8 +116,8 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
 
 
 def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
-    """Delete what nobody needs once the artifact is there, unless a later attempt works with it; a store that is away
-    does not undo that success."""
+    """Delete inputs and trial checkpoints once the artifact is there, unless a later attempt works with them; a store
+    that is away does not undo that success."""
     attempts = AttemptStore(store)
     try:
         if not attempts.is_superseded(request.job_id, request.attempt):
@@ -171,7 +171,7 @@ def _local_ray(spec: JobSpec) -> Iterator[None]:
     parent = root if len(root) <= _LONGEST_TEMP_ROOT else "/tmp"  # noqa: S108
     with tempfile.TemporaryDirectory(prefix="skv-", dir=parent, ignore_cleanup_errors=True) as directory:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine away
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not taken away
         os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")  # a busy machine takes its time
         num_cpus = max(1, math.ceil(needed_resources(spec)["CPU"]))
         ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, _temp_dir=directory)

@@ -148,7 +148,7 @@ class _Student:
             )
 
     def finish(self) -> _Student:
-        """Its trained parameters, without measuring it."""
+        """Load its trained parameters without measuring it."""
         with self._trained():
             return self
 

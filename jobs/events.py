@@ -1,4 +1,4 @@
-"""What a process of an attempt tells the control plane, as numbered events in the object store. Knows no Ray."""
+"""Events that a process of an attempt sends the control plane, numbered, in the object store. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class MetricsBuffer:
             try:
                 item = self._items.get(timeout=max(0.0, due - time.monotonic()) if points else None)
             except Empty:
-                item = threading.Event()  # a flush that nobody waits for
+                item = threading.Event()  # a flush without a waiter
             if isinstance(item, dict):
                 points.append(item)
                 continue

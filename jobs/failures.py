@@ -1,4 +1,4 @@
-"""Why an attempt failed, in the words of an `error` event, from whatever was raised. Knows Ray's exceptions."""
+"""Explanation of an attempt's failure for its `error` event, from what was raised. Knows Ray's exceptions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ray.train import ControllerError, WorkerGroupError
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 
 _DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
-"""What a mistake in a program raises: another attempt would make it again."""
+"""Exceptions that a mistake in a program raises: another attempt would make it again."""
 
 _LOST = (RayActorError, WorkerCrashedError, NodeDiedError)
-"""What Ray raises for a process or a machine that is gone; the peers of a lost worker raise what they like."""
+"""Ray's exceptions for a process or a machine that is gone; the peers of a lost worker raise what they like."""
 
 _LESS_MEMORY = (
     "what takes less: a smaller training.micro_batch_size or data.max_length, training.gradient_checkpointing, "
@@ -26,7 +26,7 @@ _LESS_MEMORY = (
 )
 
 _NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED")
-"""What torch's allocator on a CPU says, and what CUDA, cuBLAS and cuDNN say of memory that torch has not got."""
+"""Texts of torch's CPU allocator, and of CUDA, cuBLAS and cuDNN, about memory that torch has not got."""
 
 _NO_SPACE = os.strerror(errno.ENOSPC)
 
@@ -80,8 +80,8 @@ def root_cause(error: BaseException) -> SwiftKVError | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """What Ray and torch have wrapped in `error`, else `error`. A group of workers follows the failures of each: its
-    text has what pickling takes from them, e.g. what they were raised from."""
+    """Yield what Ray and torch have wrapped in `error`, else `error`. A group of workers follows the failures of each:
+    its text has what pickling takes from them, e.g. what they were raised from."""
     wrapped = _wrapped(error)
     for cause in wrapped:
         yield from _causes(cause)

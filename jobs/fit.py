@@ -19,7 +19,7 @@ _MAX_WORKER_FAILURES = 3
 
 
 _RESIZE_INTERVAL_S = float(os.environ.get("SWIFTKV_RESIZE_INTERVAL_S", "60"))
-"""Between looks for machines that have come, where the number of workers is elastic."""
+"""Seconds between looks for machines that have come, where the number of workers is elastic."""
 
 
 class _Backend(_TorchBackend):  # type: ignore[misc]  # Ray is untyped

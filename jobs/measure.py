@@ -1,4 +1,4 @@
-"""What is measured on a student: held-out text, continuations, tasks and prefill, teacher and student side by side.
+"""Measurements of a student: held-out text, continuations, tasks and prefill, teacher and student side by side.
 Knows neither how the student was trained nor where its report goes.
 """
 

@@ -1,5 +1,5 @@
-"""What the driver hands to the phases of an attempt and gets back. It loads no torch, so that a driver starts at once;
-the phases import what they need where they run.
+"""Values that the driver hands to the phases of an attempt and gets back. Loads no torch, so that a driver starts at
+once; the phases import what they need where they run.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the driver needs to know about the run ahead."""
+    """Facts about the run ahead that the driver needs."""
 
     spec: JobSpec
-    """With what the model and the data decide, see `spec_defaults`."""
+    """Spec with what the model and the data decide, see `spec_defaults`."""
     total_steps: int
     num_trained_parameters: int
     statistics: dict[str, Any]
-    """Of the data, see `DataStatistics`."""
+    """Statistics of the data, see `DataStatistics`."""
     flops_per_token: float | None = None
-    """Of a training step, see `jobs.telemetry`."""
+    """FLOPs of a training step per token, see `jobs.telemetry`."""
     messages: tuple[tuple[str, bool], ...] = ()
-    """The same in sentences, and which of them are warnings."""
+    """Statistics in sentences, and which of them are warnings."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the driver hands to every worker."""
+    """Configuration that the driver hands to every worker."""
 
     request: AttemptRequest
     store_uri: str
@@ -61,18 +61,18 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the training run ended."""
+    """Result of the training run."""
 
     checkpoint: str | None
     """Key of the newest complete checkpoint."""
     error: TrainingError | None = None
     """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
     stopped: Literal["preempted", "paused"] | None = None
-    """Why the run ended before its last step, with a checkpoint of where it was."""
+    """Reason for which the run ended before its last step, with a checkpoint of where it was."""
 
 
 STOPPED: dict[Wish, Literal["preempted", "paused"]] = {Wish.STOP: "preempted", Wish.PAUSE: "paused"}
-"""How an attempt ends of which that is wanted."""
+"""Reason for which an attempt ends, by the wish that ends it."""
 
 
 class StoppedError(Exception):
@@ -167,7 +167,7 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """The training itself, on every worker, see `jobs.train_loop`. Who starts the workers needs neither model nor
+    """The training itself, on every worker, see `jobs.train_loop`. Code that starts the workers needs neither model nor
     trainer, whose imports take seconds."""
     from jobs.train_loop import train_loop_per_worker as run
 

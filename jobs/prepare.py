@@ -40,7 +40,7 @@ from swiftkv_platform.specs import JobSpec
 
 @dataclass(frozen=True)
 class Prepared:
-    """What every worker, and the evaluation, starts from."""
+    """Starting point of every worker and of the evaluation."""
 
     data: PreparedData
     calibrated: dict[str, Tensor] | None
@@ -48,7 +48,7 @@ class Prepared:
 
 
 Helpers = Callable[[int], Iterator[CalibrationStatistics]]
-"""Has shares 1, 2, ... of so many collected elsewhere, from the rows as they are now; yields them as they arrive."""
+"""Collects shares 1, 2, ... of a number elsewhere, from the rows as they are now; yields them as they arrive."""
 
 
 def prepare(
@@ -183,7 +183,7 @@ def load_student(spec: JobSpec, path: str) -> Any:
 
 
 def student_shape(spec: JobSpec) -> dict[str, Any]:
-    """What makes a student of a teacher, as arguments of `convert`."""
+    """Arguments of `convert` that make a student of a teacher."""
     return {
         "num_key_value_layers": spec.swiftkv.num_key_value_layers,
         "prefill_reduction": spec.swiftkv.prefill_reduction,
@@ -229,7 +229,7 @@ def compute_dtype(spec: JobSpec) -> torch.dtype:
 
 
 def task_device(spec: JobSpec) -> torch.device:
-    """Where a task with a worker's resources computes."""
+    """Device on which a task with a worker's resources computes."""
     return torch.device("cuda" if spec.resources.gpus_per_worker else "cpu")
 
 

@@ -1,4 +1,4 @@
-"""What training starts from, prepared rows and the calibrated start, in the job's object store, where workers of every
+"""Starting point of training, prepared rows and the calibrated start, in the job's object store, where workers of every
 machine and later attempts find it. Knows nothing of what a row holds, and loads no torch.
 """
 
@@ -24,7 +24,7 @@ _TENSORS = "calibrated.safetensors"
 
 @dataclass(frozen=True)
 class StoredPreparation:
-    """What every worker, and the evaluation, starts from, as it travels between processes.
+    """Starting point of every worker and of the evaluation, as it travels between processes.
 
     It names objects and holds none: Ray would keep a large value on the machine that prepared it, which may be lost.
     """
@@ -43,7 +43,7 @@ class StoredPreparation:
             fetch_directory(store, self.start, _start_beside(directory))
 
     def open(self, directory: Path) -> Prepared:
-        """What `fetch` brought to `directory` and beside it; it may be deleted afterwards."""
+        """Read what `fetch` brought to `directory` and beside it; it may be deleted afterwards."""
         from jobs.prepare import Prepared
         from swiftkv_platform.distillation.prepared_data import PreparedData
 

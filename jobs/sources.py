@@ -111,7 +111,7 @@ class StoreFiles:
         return path
 
     def path(self, uri: str) -> Path:
-        """Where the object at `uri`, or what lies below it, goes."""
+        """Local path of the object at `uri`, or of what lies below it."""
         return self._workspace / uri.removeprefix("s3://").rstrip("/")
 
 

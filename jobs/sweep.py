@@ -31,10 +31,10 @@ from swiftkv_platform.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial,
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended."""
+    """Result of a trial."""
 
     manifest: Manifest | None
-    """Of its report."""
+    """Manifest of its report."""
     error: str | None = None
 
 
@@ -169,7 +169,7 @@ def _pass_on(wish: Wish, trial: AttemptStore, request: AttemptRequest) -> None:
 
 
 def _outcome(task: ray.ObjectRef) -> Outcome | None:
-    """What a trial came to; None where it was told to end first."""
+    """Return the outcome of a trial; None where it was told to end first."""
     try:
         outcome: Outcome = ray.get(task)
     except StoppedError:
@@ -182,7 +182,7 @@ def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> O
 
 
 def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -> Outcome | None:
-    """What the trial came to under whichever attempt ended it."""
+    """Return the trial's outcome under whichever attempt ended it."""
     trial_store = _trial_store(store, request, trial)
     for attempt in range(request.attempt, 0, -1):
         manifest = AttemptStore(trial_store).artifact_manifest(request.job_id, attempt)

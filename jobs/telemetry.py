@@ -1,4 +1,4 @@
-"""How busy a worker is, beside the metrics of its steps: arithmetic, share of the device's peak, memory. FLOPs follow
+"""Utilisation of a worker, beside its step metrics: arithmetic, share of the device's peak, memory. FLOPs follow
 from the model's shape (`planning.training`); time and memory are measured.
 """
 
@@ -48,7 +48,7 @@ class Telemetry:
         return figures
 
     def begin(self, tokens: int) -> None:
-        """The run goes on after so many counted tokens."""
+        """Continue a run after `tokens` counted tokens."""
         self._tokens = tokens
 
     def _memory(self) -> int:

@@ -1,5 +1,5 @@
 """The tracked run of a process of an attempt, and its files in the object store: a worker's disk may be gone when
-somebody wants to `wandb sync` what was recorded offline. Knows no Ray.
+what was recorded offline is to be synced (`wandb sync`). Knows no Ray.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TrackedRun:
         self._tracker.log_report({"evaluation": report}, _tables(report), images, step + 1)
 
     def log_artifact(self, manifest: Manifest) -> None:
-        """Where the model went, and its digest."""
+        """Log where the model went, and its digest."""
         uri = join_key(self._store.uri, artifact_prefix(self._request.job_id, self._request.attempt))
         self._tracker.log_artifact(self._request.spec.name, uri, manifest_digest(manifest))
 

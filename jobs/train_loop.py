@@ -1,4 +1,4 @@
-"""What every Ray Train worker runs: the trainer, with the attempt's storage, events and tracking wired to it. With
+"""Train loop of every Ray Train worker: the trainer, with the attempt's storage, events and tracking wired to it. With
 `fit` the only code that touches `ray.train`.
 """
 
@@ -132,7 +132,7 @@ def _on_this_machine(worker: WorkerConfig, stored: StoredPreparation, local_rank
 
 
 class _Listener(TrainerListener, Protocol):
-    """Hears what the trainer and its checkpoints do."""
+    """Listener to the trainer and its checkpoints."""
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None: ...
 
@@ -142,7 +142,7 @@ class _Listener(TrainerListener, Protocol):
 
 
 class _Silent:
-    """Of the workers other than rank 0."""
+    """Listener of the workers other than rank 0."""
 
     def __init__(self) -> None:
         self._drain = _Drain()

@@ -70,7 +70,7 @@ def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Rep
 
 
 def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
-    """What a task returns, however long the cluster takes to find a place for it.
+    """Return a task's result, however long the cluster takes to find a place for it.
 
     Raises:
         StoppedError: the attempt is to end first. Another one repeats the task.
@@ -97,7 +97,7 @@ def as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_retur
 
 
 def needed_resources(spec: JobSpec) -> dict[str, float]:
-    """What the workers that run at a time need together, by Ray's names."""
+    """Resources that the workers that run at a time need together, by Ray's names."""
     resources = spec.resources
     num_workers = resources.min_workers * (spec.sweep.max_concurrent if spec.sweep else 1)
     return {"CPU": resources.cpus_per_worker * num_workers, "GPU": resources.gpus_per_worker * num_workers}

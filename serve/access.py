@@ -1,4 +1,4 @@
-"""Who asks a replica: the tenant of an API key, where the deployment has keys. Knows no model."""
+"""Callers of a replica: the tenant of an API key, where the deployment has keys. Knows no model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from swiftkv_platform.errors import ForbiddenError, SwiftKVError
 from swiftkv_platform.keys import KeyRing, Scope
 
 REPLICA_HEADER = "x-replica"
-"""Of every answer: Serve's name of the replica that gave it."""
+"""Header of every answer: Serve's name of the replica that gave it."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and in what circumstances."""
+    """Caller of a request, and its circumstances."""
 
     tenant: str = ""
     """Of the key; empty where nobody needs one."""
     max_priority: int | None = None
     """Highest priority, the lowest number, that it may ask for; None: any."""
     quota: Quota | None = None
-    """Of the key; None: no limit."""
+    """Quota of the key; None: no limit."""
     path: str = ""
     """The route that was asked."""
     traceparent: str | None = None
@@ -46,7 +46,7 @@ class Caller:
 
 
 class Gate:
-    """Lets in who has a key for it; with no key ring, everybody.
+    """Admits callers with a key for it; with no key ring, every caller.
 
     Args:
         tenant: whose keys alone are let in; None: any.
@@ -111,7 +111,7 @@ TheCaller = Annotated[Caller, Depends(get_caller)]
 
 
 class AnswerHeaders:
-    """Middleware that tells who answers, and a caller with limits what is left of them."""
+    """Middleware that adds the replica's name to answers, and for a caller with limits what is left of them."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         self._app = app

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asking:
-    """Who asks, and how the request is to be treated."""
+    """Context of a request: its caller, and how it is to be treated."""
 
     caller: Caller = field(default_factory=Caller)
     request_id: str | None = None
@@ -31,7 +31,7 @@ class Asking:
     priority: int = 0
     """Lower goes first."""
     timeout_s: float | None = None
-    """Seconds after which nobody wants the answer any more; None: no limit."""
+    """Seconds after which the answer is given up; None: no limit."""
     interval_s: float | None = math.inf
     """Seconds for which tokens may be collected: as long as it takes where the answer is wanted whole; None: as the
     deployment says."""
@@ -46,9 +46,9 @@ class Answers:
     num_choices: int
     asking: Asking
     on_finished: Callable[[RequestOutput], None]
-    """Hears of every sample that is done."""
+    """Called with every sample that is done."""
     on_closed: Callable[[Answers], None]
-    """Hears once that nothing more comes."""
+    """Called once, when nothing more comes."""
     began_ns: int
     """Unix nanoseconds."""
     outcome: str = field(default="left", init=False)
@@ -56,7 +56,7 @@ class Answers:
     _streams: Sequence[RequestStream] = field(repr=False)
     _n: int
     _deadline: float | None
-    """On the event loop's clock."""
+    """Time on the event loop's clock."""
     _closed: bool = field(default=False, init=False)
 
     @property
@@ -66,7 +66,7 @@ class Answers:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompts and answers, as far as anything has come."""
+        """Number of tokens of prompts and answers, as far as anything has come."""
         prompts = sum(len(output.prompt_token_ids) for output in self.outputs if output.index == 0)
         return prompts + sum(len(output.token_ids) for output in self.outputs)
 
@@ -154,7 +154,7 @@ class Answers:
 
 
 async def whole(answers: Answers, request: Request) -> list[RequestOutput]:
-    """`answers.all()`, given up when the client goes away: nobody would read it.
+    """Return `answers.all()`, given up when the client goes away, since it would not be read.
 
     Raises:
         ClientDisconnect: it has gone.

@@ -17,7 +17,7 @@ MAX_ONGOING_REQUESTS = 4096
 much, at once and with a problem document, which Serve's own refusal is not."""
 
 DRAIN_TIMEOUT_S = 120.0
-"""How long a replica that is being replaced may go on answering what it has begun."""
+"""Seconds for which a replica that is being replaced may go on answering what it has begun."""
 
 
 def build_app(args: dict[str, Any]) -> Any:
@@ -46,7 +46,7 @@ def build_app(args: dict[str, Any]) -> Any:
 
 
 def _resources(args: ServeArgs) -> dict[str, float]:
-    """What Ray reserves for a replica."""
+    """Resources that Ray reserves for a replica."""
     ranks = args.engine.tensor_parallel_size
     num_gpus = float(ranks * (args.engine.device == "cuda")) if args.num_gpus is None else args.num_gpus
     return {

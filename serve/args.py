@@ -26,22 +26,22 @@ class Candidate(BaseModel):
     """Answers that it gives carry its name."""
     artifact_uri: Annotated[str, Field(min_length=1)]
     share: Share = 0.0
-    """Of the requests, drawn for each; they may name either model."""
+    """Share of the requests, drawn for each; they may name either model."""
 
 
 class ShadowArgs(BaseModel):
-    """What is run beside the model in service, to see how far it would have answered otherwise."""
+    """Model that runs beside the one in service, to see how far it would have answered otherwise."""
 
     model_config = _STRICT
 
     against: Literal["teacher", "candidate"]
     """`teacher`: that of the served student, loaded from the same artifact, once more in memory."""
     share: Share = 0.0
-    """Of the answers, drawn for each."""
+    """Share of the answers, drawn for each."""
 
 
 class Served(BaseModel):
-    """What is served: Serve's `user_config`. A change of it alone is swapped in by the replicas that run."""
+    """The served model: Serve's `user_config`. A change of it alone is swapped in by the replicas that run."""
 
     model_config = _STRICT
 
@@ -77,14 +77,14 @@ class Served(BaseModel):
 
 
 class ReplicaArgs(BaseModel):
-    """What a replica is for as long as it lives."""
+    """Arguments of a replica that stay the same for as long as it lives."""
 
     model_config = _STRICT
 
     id: Annotated[str, Field(min_length=1)]
     """`dep_` id."""
     api_keys_file: str | None = None
-    """File of hashed API keys on the replicas' machines; None answers everybody who can reach them."""
+    """File of hashed API keys on the replicas' machines; None answers every client that can reach them."""
     tenant: str | None = None
     """With a file of keys: the tenant whose keys are answered; None: all that the file holds."""
     max_body_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -98,7 +98,7 @@ class ServeArgs(ReplicaArgs):
     the Serve config's `deployments` entry for `Replica`, as `user_config` (`Served`) and `autoscaling_config`."""
 
     model: str | None = None
-    """As the following three: `Served`'s, for a deployment that has no `user_config`."""
+    """Value for `Served`, like the following three, of a deployment that has no `user_config`."""
     artifact_uri: str | None = None
     engine: EngineConfig = EngineConfig()
     verify: bool = True
@@ -109,15 +109,15 @@ class ServeArgs(ReplicaArgs):
     route_prefix: Annotated[str, Field(pattern=r"^/")] = "/"
     """HTTP path below which the application answers."""
     min_replicas: Annotated[int, Field(ge=0)] = 1
-    """0: no replica while nobody asks; the first request then waits for one."""
+    """0: no replica while there are no requests; the first request then waits for one."""
     max_replicas: Annotated[int, Field(ge=1)] = 1
     target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
     """Requests a replica should work on at once, those that wait included; more replicas are started above it. None
     scales by what saturates the engine (`swiftkv_platform/scaling.py`)."""
     upscale_delay_s: Annotated[float, Field(ge=0.0)] = 10.0
-    """How long the load must ask for more replicas before they are started."""
+    """Seconds for which the load must ask for more replicas before they are started."""
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = 300.0
-    """How long it must ask for fewer before they are drained."""
+    """Seconds for which it must ask for fewer before they are drained."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -129,7 +129,7 @@ class ServeArgs(ReplicaArgs):
         return self
 
     def served(self) -> Served | None:
-        """What these arguments say is served; None where `user_config` does."""
+        """Return the served model that these arguments name; None where `user_config` names it."""
         if self.model is None or self.artifact_uri is None:
             return None
         return Served(model=self.model, artifact_uri=self.artifact_uri, engine=self.engine, verify=self.verify)

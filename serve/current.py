@@ -1,4 +1,4 @@
-"""What a replica serves at the moment: a model behind an engine. A swap replaces the whole. Knows no HTTP."""
+"""The model that a replica serves at the moment, behind an engine. A swap replaces the whole. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DRAIN_POLL_S = 0.05
 
 
 class ModelCard(BaseModel):
-    """What is served."""
+    """Description of the served model."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,16 +43,16 @@ class ModelCard(BaseModel):
 
 
 class SwapState(BaseModel):
-    """Where a replica is on its way to what it was last told to serve."""
+    """State of a replica's swap to what it was last told to serve."""
 
     model_config = ConfigDict(frozen=True)
 
     status: Literal["done", "loading", "refused"] = "done"
     """`loading` and `refused`: the version before is served."""
     revision: str = ""
-    """Of what was last asked for."""
+    """Revision that was last asked for."""
     message: str = ""
-    """Why it was refused."""
+    """Reason of the refusal."""
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class Version:
     candidate_share: float = 0.0
     shadow: Shadow | None = None
     names: frozenset[str] = frozenset()
-    """By which callers may ask for it, beside its own."""
+    """Names by which callers may ask for it, beside its own."""
     num_entering: int = field(default=0, init=False)
     """Requests that have chosen this version and are not in the engine yet, or not any more."""
 
@@ -108,7 +108,7 @@ class Version:
         return self.engine.engine.tokenizer
 
     async def drain(self) -> None:
-        """Returns when nobody uses it any more; then the engine is closed."""
+        """Return when no request uses it any more, the engine closed."""
         while self.num_entering or self.engine.num_requests:
             await asyncio.sleep(_DRAIN_POLL_S)
         if self.shadow is not None:
@@ -182,7 +182,7 @@ class Current:
         reservation, cost = Reservation(), 0
 
         def closed(answers: Answers) -> None:
-            if answers.outputs:  # before that nobody knows what reading the prompt has taken
+            if answers.outputs:  # before that it is unknown what reading the prompt has taken
                 reservation.settle(answers.num_tokens)
             for observer in self._observers:
                 observer.closed(answers, version.card)
@@ -205,7 +205,7 @@ class Current:
 
 
 def _most_tokens(prompts: Sequence[str | list[int]], params: SamplingParams) -> int:
-    """What a request may take, as far as is known before its text is tokenized."""
+    """Most tokens that a request may take, as far as is known before its text is tokenized."""
     answers = len(prompts) * params.n * params.max_tokens
     return answers + sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @ray_serve.ingress()
 class Replica:
-    """What Ray Serve starts, configures, asks for its health and drains. `args`: see `ReplicaArgs`."""
+    """Replica that Ray Serve starts, configures, asks for its health and drains. `args`: see `ReplicaArgs`."""
 
     def __init__(self, args: dict[str, Any]) -> None:
         self._args = ReplicaArgs.model_validate(args)
@@ -49,7 +49,7 @@ class Replica:
         self._swaps = Swaps(self._current, self._load)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called once by Serve, after the constructor; the model comes with the first `reconfigure`."""
+        """Build the app, once, after the constructor; the model comes with the first `reconfigure`."""
         key_ring = None if self._args.api_keys_file is None else KeyRing(Path(self._args.api_keys_file))
         return create_http_app(
             self._current, key_ring=key_ring, tenant=self._args.tenant, max_body_bytes=self._args.max_body_bytes
@@ -66,7 +66,7 @@ class Replica:
         self._current.version.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `scaling.replicas_by_load` goes by."""
+        """Load that `scaling.replicas_by_load` goes by."""
         if self._current.is_empty:
             return {WAITING_STEPS: 0.0, KV_CACHE_USAGE: 0.0}
         engine = self._current.version.engine.engine
@@ -82,7 +82,7 @@ class Replica:
 async def load_version(
     args: ReplicaArgs, served: Served, compared: Callable[[Comparison | None], None] = lambda _: None
 ) -> Version:
-    """What `served` says, ready to answer, with its candidate and its shadow. Raises as `load`.
+    """Load what `served` names, ready to answer, with its candidate and its shadow. Raises as `load`.
 
     Args:
         compared: hears what the shadow finds.
@@ -163,7 +163,7 @@ def _load_engine(path: str | Path, served: Served) -> LLMEngine:
 
 
 def _load_teacher(path: str | Path, served: Served) -> Any:
-    """None where no teacher is to judge. Raises `ModelError` for a model that has none."""
+    """Load the teacher; None where no teacher is to judge. Raises `ModelError` for a model that has none."""
     if served.shadow is None or served.shadow.against != "teacher":
         return None
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -180,7 +180,7 @@ def _load_teacher(path: str | Path, served: Served) -> Any:
 
 
 def model_card(args: ReplicaArgs, served: Served, loaded: Loaded) -> ModelCard:
-    """What `/health` says of a replica."""
+    """Description of a replica's model, for `/health`."""
     config = loaded.engine.model_config
     swiftkv = None
     if config.num_key_value_layers < config.num_hidden_layers:  # a dense model computes KV in all of them

@@ -126,7 +126,7 @@ def create_http_app(
 
     @app.get("/health")
     async def health() -> dict[str, object]:
-        """What is served, while it is, and what is to come."""
+        """Models that are served, while they are, and the state of a swap."""
         version, candidate = current.version, current.version.candidate
         version.check_health()
         return {

@@ -57,7 +57,7 @@ class Metrics:
         self._registry.register(_EngineState(self))
 
     def follow(self, engine: Callable[[], LLMEngine | None], replica: str) -> None:
-        """Whose state is read when the metrics are, and Serve's name of the replica that it belongs to."""
+        """Set the engine whose state is read when the metrics are, and Serve's name of its replica."""
         self._engine, self._replica = engine, replica
 
     @property
@@ -110,7 +110,7 @@ class Metrics:
                 histogram.observe(seconds)
 
     def text(self) -> bytes:
-        """In Prometheus' own format."""
+        """Return the metrics in Prometheus' own format."""
         return generate_latest(self._registry)
 
 
@@ -125,7 +125,7 @@ class _EngineState:
         return []
 
     def collect(self) -> Iterable[Metric]:
-        # Serve's proxy sends each request to any replica: whoever adds them up must know whose these are.
+        # Serve's proxy sends each request to any replica: a reader that adds them up must know whose these are.
         info = GaugeMetricFamily(
             "swiftkv:replica_info", "1, for the replica whose metrics these are.", labels=["replica"]
         )

@@ -43,7 +43,7 @@ def openai_router(current: Current) -> APIRouter:
 
     @router.get("/models")
     async def list_models(_caller: TheCaller) -> dict[str, Any]:
-        """What is served."""
+        """List the served model."""
         return {"object": "list", "data": [_model(current.version)]}
 
     @router.get("/models/{model}")

@@ -73,7 +73,7 @@ def chat_choice(index: int, output: RequestOutput, tokenizer: Decode, *, top: in
 def chat_delta(
     index: int, output: RequestOutput, tokenizer: Decode, *, top: int, since: RequestOutput | None = None
 ) -> dict[str, Any]:
-    """What a chat choice adds to the output before it; the first delta names the role."""
+    """Addition of a chat choice to the output before it; the first delta names the role."""
     old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
     delta = {"content": output.text[old_text:]} | ({} if since else {"role": "assistant"})
     return {

@@ -42,7 +42,7 @@ class ChatMessage(_Part):
 
 
 class OpenAIFields(SamplingFields):
-    """What both completion routes take."""
+    """Fields that both completion routes take."""
 
     model: str
     stream: bool = False

@@ -10,11 +10,11 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from serve.prefixes import PrefixIndex, from_header
 
 ROUTER = "serve.prefix_router.PrefixRouter"
-"""For Serve's `RequestRouterConfig`."""
+"""Import path of the router, for Serve's `RequestRouterConfig`."""
 
 DEFAULT_MAX_IMBALANCE = 4
 """Requests that a replica may have more than the least busy one before its prefixes count no longer: reading a prompt
-again costs less than waiting behind so many."""
+again costs less than waiting behind that many."""
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
@@ -25,7 +25,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
     """
 
     def initialize_state(self, max_imbalance: int = DEFAULT_MAX_IMBALANCE) -> None:
-        """Called by Serve with `request_router_kwargs`."""
+        """Set the router up; Serve calls it with `request_router_kwargs`."""
         self._max_imbalance = max_imbalance
         self._index = PrefixIndex()
 
@@ -48,7 +48,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
         return [[replica] for replica in sorted(candidate_replicas, key=rank)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:  # noqa: ARG002
-        """Called by Serve when a replica has taken a request."""
+        """Remember the prefixes of a request; Serve calls it when a replica has taken one."""
         self._index.add(from_header(pending_request.metadata.session_id), replica_id.unique_id)
 
     def _load(self, replica: RunningReplica) -> int:

@@ -1,7 +1,7 @@
-"""How the beginning of a prompt is told to Serve's router: as hashes in a header that the proxy adds. Imports no Ray.
+"""Hashes of a prompt's beginning for Serve's router, in a header that the proxy adds. Imports no Ray.
 
 Serve's proxy chooses a replica before it has read the body. `proxy_middlewares` (Serve calls it where
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it) reads its beginning first. Where nobody names it, requests go to
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it) reads its beginning first. Where it is not named, requests go to
 the replica with the fewest.
 """
 
@@ -18,17 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PROXY_CALLBACK = "serve.prefixes:proxy_middlewares"
 SESSION_HEADER = "x-session-id"
-"""What Serve's proxy hands to the router of what it is sent. A caller's own is left as it is, and holds its requests to
-one replica."""
+"""Header that Serve's proxy hands to the router. A caller's own is left as it is, and holds its requests to one
+replica."""
 
 BLOCK_BYTES = 256
-"""Of the body, hashed together; a prefix is found again in whole blocks."""
+"""Bytes of the body that are hashed together; a prefix is found again in whole blocks."""
 MAX_BLOCKS = 64
 """Hashed of one prompt: what comes after 16 KiB changes nothing about where it goes."""
 MAX_SESSION_LENGTH = 128
 """Characters of a caller's own session header; a longer one is ignored."""
 MAX_PREFIXES = 1 << 16
-"""Remembered; the one that was not seen for longest is forgotten."""
+"""Prefixes remembered; the one that was not seen for longest is forgotten."""
 
 _ASKS = ("/generate", "/completions")
 _PROMPT = re.compile(rb'"(?:prompt|messages)"\s*:\s*')
@@ -38,14 +38,14 @@ _PRINTS = re.compile(rf"{_PRINT}(?:\.{_PRINT}){{0,{MAX_BLOCKS - 1}}}")
 
 
 def proxy_middlewares() -> list[Middleware]:
-    """For `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
+    """Middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
     return [Middleware(PrefixHeader)]
 
 
 def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
-    """Of each whole block of the prompt in (the beginning of) a JSON body, together with all blocks before it.
+    """Hash each whole block of the prompt in (the beginning of) a JSON body, together with all blocks before it.
 
-    They are of the text as it is sent, so that nothing is parsed or tokenized: turns of a conversation begin alike.
+    The text is hashed as it is sent, so that nothing is parsed or tokenized: turns of a conversation begin alike.
     """
     found = _PROMPT.search(body)
     if found is None:
@@ -102,7 +102,7 @@ class PrefixHeader:
 
 
 class PrefixIndex:
-    """Which replicas have been sent which prefixes."""
+    """Replicas that have been sent each prefix."""
 
     def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
         self._max_prefixes = max_prefixes
@@ -117,7 +117,7 @@ class PrefixIndex:
             self._replicas.popitem(last=False)
 
     def with_longest_prefix(self, prints: Sequence[str], replicas: Collection[str]) -> set[str]:
-        """Those among `replicas` that were sent the most of it; none if nobody was sent any."""
+        """Return those among `replicas` that were sent the most of it; none if none was sent any."""
         for fingerprint in reversed(prints):
             found = self._replicas.get(fingerprint, set()).intersection(replicas)
             if found:

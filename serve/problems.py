@@ -44,7 +44,7 @@ STATUS: dict[type[SwiftKVError], HTTPStatus] = {
     DeadlineExceededError: HTTPStatus.GATEWAY_TIMEOUT,
     EngineDeadError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
-"""By error class; subclasses inherit, everything else is a 500."""
+"""Statuses by error class; subclasses inherit, everything else is a 500."""
 
 _HEADERS = {
     HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},

@@ -1,7 +1,7 @@
-"""What a key may ask for in a minute: buckets of requests and of tokens. Knows no HTTP and no engine.
+"""Limits of a key per minute: buckets of requests and of tokens. Knows no HTTP and no engine.
 
 A bucket holds a minute's worth and fills evenly, so that a limit is no cliff at the full minute. Each replica counts
-for itself: who is routed to several of them may ask each of them for as much.
+for itself: a caller that is routed to several of them may ask each of them for as much.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MINUTE_S = 60.0
 
 
 class Bucket:
-    """What is left of `per_minute`; below zero once more was taken than there was."""
+    """Amount left of `per_minute`; below zero once more was taken than there was."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = per_minute
@@ -38,7 +38,7 @@ class Bucket:
         self._level = min(self.level - amount, float(self.per_minute))
 
     def seconds_until(self, level: float) -> float:
-        """How long until it holds so much, if nobody takes any."""
+        """Seconds until it holds `level`, if nothing is taken meanwhile."""
         return max((level - self.level) * _MINUTE_S / self.per_minute, 0.0)
 
 
@@ -93,7 +93,7 @@ class Reservation:
         self._amount = amount
 
     def settle(self, used: int) -> None:
-        """It took `used` tokens; the first word counts."""
+        """Replace what was held by the `used` tokens; only the first call counts."""
         if self._bucket is not None:
             self._bucket.take(used - self._amount)
             self._bucket = None
@@ -107,7 +107,7 @@ class Quotas:
         self._by_digest: dict[str, Quota] = {}
 
     def of(self, key: ApiKey) -> Quota | None:
-        """None for a key without limits."""
+        """Return the quota of a key; None for a key without limits."""
         limits = (key.requests_per_minute, key.tokens_per_minute)
         if limits == (None, None):
             return None

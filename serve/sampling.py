@@ -49,10 +49,10 @@ class _Part(BaseModel):
 
 class JSONSchemaFormat(_Part):
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    """Without effect."""
+    """A name without effect."""
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
-    """Without effect."""
+    """A description without effect."""
     strict: bool | None = None
     """The answer follows the schema either way."""
 
@@ -70,7 +70,7 @@ class ResponseFormat(_Part):
         return self
 
     def structured_outputs(self) -> StructuredOutputs | None:
-        """What the engine is told; None for text. Raises `InvalidInputError`."""
+        """Constraint for the engine; None for text. Raises `InvalidInputError`."""
         if self.json_schema is not None:
             return StructuredOutputs(json=self.json_schema.schema_, source="response_format.json_schema.schema")
         return StructuredOutputs(json_object=True, source="response_format") if self.type == "json_object" else None
@@ -108,11 +108,11 @@ class SamplingFields(BaseModel):
     response_format: ResponseFormat | None = None
     """`text`, `json_object`, or `json_schema` with a schema that the answer follows."""
     structured_outputs: dict[str, Any] | None = None
-    """What the answer's text must be, as in vLLM: one of `json` (a schema), `json_object`, `regex`, `choice` and
+    """Constraint on the answer's text, as in vLLM: one of `json` (a schema), `json_object`, `regex`, `choice` and
     `grammar`; for JSON also `disable_any_whitespace`."""
 
     def params(self, **others: Any) -> SamplingParams:
-        """What the engine is told, with the fields that routes name in their own ways.
+        """Sampling parameters for the engine, with the fields that routes name in their own ways.
 
         Raises:
             InvalidInputError: a value out of range.

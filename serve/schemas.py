@@ -1,4 +1,4 @@
-"""What `POST /generate` takes and answers, and how outputs become its terms. Knows no stream."""
+"""Schemas of `POST /generate`, and the conversion of outputs to them. Knows no stream."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GenerateRequest(SamplingFields):
     """A conversation, laid out by the model's chat template."""
     max_tokens: int = SamplingParams.max_tokens
     logprobs: int | None = None
-    """Log-probabilities of each generated token and of so many of the most probable ones."""
+    """Log-probabilities of each generated token and of this number of the most probable ones."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens, which then all go through every layer."""
     priority: int = 0
@@ -66,11 +66,11 @@ class Choice(BaseModel):
     finish_reason: str | None
     """`stop`, `length`, or null while more is to come."""
     logprobs: list[dict[int, float]] | None = None
-    """By token id, for each of `token_ids`."""
+    """Log-probabilities by token id, for each of `token_ids`."""
     prompt_logprobs: list[dict[int, float] | None] | None = None
-    """By token id, for each token of the prompt; in the choice's last event."""
+    """Log-probabilities by token id, for each token of the prompt; in the choice's last event."""
     num_exited_tokens: int = 0
-    """How many of `token_ids` did not go through all layers."""
+    """Number of `token_ids` that did not go through all layers."""
 
 
 class Usage(BaseModel):
@@ -101,7 +101,7 @@ class Timings(BaseModel):
     queue_ms: float | None
     ttft_ms: float | None
     tpot_ms: float | None
-    """Null for an answer of one token."""
+    """Milliseconds per output token after the first; null for an answer of one token."""
     total_ms: float
 
     @classmethod

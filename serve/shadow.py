@@ -71,7 +71,7 @@ class ModelJudge:
 
 
 def compare(judge: torch.Tensor, served: torch.Tensor) -> Comparison:
-    """Of log-probabilities [num_positions, vocab_size]."""
+    """Compare log-probabilities [num_positions, vocab_size] of judge and served model."""
     kl = (judge.exp() * (judge - served)).sum(-1).clamp_min(0.0)
     agreeing = judge.argmax(-1) == served.argmax(-1)
     return Comparison(len(judge), float(kl.double().sum()), int(agreeing.sum()))

@@ -26,7 +26,7 @@ _SERVICE = "swiftkv-serve"
 
 
 def configured_tracing() -> Tracing | None:
-    """None where no endpoint is set; OpenTelemetry is not even imported then."""
+    """Set up tracing; None where no endpoint is set, and OpenTelemetry is not even imported then."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

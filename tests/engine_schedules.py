@@ -28,7 +28,7 @@ class Subject:
 
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Of the independent reference, [num_tokens, vocab_size]."""
+        """Logits of the independent reference, [num_tokens, vocab_size]."""
         model = self.plain
         return reference.logits(
             model.state_dict(), model.config, torch.tensor(token_ids), model.model.rotary_emb.inv_freq, swiftkv=True
@@ -36,7 +36,7 @@ class Subject:
 
     @torch.no_grad()
     def exit_logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Of the exit head, [num_tokens, vocab_size]."""
+        """Logits of the exit head, [num_tokens, vocab_size]."""
         decoder = self.plain.model
         return self.plain.exit_logits(decoder.lower(decoder.begin(torch.tensor([token_ids]))))[0]
 

@@ -1,4 +1,4 @@
-"""What infra/ contains, read for the tests that hold it to the code."""
+"""Contents of infra/, read for the tests that hold it to the code."""
 
 from __future__ import annotations
 

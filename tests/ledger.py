@@ -68,7 +68,7 @@ class Ledger:
         return any((entry.step, entry.world_size) == (step, world_size) for entry in self.entries())
 
     def timeline(self) -> dict[int, list[Entry]]:
-        """What led to the final weights, by step: a later start of the workers replaces what it did not go on from."""
+        """Entries that led to the final weights, by step: a later start replaces what it did not go on from."""
         by_start: dict[float, list[Entry]] = {}
         for entry in self.entries():
             by_start.setdefault(entry.start, []).append(entry)
@@ -98,13 +98,13 @@ class Ledger:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """Of `jobs.phases`, which notes where it runs."""
+    """Wrap `prepare` of `jobs.phases` to note where it runs."""
     (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
     return phases.prepare(request, store_uri)
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Of `jobs.train_loop`, which writes the ledger."""
+    """Wrap the train loop of `jobs.train_loop` to write the ledger."""
     spec = config["worker"].request.spec
     ledger, context = Ledger.of(spec), ray.train.get_context()
     rank, world_size, began = context.get_world_rank(), context.get_world_size(), from_rank_0(time.time)

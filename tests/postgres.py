@@ -20,7 +20,7 @@ POSTGRES = "SWIFTKV_TEST_POSTGRES_URL"
 
 @contextmanager
 def postgres_server() -> Iterator[str]:
-    """SQLAlchemy URL of a server with nobody else's tables. Skips where none can be had."""
+    """SQLAlchemy URL of a server without other tables. Skips where none can be had."""
     if POSTGRES in os.environ:
         yield os.environ[POSTGRES]
         return

@@ -1,4 +1,4 @@
-"""A real Ray in processes of its own: ports, home, token and temporary directory shared with nobody."""
+"""A real Ray in processes of its own, with ports, home, token and temporary directory of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def become_a_driver() -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """A port of the loopback interface without a listener."""
     return free_ports([0])[0]
 
 
@@ -104,7 +104,7 @@ Path(directory, "writing").write_text(node.node_id)
 Path(directory, "writing").rename(Path(directory, "node-id"))
 threading.Event().wait()
 """
-"""As `ray.cluster_utils.Cluster` adds nodes; `ray start --address` joins no head on the loopback interface."""
+"""Script that adds a node like `ray.cluster_utils.Cluster`; `ray start --address` joins no head on loopback."""
 
 
 class NodeProcess:

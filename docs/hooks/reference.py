@@ -77,7 +77,7 @@ def settings() -> str:
 
 
 def cli() -> str:
-    """What `--help` says of every command."""
+    """Help of every command, as `--help` prints it."""
     os.environ["COLUMNS"] = "100"
     command = typer.main.get_command(command_line)
     return get_docs_for_click(obj=command, ctx=typer.Context(command), name="swiftkv", title="Command line")

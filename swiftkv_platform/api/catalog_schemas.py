@@ -55,7 +55,7 @@ class CandidateRequest(BaseModel):
     model: Annotated[str, Field(min_length=1)]
     """`mdl_` id; answers that it gives carry it."""
     share: Share = 0.0
-    """Of the requests that it answers."""
+    """Share of the requests that it answers."""
 
 
 class ShadowRequest(BaseModel):
@@ -66,11 +66,11 @@ class ShadowRequest(BaseModel):
     against: Literal["teacher", "candidate"]
     """`teacher`: the served student's own, which takes the memory of the weights once more."""
     share: Share = 0.0
-    """Of the answers that are judged."""
+    """Share of the answers that are judged."""
 
 
 class DeploymentRequest(BaseModel):
-    """What to serve, and how much of it."""
+    """Request for a deployment: the model to serve, and how many replicas of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -80,13 +80,13 @@ class DeploymentRequest(BaseModel):
     """HTTP path below which it answers; one deployment can hold it. Where there are API keys it lies below
     `/t/{tenant}`: `/chat` becomes `/t/acme/chat`, as the answer shows."""
     min_replicas: Annotated[int, Field(ge=0)] = 1
-    """0: no replica while nobody asks; the first request then waits for one."""
+    """0: no replica while there are no requests; the first request then waits for one."""
     max_replicas: Annotated[int, Field(ge=1)] = 1
     target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
     """Requests a replica should work on at once; more replicas are started above it. Null: by the engine's load,
     prompt tokens that wait and KV cache in use."""
     upscale_delay_s: Annotated[float, Field(ge=0.0)] = DeploymentSpec.upscale_delay_s
-    """How long the load must ask for more replicas before they are started."""
+    """Seconds for which the load must ask for more replicas before they are started."""
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = DeploymentSpec.downscale_delay_s
     """How long it must ask for fewer before they are drained."""
     engine: dict[str, Any] = {}
@@ -145,11 +145,11 @@ class DeploymentChange(BaseModel):
 
 
 class ReplicaMetricsAnswer(Answer):
-    """What one replica has measured since it was started."""
+    """Measurements of one replica since it was started."""
 
     replica: str
     values: dict[str, float]
-    """By the names of its own `/metrics` without the prefix `swiftkv:`, such as `generation_tokens_total`,
+    """Values by the names of its own `/metrics` without the prefix `swiftkv:`, such as `generation_tokens_total`,
     `tokens_exited_total`, `kv_cache_usage_perc`, `num_requests_waiting`, `time_to_first_token_seconds_sum` and
     `_count`. Totals only grow; rates are differences between two answers."""
 
@@ -185,11 +185,11 @@ class DeploymentAnswer(Answer):
     status: DeploymentStatus
     message: str
     alias: str | None
-    """Which the deployment follows, if it was made of one."""
+    """Alias that the deployment follows, if it was made of one."""
     replicas: int
     """Running now."""
     url: str
-    """Where `/generate` answers."""
+    """Address below which `/generate` answers."""
 
     @classmethod
     def of(cls, deployment: Deployment, serve_url: str) -> Self:

@@ -1,4 +1,4 @@
-"""What routes are given: the parts of the control plane, the caller, the page asked for. Builds the real parts."""
+"""Dependencies of routes: the parts of the control plane, the caller, the page asked for. Builds the real parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from swiftkv_platform.storage.object_store import ObjectStore, open_store
 SESSION_COOKIE = "swiftkv_session"
 """Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""
 _LOCAL_CALLER = Caller(tenant="default", name="local")
-"""Who everybody is while no API key is configured."""
+"""Caller of every request while no API key is configured."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def get_caller(
     scopes: SecurityScopes,
     _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
 ) -> Caller:
-    """Who asks, if they may. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
+    """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
     key_ring: KeyRing | None = request.app.state.key_ring
     if key_ring is None:
         return _LOCAL_CALLER

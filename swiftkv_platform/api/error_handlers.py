@@ -59,7 +59,7 @@ _HEADERS = {
     429: {"Retry-After": "30"},
     503: {"Retry-After": str(_RETRY_AFTER_S)},
 }
-"""By status."""
+"""Headers by status."""
 _LONGEST_VALUE = 500
 """Characters of a refused value that are repeated in the answer."""
 _MOST_FIELDS = 20
@@ -72,9 +72,9 @@ class FieldProblem(BaseModel):
     field: str | None
     """Dotted path, such as `swiftkv.num_key_value_layers`; null where the request as a whole is meant."""
     value: Any = None
-    """As it was sent; null where it is missing or long."""
+    """Value as it was sent; null where it is missing or long."""
     message: str
-    """What is wrong, and what would do."""
+    """Statement of the problem, and of what would do."""
 
 
 class Problem(BaseModel):

@@ -1,4 +1,4 @@
-"""A job's events as they happen, read once for everybody in this process who follows it. Knows no HTTP."""
+"""A job's events as they happen, read once for all its followers in this process. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ReadEvents = Callable[[str, Page], Slice[Event]]
 _POLL_S = 0.5
 _EVENTS_PER_READ = 100
 _KEPT = 1000
-"""Newest events of a job that wait for followers who are slow to take them."""
+"""Newest events of a job that wait for slow followers."""
 
 
 class EventTail:
-    """The newest events of one job, for as long as somebody follows it.
+    """The newest events of one job, for as long as it has followers.
 
     Args:
         after: id of the event before the first one that it reads.
@@ -38,7 +38,7 @@ class EventTail:
         self.followers = 0
 
     async def after(self, last: str | None) -> Sequence[Event] | None:
-        """What came after the event `last`: nothing, where a while brings nothing; None where only the database can
+        """Return the events after the event `last`: none, where a while brings none; None where only the database can
         tell. Raises what reading has raised.
         """
         if self._error is None and not self._since(last):
@@ -79,7 +79,7 @@ class EventTail:
 
 
 class Followers:
-    """Those who follow jobs through this process. Belongs to one event loop."""
+    """Followers of jobs through this process. Belongs to one event loop."""
 
     def __init__(self, read: ReadEvents) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""What is done around every request: where it comes from, how many there are, what browsers may do with the answer.
+"""Guards around every request: its origin, the number of requests, what browsers may do with the answer.
 Knows no route.
 
 Without API keys, any web page that a user of this machine opens could submit a job, directly or by rebinding its own

@@ -22,14 +22,14 @@ class _Request(BaseModel):
 
 class PromotionRequest(_Request):
     alias: Annotated[str, Field(pattern=ALIAS_PATTERN)] = "production"
-    """What the model is to be known as."""
+    """Alias that the model is promoted to."""
     reason: Reason
-    """Why; kept with who and when."""
+    """Reason of the promotion; kept with its author and time."""
 
 
 class RollbackRequest(_Request):
     reason: Reason
-    """Why; kept with who and when."""
+    """Reason of the rollback; kept with its author and time."""
 
 
 class PromotionAnswer(Answer):
@@ -40,9 +40,9 @@ class PromotionAnswer(Answer):
     alias: str
     action: Literal["promote", "rollback"]
     model: str
-    """What the alias stands for from then on."""
+    """Model that the alias stands for from then on."""
     previous: str | None
-    """What it stood for before."""
+    """Model that it stood for before."""
     reason: str
     by: str
     """Name of the key that asked."""
@@ -56,7 +56,7 @@ class PromotionAnswer(Answer):
 
 
 class AliasAnswer(Answer):
-    """What an alias stands for."""
+    """Model that an alias stands for, and its history."""
 
     id: str
     """The alias."""
@@ -82,11 +82,11 @@ class LineageDeployment(Answer):
 
 
 class LineageAnswer(Answer):
-    """From data and teacher to deployments."""
+    """Lineage from data and teacher to deployments."""
 
     object: Literal["lineage"] = "lineage"
     data_fingerprint: str | None
-    """Of the rows that were trained on."""
+    """Fingerprint of the rows that were trained on."""
     teacher: str | None
     revision: str | None
     code_version: str | None
@@ -97,9 +97,9 @@ class LineageAnswer(Answer):
     artifact_uri: str
     manifest_digest: str
     aliases: list[str]
-    """That stand for it now."""
+    """Aliases that stand for it now."""
     promotions: list[PromotionAnswer]
-    """That concern it, oldest first."""
+    """Promotions that concern it, oldest first."""
     deployments: list[LineageDeployment]
 
     @classmethod
@@ -152,9 +152,9 @@ class ComparisonAnswer(Answer):
     b: str
     figures: list[FigureAnswer]
     differences: list[DifferenceAnswer]
-    """Of teacher, revision and data: where there are any, quality was not measured alike."""
+    """Differences of teacher, revision and data: where there are any, quality was not measured alike."""
     spec_differences: list[DifferenceAnswer]
-    """By dotted path of the spec."""
+    """Differences by dotted path of the spec."""
 
     @classmethod
     def of(cls, found: Comparison) -> Self:

@@ -84,9 +84,9 @@ class JobAnswer(Answer):
     tracking: dict[str, Any] | None
     artifact_uri: str | None
     cost: float | None
-    """So far, over all attempts, at the operator's prices; null without prices."""
+    """Cost so far, over all attempts, at the operator's prices; null without prices."""
     estimated_cost: float | None
-    """When its training has ended, at its present speed."""
+    """Cost when its training has ended, at its present speed."""
     submission_id: str | None
     """Ray's id of the present attempt."""
     error: JobError | None
@@ -148,7 +148,7 @@ class JobListAnswer(ListAnswer[JobAnswer]):
 
 
 class ResumeRequest(BaseModel):
-    """How a paused job goes on."""
+    """Terms on which a paused job goes on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -175,7 +175,7 @@ class SourceEstimateAnswer(Answer):
 
 
 class EstimateAnswer(Answer):
-    """What the job would cost and make of its teacher; null where the teacher's configuration is on the hub."""
+    """Estimate of the job's cost and of its student; null where the teacher's configuration is on the hub."""
 
     object: Literal["distillation.estimate"] = "distillation.estimate"
     num_hidden_layers: int | None
@@ -184,13 +184,13 @@ class EstimateAnswer(Answer):
     prefill_flops_ratio: float | None
     """Prompts of `data.max_length` tokens, SwiftKV relative to the teacher, as executed."""
     kv_bytes_per_token: float | None
-    """Of the student's cache in bfloat16."""
+    """Bytes of the student's cache per token, in bfloat16."""
     kv_bytes_ratio: float | None
     """KV bytes per token relative to the teacher's."""
     parameters: int | None
     trained_parameters: int | None
     flops_per_token: float | None
-    """Of training, forward and backward."""
+    """FLOPs of training per token, forward and backward."""
     memory_per_worker: int | None
     """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
     process_memory: int | None
@@ -198,15 +198,15 @@ class EstimateAnswer(Answer):
     max_tokens: int | None
     """Tokens trained with `training.max_steps` full batches; null where epochs decide."""
     total_flops: float | None
-    """Of those tokens."""
+    """FLOPs of those tokens."""
     flops_per_step: float | None
-    """Of all workers."""
+    """FLOPs of a step over all workers."""
     seconds: float | None
-    """From start to model, as a job like it was measured; null without `training.max_steps`, and before any was."""
+    """Seconds from start to model, by a job like it; null without `training.max_steps`, and before one was measured."""
     speed_source: str | None
-    """Where the speed is from: the id of the job that was measured, or `configured`."""
+    """Source of the speed: the id of the job that was measured, or `configured`."""
     cost: float | None
-    """Of those seconds, at the operator's prices."""
+    """Cost of those seconds, at the operator's prices."""
     sources: list[SourceEstimateAnswer]
 
 
@@ -256,11 +256,11 @@ class CheckpointAnswer(Answer):
     attempt: int
     step: int
     key: str
-    """Its directory in the object store."""
+    """Directory in the object store."""
     size: int
     """Bytes."""
     sha256: str
-    """Of its manifest, which names each file's."""
+    """SHA-256 of its manifest, which names each file's."""
 
     @classmethod
     def of(cls, checkpoint: StoredCheckpoint) -> Self:
@@ -284,7 +284,7 @@ class ArtifactFileAnswer(Answer):
     """Bytes."""
     sha256: str
     url: str
-    """Where it can be downloaded: for a limited time from S3, else from this server."""
+    """Download address: for a limited time at S3, else at this server."""
 
 
 def page_of(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice[T]:

@@ -1,4 +1,4 @@
-"""What commands share: the addresses and the spec file they are given. Prints nothing."""
+"""Parameters that commands share: the addresses and the spec file. Prints nothing."""
 
 from __future__ import annotations
 

@@ -57,6 +57,6 @@ def _run(spec: JobSpec, output: Path) -> Path:
     except Exception as error:
         failure = explain(error)
         if failure.code == SwiftKVError.code:
-            # Nobody foresaw it: the traceback is what helps.
+            # Unforeseen: the traceback is what helps.
             raise
         raise TrainingError(f"{failure.code}: {failure.message}", field=failure.field) from error

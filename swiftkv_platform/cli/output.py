@@ -1,4 +1,4 @@
-"""How commands print: JSON or tables on stdout, one readable block for an error on stderr. Knows no command."""
+"""Output of commands: JSON or tables on stdout, one readable block for an error on stderr. Knows no command."""
 
 from __future__ import annotations
 

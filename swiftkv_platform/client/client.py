@@ -95,7 +95,7 @@ class Client:
         return answer
 
     def quota(self) -> Quota:
-        """What the key's tenant is granted, and what of it is in use."""
+        """Return the quota of the key's tenant, and its use."""
         return Quota.model_validate(self._control.request("GET", "/quota", repeatable=True).json())
 
     @overload
@@ -161,7 +161,7 @@ class Models:
         return Model.model_validate(self._transport.request("GET", f"/models/{model_id}", repeatable=True).json())
 
     def lineage(self, model_id: str) -> Lineage:
-        """From data and teacher to deployments."""
+        """Return the lineage from data and teacher to deployments."""
         path = f"/models/{model_id}/lineage"
         return Lineage.model_validate(self._transport.request("GET", path, repeatable=True).json())
 
@@ -192,7 +192,7 @@ class Models:
         return Promotion.model_validate(response.json())
 
     def aliases(self) -> builtins.list[Alias]:
-        """What each alias stands for, and how it came to."""
+        """List the model that each alias stands for, and its history."""
         return [Alias.model_validate(row) for row in rows(self._transport, "/aliases", {}, None)]
 
     def alias(self, alias: str) -> Alias:
@@ -260,7 +260,7 @@ class Deployments:
         return Deployment.model_validate(response.json())
 
     def metrics(self, deployment_id: str) -> DeploymentMetrics:
-        """What its replicas measure now; totals grow, so that two answers give a rate."""
+        """Return the present metrics of its replicas; totals grow, so that two answers give a rate."""
         response = self._transport.request("GET", f"/deployments/{deployment_id}/metrics", repeatable=True)
         return DeploymentMetrics.model_validate(response.json())
 

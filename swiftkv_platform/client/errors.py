@@ -1,7 +1,7 @@
-"""What a failed call raises, from the server's problem details (RFC 9457). Knows status codes, no transport.
+"""Errors that a failed call raises, from the server's problem details (RFC 9457). Knows status codes, no transport.
 
 SwiftKVError
-├── UnreachableError             nobody answers at the address
+├── UnreachableError             nothing answers at the address
 ├── WaitTimeoutError             the job had not finished in time
 └── APIError                     the server refused: status, code, errors[]
     ├── InvalidRequestError      400, 413, 415, 422; also an InvalidInputError
@@ -36,7 +36,7 @@ class FieldError(BaseModel):
     message: str = ""
 
     def __str__(self) -> str:
-        # The server's message usually names the field already; saying it twice helps nobody.
+        # The server's message usually names the field already; saying it twice does not help.
         if not self.field or self.field in self.message:
             return self.message
         return f"{self.field}: {self.message}"

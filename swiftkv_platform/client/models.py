@@ -60,7 +60,7 @@ class Job(_Answer):
     artifact_uri: str | None = None
     submission_id: str | None = None
     cost: float | None = None
-    """So far, at the operator's prices."""
+    """Cost so far, at the operator's prices."""
     estimated_cost: float | None = None
     error: JobError | None = None
     metadata: dict[str, str] = {}
@@ -95,11 +95,11 @@ class MetricPoint(_Answer):
 
 
 class Estimate(_Answer):
-    """What `POST /jobs/validate` foresees."""
+    """Estimate that `POST /jobs/validate` returns."""
 
 
 class Quota(_Answer):
-    """What a tenant is granted, None where there is no limit, and what of it is in use."""
+    """Limits of a tenant, None where there is no limit, and their use."""
 
     tenant: str
     weight: float
@@ -128,7 +128,7 @@ class Checkpoint(_Answer):
     attempt: int
     step: int
     key: str
-    """Its directory in the object store."""
+    """Directory in the object store."""
     size: int
     sha256: str
 
@@ -169,7 +169,7 @@ class Promotion(_Answer):
 
 
 class Alias(_Answer):
-    """What an alias stands for."""
+    """Model that an alias stands for, and its history."""
 
     id: str
     version: int = 0
@@ -179,7 +179,7 @@ class Alias(_Answer):
 
 
 class Lineage(_Answer):
-    """From data and teacher to deployments."""
+    """Lineage from data and teacher to deployments."""
 
     model: str
     job_id: str
@@ -197,7 +197,7 @@ class Comparison(_Answer):
     figures: list[dict[str, Any]]
     """`{name, a, b, better}`."""
     differences: list[dict[str, Any]] = []
-    """Of teacher, revision and data: where there are any, quality was not measured alike."""
+    """Differences of teacher, revision and data: where there are any, quality was not measured alike."""
     spec_differences: list[dict[str, Any]] = []
 
 
@@ -211,15 +211,15 @@ class Deployment(_Answer):
     status: str
     message: str | None = None
     url: str | None = None
-    """Where `/generate` answers."""
+    """Address below which `/generate` answers."""
 
 
 class ReplicaMetrics(_Answer):
-    """What a replica has measured since it was started."""
+    """Measurements of a replica since it was started."""
 
     replica: str
     values: dict[str, float] = {}
-    """By the names of its `/metrics` without the prefix `swiftkv:`."""
+    """Values by the names of its `/metrics` without the prefix `swiftkv:`."""
 
 
 class DeploymentMetrics(_Answer):

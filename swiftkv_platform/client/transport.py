@@ -23,7 +23,7 @@ class Transport:
     """One server: its address, key, retries and errors.
 
     Args:
-        when_away: what to do when nobody answers, appended to the error's message.
+        when_away: what to do when nothing answers, appended to the error's message.
         max_retries: further tries after a connection error or a 503 that carries `Retry-After`; pauses double from
             0.25 s.
         transport: replaces the network, for tests.

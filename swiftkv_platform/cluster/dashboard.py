@@ -100,7 +100,7 @@ class RayDashboard:
             raise self.failure(response, action)
 
     def failure(self, response: httpx.Response, action: str) -> ClusterUnavailableError:
-        """What to raise where Ray answered, but could not `action`."""
+        """Error to raise where Ray answered, but could not `action`."""
         hint = ""
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "; its token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"

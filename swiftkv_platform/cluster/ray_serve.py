@@ -18,7 +18,7 @@ from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState
 from swiftkv_platform.scaling import autoscaling_config, replica_resources
 
 APPLICATION = "serve.app:build_app"
-"""What the cluster imports for every deployment."""
+"""Import path of the application of every deployment."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATH = "/api/serve/applications/"

@@ -1,4 +1,4 @@
-"""What a deployment's replicas measure, read from their Prometheus pages through Serve's proxy. Knows no Ray."""
+"""Metrics of a deployment's replicas, read from their Prometheus pages through Serve's proxy. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ReplicaMetrics:
 
     replica: str
     values: Mapping[str, float]
-    """By name without the prefix `swiftkv:`; counters and histograms (`_count`, `_sum`) are summed over their labels,
-    buckets left out."""
+    """Values by name without the prefix `swiftkv:`; counters and histograms (`_count`, `_sum`) are summed over their
+    labels, buckets left out."""
 
 
 async def read_replica_metrics(url: str, num_replicas: int) -> list[ReplicaMetrics]:
@@ -36,7 +36,7 @@ async def read_replica_metrics(url: str, num_replicas: int) -> list[ReplicaMetri
         num_replicas: how many there are; the proxy is asked until all have been met, or often enough.
 
     Raises:
-        ClusterUnavailableError: nobody answers.
+        ClusterUnavailableError: nothing answers.
     """
     found: dict[str, ReplicaMetrics] = {}
     async with httpx.AsyncClient(timeout=_TIMEOUT, trust_env=False) as client:

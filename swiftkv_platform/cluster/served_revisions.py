@@ -1,4 +1,4 @@
-"""Which replicas serve what was last asked for, as their own `/health` says. Knows no Ray.
+"""Replicas that serve what was last asked for, as their own `/health` says. Knows no Ray.
 
 Ray knows what it has told a replica, not what became of it: a replica loads a new version beside the one that serves,
 or refuses it.
@@ -21,14 +21,14 @@ _MOST_ASKED = 16
 
 @dataclass
 class Progress:
-    """How far a deployment is on its way to a revision."""
+    """Progress of a deployment towards a revision."""
 
     revision: str
     settled: dict[str, str | None] = field(default_factory=dict)
-    """By replica that has said so: None where it serves the revision, else why it was refused."""
+    """Replicas that have settled: None where one serves the revision, else why it was refused."""
 
     def refusal(self, replicas: Collection[str]) -> str | None:
-        """Why one of these replicas refused the revision; None where none did."""
+        """Reason for which one of these replicas refused the revision; None where none did."""
         return next((why for replica in replicas if (why := self.settled.get(replica)) is not None), None)
 
     def num_serving(self, replicas: Collection[str]) -> int:
@@ -75,7 +75,7 @@ class ServedRevisions:
         self._http.close()
 
     def _health(self, route_prefix: str) -> dict[str, Any] | None:
-        """What some replica says; None if none answers."""
+        """Return the `/health` document of some replica; None if none answers."""
         try:
             response = self._http.get(f"{self._url}{route_prefix.rstrip('/')}/health")
             document: dict[str, Any] = response.json() if response.is_success else {}

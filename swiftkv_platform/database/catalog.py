@@ -1,4 +1,4 @@
-"""Distilled models and their deployments in SQL. Knows rows and who holds a route, nothing about serving."""
+"""Distilled models and their deployments in SQL. Knows rows and the holder of a route, nothing about serving."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ FAILED = "failed"
 
 
 def delivery_rows(job: Job, events: Sequence[Event], recipients: Recipients) -> list[DeliveryRow]:
-    """What these events of a job ask for."""
+    """Deliveries that these events of a job ask for."""
     told = [event for event in events if event.type == "status"]
     return [
         DeliveryRow(

@@ -16,7 +16,7 @@ Row = TypeVar("Row")
 def fetch(
     session: Session, query: Select[Row], key: InstrumentedAttribute[Any], page: Page, *, after: Any
 ) -> Slice[Row]:
-    """At most `page.limit` rows, ordered by the unique column `key`, from beyond its value `after` on."""
+    """Fetch at most `page.limit` rows, ordered by the unique column `key`, from beyond its value `after` on."""
     ascending = page.order == "asc"
     if after is not None:
         query = query.where(key > after if ascending else key < after)

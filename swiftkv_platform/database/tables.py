@@ -104,7 +104,7 @@ class DeploymentRow(Base):
     created_at: Mapped[int] = mapped_column(BigInteger)
     model: Mapped[str] = mapped_column(ForeignKey("models.id"))
     held_route: Mapped[str | None] = mapped_column(String(200), unique=True)
-    """Its route prefix, which no other may have; null while it is being deleted."""
+    """Route prefix, which no other deployment may have; null while it is being deleted."""
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     state: Mapped[dict[str, Any]] = mapped_column(Document)
     version: Mapped[int]
@@ -123,7 +123,7 @@ class DeliveryRow(Base):
     status: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[float] = mapped_column(Float(53))
     not_before: Mapped[float] = mapped_column(Float(53))
-    """Nobody tries before; while somebody does, when another may."""
+    """Unix seconds before which no attempt is made; a claim moves it to the claim's own end."""
     attempts: Mapped[int]
     error: Mapped[str | None]
     delivered_at: Mapped[float | None] = mapped_column(Float(53))

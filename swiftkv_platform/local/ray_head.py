@@ -1,4 +1,4 @@
-"""How a Ray head on this machine is started, and whether it answers. Imports no Ray: it is a command and an HTTP API.
+"""Start and health check of a Ray head on this machine. Imports no Ray: it is a command and an HTTP API.
 
 The head listens on loopback alone, behind a token, and shares no port and no directory with another Ray on the machine.
 """
@@ -25,10 +25,10 @@ _JOB_STOP_WAIT_S = 20
 
 @dataclass(frozen=True)
 class RayHead:
-    """Where a head lives and what it may use."""
+    """Address, files and resources of a head."""
 
     port: int
-    """Of the GCS."""
+    """Port of the GCS."""
     dashboard_port: int
     agent_port: int
     temp_dir: Path
@@ -96,7 +96,7 @@ def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001 
 
 
 def auth_environment(token_file: Path) -> dict[str, str]:
-    """What a process needs to talk to the head."""
+    """Environment variables that a process needs to talk to the head."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
 
 
@@ -115,7 +115,7 @@ def make_temp_dir() -> Path:
 
 
 def free_ports(wanted: list[int]) -> list[int]:
-    """As many different free loopback ports: the wanted ones where they are free (0: any), else any."""
+    """Return a free loopback port for each wanted one, all different: that one where it is free (0: any), else any."""
     found = []
     with ExitStack() as held:
         # All stay bound until the last is found, so that no two are the same.
@@ -127,7 +127,7 @@ def free_ports(wanted: list[int]) -> list[int]:
 
 def _bind(port: int) -> socket.socket:
     listener = socket.socket()
-    # A port whose last connections still linger is free; one that somebody listens at, as this does, is not.
+    # A port whose last connections still linger is free; one with a listener, such as this, is not.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))

@@ -27,7 +27,7 @@ _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 15.0
 """The control plane gives each thing it depends on 10."""
 _GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL: Ray takes half a minute to part in peace, and has nothing to save."""
+"""Seconds between SIGTERM and SIGKILL: Ray takes half a minute to part in peace, and has nothing to save."""
 _LOG_TAIL_LINES = 20
 
 Report = Callable[[str], None]
@@ -41,10 +41,10 @@ class StartError(SwiftKVError):
 
 @dataclass(frozen=True)
 class StackOptions:
-    """What `up` may be told; a running part keeps what it was started with."""
+    """Options of `up`; a running part keeps what it was started with."""
 
     port: int | None = None
-    """Of the control plane: None prefers the last one or the settings', 0 takes any."""
+    """Port of the control plane: None prefers the last one or the settings', 0 takes any."""
     num_cpus: int | None = None
     """CPUs that Ray hands out; None: those of the machine, but at least 4, so that a small one can hold a job's driver,
     its workers and a replica."""
@@ -67,7 +67,7 @@ class Stack:
         self._mark = str(self.home)
 
     def state(self) -> StackState | None:
-        """What the last `up` wrote; None after `down`."""
+        """State that the last `up` wrote; None after `down`."""
         return self._run.load()
 
     def up(self, options: StackOptions, report: Report) -> StackState:
@@ -83,7 +83,7 @@ class Stack:
             ensure_token(self._run.token_file)
             state = self._run.load()
             if state is None or not state.alive("ray"):
-                # Without its head, whatever else still runs here serves nobody and holds the ports.
+                # Without its head, whatever else still runs here is of no use and holds the ports.
                 self._clear(state)
                 state = self._choose(options, state)
             before = state
@@ -240,7 +240,7 @@ class Stack:
         )
 
     def _complaint(self, state: StackState, name: PartName) -> str | None:
-        """Why a part is not ready; None where it is."""
+        """Reason for which a part is not ready; None where it is."""
         if name == "ray":
             return None if self._head(state).answers() else "its job API does not answer"
         try:

@@ -1,4 +1,4 @@
-"""What is known of a stack between two commands: addresses and processes, in `{home}/run`. Starts and asks nothing."""
+"""State of a stack between two commands: addresses and processes, in `{home}/run`. Starts and asks nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PARTS: tuple[PartName, ...] = ("ray", "control-plane")
 
 
 class StackState(BaseModel):
-    """What `up` has chosen and started."""
+    """Addresses, resources and processes that `up` has chosen and started."""
 
     model_config = ConfigDict(frozen=True)
 
     url: str
-    """Of the control plane."""
+    """Address of the control plane."""
     serve_url: str
     ray_dashboard_url: str
     ray_port: int
@@ -66,7 +66,7 @@ class RunDirectory:
             yield
 
     def load(self) -> StackState | None:
-        """None where nothing was started, or by a version that wrote something else."""
+        """Load the state; None where nothing was started, or by a version that wrote something else."""
         try:
             return StackState.model_validate_json((self.path / "state.json").read_bytes())
         except (FileNotFoundError, ValidationError):

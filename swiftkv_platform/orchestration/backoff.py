@@ -1,4 +1,4 @@
-"""How long to leave something alone that has just failed. Knows no reason for a failure and does not sleep."""
+"""Backoff after a failure: the time until the next try. Knows no reason for a failure and does not sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs cost and how long they take: money from time on the cluster, time from jobs that were measured. No I/O."""
+"""Cost and duration of jobs: money from time on the cluster, time from jobs that were measured. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Prices:
-    """Of an hour, in the operator's currency. None: nothing is priced, and nothing has a cost."""
+    """Prices of an hour, in the operator's currency. None: nothing is priced, and nothing has a cost."""
 
     gpu_hour: float | None = None
     cpu_hour: float | None = None
@@ -25,7 +25,7 @@ class Prices:
         return self.gpu_hour is not None or self.cpu_hour is not None
 
     def cost(self, spec: JobSpec, seconds: float) -> float | None:
-        """Of so many seconds with all workers that the spec may have."""
+        """Cost of `seconds` with all workers that the spec may have."""
         if not self.are_known:
             return None
         demand = Demand.of(spec)
@@ -33,11 +33,11 @@ class Prices:
         return hourly * seconds / _HOUR
 
     def cost_of(self, job: Job, now: float) -> float | None:
-        """Of a job so far, over all its attempts."""
+        """Cost of a job so far, over all its attempts."""
         return self.cost(job.spec, job.seconds_on_cluster(now))
 
     def final_cost_of(self, job: Job, now: float) -> float | None:
-        """Of a job when its training has ended, at its present speed; None where that is not known."""
+        """Cost of a job when its training has ended, at its present speed; None where that is not known."""
         if job.status.is_terminal:
             return self.cost_of(job, now)
         if job.progress.seconds_remaining is None:
@@ -54,7 +54,7 @@ def cost_cap(spec: JobSpec, policy: TenantPolicy) -> float | None:
 
 
 def measured_speed(job: Job, now: float) -> Speed | None:
-    """Of a job whose present attempt has just succeeded; None where it told too little."""
+    """Speed of a job whose present attempt has just succeeded; None where it told too little."""
     attempt, pace = job.attempt, job.attempt.pace
     if attempt.submitted_at is None or attempt.resume_from is not None or pace is None or job.flops_per_step is None:
         return None

@@ -40,12 +40,12 @@ _PROMPTS: dict[str, tuple[frozenset[str], ...]] = _FORMATS | {
 }
 """The same for sources that the teacher completes."""
 _HEAD_BYTES = 1 << 20
-"""How much of a JSON file is looked at."""
+"""Bytes at the beginning of a JSON file that are looked at."""
 
 
 @dataclass(frozen=True)
 class SourceEstimate:
-    """What a first look tells of a data source; nothing of one that is not on this machine."""
+    """Results of a first look at a data source; none for a source that is not on this machine."""
 
     name_or_path: str
     num_files: int | None = None
@@ -145,7 +145,7 @@ def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[s
 
 
 def _parquet_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[str] | None:
-    """None where no Parquet reader is installed, as in the control plane's own image."""
+    """Columns of a Parquet file; None where no Parquet reader is installed, as in the control plane's own image."""
     if find_spec("pyarrow") is None:
         return None
     try:

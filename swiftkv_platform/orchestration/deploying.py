@@ -1,4 +1,4 @@
-"""What callers ask of deployments. Knows rules and ports; the reconciler does what takes time."""
+"""Callers' operations on deployments. Knows rules and ports; the reconciler does what takes time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job would cost and make of its teacher, from the teacher's configuration. Reads nothing."""
+"""Estimates of a job's cost and of the student it makes, from the teacher's configuration. Reads nothing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Estimate:
     prefill_flops_ratio: float | None = None
     """Prompts of `data.max_length` tokens, SwiftKV relative to the teacher, as executed."""
     kv_bytes_per_token: float | None = None
-    """Of the student's cache in bfloat16."""
+    """Bytes of the student's cache per token, in bfloat16."""
     kv_bytes_ratio: float | None = None
     """KV bytes per token relative to the teacher's."""
     parameters: int | None = None
-    """Of the student with its teacher's projections."""
+    """Number of parameters of the student with its teacher's projections."""
     trained_parameters: int | None = None
     flops_per_token: float | None = None
-    """Of training, forward and backward."""
+    """FLOPs of training per token, forward and backward."""
     memory_per_worker: int | None = None
     """Bytes on each worker's device at the peak of a step; without GPUs, in its process, beside `process_memory`."""
     process_memory: int | None = None
@@ -42,15 +42,15 @@ class Estimate:
     max_tokens: int | None = None
     """Tokens trained with `training.max_steps` full batches; None where epochs decide."""
     total_flops: float | None = None
-    """Of those tokens."""
+    """FLOPs of those tokens."""
     flops_per_step: float | None = None
-    """Of all workers."""
+    """FLOPs of a step over all workers."""
     seconds: float | None = None
-    """From submission to the model, once it starts; None without `training.max_steps` or without a speed."""
+    """Seconds from submission to the model, once it starts; None without `training.max_steps` or without a speed."""
     speed_source: str | None = None
-    """Where the speed is from: the id of the job that was measured, or `configured`."""
+    """Source of the speed: the id of the job that was measured, or `configured`."""
     cost: float | None = None
-    """Of those seconds, at the operator's prices."""
+    """Cost of those seconds, at the operator's prices."""
     sources: tuple[SourceEstimate, ...] = ()
 
 
@@ -100,7 +100,7 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
 
 
 def _settled(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
-    """As preparation will settle it, but for the batch size of few data, which are not read here."""
+    """Settle a spec as preparation will, but for the batch size of few data, which are not read here."""
     context_length, hidden_size = config.get("max_position_embeddings"), config.get("hidden_size")
     settled = settle(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
     return settle_batch_size(settled, num_rows=sys.maxsize)

@@ -58,8 +58,8 @@ TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
         JobStatus.CANCELLED: "",
     }.items()
 }
-"""What may follow each status. A retry, and a resume, goes back to `queued`; a job that finishes while pausing or
-cancelling has succeeded."""
+"""Statuses that may follow each status. A retry, and a resume, goes back to `queued`; a job that finishes while
+pausing or cancelling has succeeded."""
 
 _OFF_CLUSTER = frozenset(
     {JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED}
@@ -73,7 +73,7 @@ def new_id(prefix: Literal["job", "evt", "mdl", "dep", "prm"]) -> str:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a job has the status it has."""
+    """Reason for a job's status."""
 
     code: str
     """`worker_lost`, `data_error`, ...: the codes of `errors.py` and those only the cluster can cause."""
@@ -103,25 +103,25 @@ class Progress:
 
 @dataclass(frozen=True)
 class Pace:
-    """Where speed is measured from: the first point of an uninterrupted stretch of steps."""
+    """Starting point of a speed measurement: the first point of an uninterrupted stretch of steps."""
 
     step: int
     time: float
     """Unix seconds."""
     last_time: float = 0.0
-    """Of the newest point."""
+    """Unix seconds of the newest point."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a job was, from which other jobs' time is estimated."""
+    """Measured speed of a job, from which other jobs' time is estimated."""
 
     flops_per_second: float
-    """Of one worker, as `planning.plan_training` counts FLOPs, checkpoints and waiting included."""
+    """FLOPs per second of one worker, counted as in `planning.plan_training`, checkpoints and waiting included."""
     startup_s: float
-    """From submission to the first step."""
+    """Seconds from submission to the first step."""
     finish_s: float
-    """From the last step to the end: evaluation and publishing."""
+    """Seconds from the last step to the end: evaluation and publishing."""
     process_memory: int | None = None
     """Bytes that a worker's process has held beside what was planned for its model; None with GPUs."""
 
@@ -141,7 +141,7 @@ class Attempt:
     """Last sequence number read of each event writer."""
     pace: Pace | None = None
     failure: Failure | None = None
-    """What the attempt itself last said about why it fails."""
+    """Newest reason that the attempt itself gave for its failure."""
     pause_requested: bool = False
     """Whether the attempt has been asked to pause."""
     peak_memory: int = 0
@@ -155,7 +155,7 @@ class Attempt:
     paused: bool = False
     """Whether the attempt says that it has: its checkpoint is complete."""
     stopping: Reason | None = None
-    """Why the control plane ends it; the job then fails."""
+    """Reason for which the control plane ends it; the job then fails."""
 
 
 @dataclass(frozen=True)
@@ -170,19 +170,19 @@ class Job:
     status: JobStatus = JobStatus.QUEUED
     status_reason: Reason | None = None
     started_at: int | None = None
-    """When the first attempt began to run."""
+    """Unix seconds at which the first attempt began to run."""
     finished_at: int | None = None
     estimated_finish: int | None = None
     progress: Progress = Progress()
     attempt: Attempt = Attempt()
     flops_per_step: float | None = None
-    """Of all workers; None where the teacher's configuration was not at hand."""
+    """FLOPs of a step over all workers; None where the teacher's configuration was not at hand."""
     planned_memory: int | None = None
     """`Estimate.memory_per_worker`."""
     earlier_seconds: float = 0.0
-    """That attempts before the present one, or all of a job off the cluster, were on the cluster."""
+    """Seconds that attempts before the present one, or all of a job off the cluster, were on the cluster."""
     speed: Speed | None = None
-    """Once it has succeeded."""
+    """Measured speed, once the job has succeeded."""
     retries: int = 0
     """Attempts that count against `fault_tolerance.max_retries`."""
     not_before: float = 0.0
@@ -196,7 +196,7 @@ class Job:
     """Raised by every update; an update of an older version is refused."""
 
     def seconds_on_cluster(self, now: float) -> float:
-        """Over all attempts, the present one included."""
+        """Seconds on the cluster over all attempts, the present one included."""
         since = self.attempt.submitted_at
         running = now - since if since is not None and self.status.holds_cluster else 0.0
         return self.earlier_seconds + max(running, 0.0)
@@ -231,7 +231,7 @@ class MetricPoint:
 
 @dataclass(frozen=True)
 class Model:
-    """A distilled model: an artifact somebody can deploy, and where it came from."""
+    """A distilled model: an artifact that can be deployed, and its origin."""
 
     id: str
     tenant: str

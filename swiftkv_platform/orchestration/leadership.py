@@ -12,7 +12,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.ports import Clock, Leases
 
 LEASE_S = 5.0
-"""How long the others wait for a control plane that has died, at most."""
+"""Seconds that the others wait for a control plane that has died, at most."""
 
 
 class Leadership:

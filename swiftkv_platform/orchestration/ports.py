@@ -1,4 +1,4 @@
-"""What orchestration needs from the outside, as protocols beside their consumer. Knows no implementation.
+"""Outside services that orchestration needs, as protocols beside their consumer. Knows no implementation.
 
 Every method may raise the errors its docstring names and no other; network and database failures arrive as
 `ClusterUnavailableError`, `StorageError` and `DatabaseUnavailableError`.
@@ -35,7 +35,7 @@ class Page:
     """Id of the last item already seen, in the chosen order."""
     limit: int = 20
     order: Literal["asc", "desc"] = "desc"
-    """By time of creation."""
+    """Order by time of creation."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Submission:
 
 
 class JobCluster(Protocol):
-    """Where attempts run. Every method raises `ClusterUnavailableError` when the cluster does not answer."""
+    """The cluster on which attempts run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
     def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
         """Start a command under an id that can be used once; does nothing if that id is already known."""
@@ -296,13 +296,13 @@ class DeploymentStatus(StrEnum):
     DEPLOYING = "deploying"
     RUNNING = "running"
     SWAPPING = "swapping"
-    """It answers, with the version before; the one that is wanted is being loaded beside it."""
+    """The version before answers; the one that is wanted is being loaded beside it."""
     REFUSED = "refused"
-    """It answers, with the version before; the one that is wanted was refused."""
+    """The version before answers; the one that is wanted was refused."""
     UNHEALTHY = "unhealthy"
-    """It ran, and some replica does not any more."""
+    """The deployment ran, and some replica does not any more."""
     FAILED = "failed"
-    """It could not be started."""
+    """The deployment could not be started."""
     DELETING = "deleting"
 
 
@@ -318,7 +318,7 @@ class DeploymentState:
 
 @dataclass(frozen=True)
 class DeploymentSpec:
-    """What is to be served. The fields' names are those of `serve.args.ServeArgs`."""
+    """Specification of a deployment. The fields' names are those of `serve.args.ServeArgs`."""
 
     id: str
     model: str
@@ -330,19 +330,19 @@ class DeploymentSpec:
     target_ongoing_requests: float | None = None
     """Requests a replica should work on at once; more replicas are started above it. None: by the engine's load."""
     upscale_delay_s: float = 10.0
-    """How long the load must ask for more replicas before they are started."""
+    """Seconds for which the load must ask for more replicas before they are started."""
     downscale_delay_s: float = 300.0
-    """How long it must ask for fewer before they are drained."""
+    """Seconds for which it must ask for fewer before they are drained."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine options, handed through."""
     alias: str | None = None
-    """What the model is promoted as; whatever is promoted so next is swapped in."""
+    """Alias that the model is promoted to; each later promotion to it is swapped in."""
     candidate: Mapping[str, Any] | None = None
-    """`model`, `artifact_uri` and `share`: a second model in every replica that answers so many of the requests."""
+    """`model`, `artifact_uri` and `share`: a second model in every replica that answers this share of the requests."""
     shadow: Mapping[str, Any] | None = None
-    """`against` and `share`: the teacher or the candidate judges so many of the answers."""
+    """`against` and `share`: the teacher or the candidate judges this share of the answers."""
     tenant: str | None = None
-    """Whose keys it answers, where replicas ask for keys; None: everybody's."""
+    """Tenant whose keys it answers, where replicas ask for keys; None: every tenant's."""
 
 
 @dataclass(frozen=True)
@@ -372,12 +372,12 @@ DeploymentChange = Callable[[Deployment, Holdings], tuple[DeploymentSpec, Deploy
 
 
 class ServeCluster(Protocol):
-    """Where deployments run. Every method raises `ClusterUnavailableError` when the cluster does not answer."""
+    """The cluster on which deployments run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
     def apply(self, deployments: Sequence[DeploymentSpec]) -> None:
         """Make these, and no others, the served applications. Returns before they are ready."""
         ...
 
     def status(self) -> Mapping[str, DeploymentState]:
-        """By deployment id; an application that is gone is absent."""
+        """States by deployment id; an application that is gone is absent."""
         ...

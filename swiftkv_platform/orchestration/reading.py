@@ -1,4 +1,4 @@
-"""What an attempt says, folded into its job: a pure function of job and events. Knows no store and no database."""
+"""An attempt's events, folded into its job: a pure function of job and events. Knows no store and no database."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _measure(reading: Reading, event: AttemptEvent, metrics: _Metrics) -> None:
 
 
 def _seconds_remaining(pace: Pace, step: int, time: float, total: int | None) -> int | None:
-    """From the measured steps per second; None until two points are apart."""
+    """Estimate from the measured steps per second; None until two points are apart."""
     if total is None or step <= pace.step or time <= pace.time:
         return None
     return math.ceil(max(total - step, 0) * (time - pace.time) / (step - pace.step))

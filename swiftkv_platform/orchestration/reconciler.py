@@ -59,12 +59,12 @@ class Entrypoint:
     command: Sequence[str]
     """Program and first arguments, e.g. `("python", "-m", "jobs.distill")`."""
     store_uri: str
-    """Where the attempt finds `attempt.json` and leaves everything."""
+    """Address of the store in which the attempt finds `attempt.json` and leaves everything."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Ray shows it to whoever may see its dashboard: no secrets."""
+    """Environment variables; Ray shows them to all that may see its dashboard: no secrets."""
 
     def shell(self, job_id: str, attempt: int) -> str:
-        """As one line for a shell."""
+        """Join the command and its arguments to one line for a shell."""
         arguments = ["--job-id", job_id, "--attempt", str(attempt), "--store", self.store_uri]
         return shlex.join([*self.command, *arguments])
 
@@ -131,7 +131,7 @@ class Reconciler:
         self.jobs_put_off = sum(self._backoff.failing(job.id) for job in live)
 
     def _next_in_queue(self, live: Sequence[Job]) -> Sequence[Job]:
-        """As many as there is room for. A job that is left alone after a failure takes nobody's place."""
+        """Jobs to start, as room allows. A job that is left alone after a failure takes no other job's place."""
         now = self._clock()
         room = self._max_running_jobs - sum(job.status.holds_cluster for job in live)
         ready = [job for job in live if job.status.holds_cluster or self._backoff.ready(job.id, now)]
@@ -242,7 +242,7 @@ class Reconciler:
         return settled
 
     def _tidy_up(self, job_id: str) -> None:
-        """A store that is away then keeps what nobody needs; that changes nothing for the job."""
+        """Discard the job's inputs. A store that is away keeps them; that changes nothing for the job."""
         try:
             self._store.discard_inputs(job_id)
         except StorageError as error:

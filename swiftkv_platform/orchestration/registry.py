@@ -33,9 +33,9 @@ class Promotion:
     alias: str
     action: Literal["promote", "rollback"]
     model: str
-    """What the alias stands for from then on."""
+    """Model that the alias stands for from then on."""
     previous: str | None
-    """What it stood for before."""
+    """Model that it stood for before."""
     reason: str
     by: str
     """Name of the key that asked."""
@@ -45,7 +45,7 @@ class Promotion:
 
 
 Change = Callable[[Deployment, Model], tuple[DeploymentSpec, DeploymentState]]
-"""What becomes of a deployment that follows an alias, which stands for another model now."""
+"""Function that gives the new state of a deployment whose alias stands for another model now."""
 
 
 class Registry(Protocol):
@@ -58,7 +58,7 @@ class Registry(Protocol):
     def model_of_job(self, job_id: str, *, tenant: str) -> Model | None: ...
 
     def promotions(self, *, tenant: str, alias: str | None = None) -> Sequence[Promotion]:
-        """In the order in which they happened."""
+        """Promotions in the order in which they happened."""
         ...
 
     def promote(
@@ -220,7 +220,7 @@ def _check_unchanged(alias: str, seen: int, history: Sequence[Promotion]) -> Non
 
 
 def _stack(history: Sequence[Promotion]) -> list[str]:
-    """What the alias has stood for and could be rolled back to, the present model last."""
+    """Models that the alias has stood for and could be rolled back to, the present one last."""
     stack: list[str] = []
     for promotion in history:
         if promotion.action == "promote":

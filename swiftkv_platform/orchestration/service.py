@@ -1,4 +1,4 @@
-"""What callers ask of jobs. Knows rules and ports; the reconciler does what takes time."""
+"""Callers' operations on jobs. Knows rules and ports; the reconciler does what takes time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _UNDER_WAY = frozenset({JobStatus.QUEUED, JobStatus.STARTING, JobStatus.RUNNING,
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks."""
+    """Tenant and name of a caller."""
 
     tenant: str
     name: str
@@ -111,7 +111,7 @@ class JobService:
         return validate(spec, self._read_object, access=access)
 
     def _as_measured(self, found: Estimate, spec: JobSpec, caller: Caller) -> Estimate:
-        """How long it takes, as jobs like it did, and what that costs. A sweep's trials are not foreseen."""
+        """Add the time that jobs like it took, and its cost. A sweep's trials are not foreseen."""
         succeeded = JobFilter(status=JobStatus.SUCCEEDED)
         earlier = self._jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
         measured = speed_for(spec, earlier)

@@ -23,7 +23,7 @@ class DeploymentReconciler:
         self._catalog = catalog
         self._cluster = cluster
         self._applied: Sequence[DeploymentSpec] | None = None
-        """What this process last applied; None before it has applied anything."""
+        """Deployments that this process last applied; None before it has applied any."""
 
     def tick(self) -> None:
         """Raises `ClusterUnavailableError` and `DatabaseUnavailableError`; the next tick makes up for it."""

@@ -1,4 +1,4 @@
-"""How an attempt that has ended settles its job: success, another attempt, or the end. Knows ports, submits nothing."""
+"""Settlement of a job whose attempt has ended: success, another attempt, or the end. Knows ports, submits nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Settlement:
         elif job.status is JobStatus.PAUSING:
             self._settle_pause(reading, damage or job.attempt.failure)
         elif submission is None and unexplained and damage is None:
-            # Nobody follows the attempt any more. That is no fault of the job's and uses up no retry.
+            # Ray does not follow the attempt any more. That is no fault of the job's and uses up no retry.
             message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
             self._requeue(reading, Reason("worker_lost", message), counts=False)
         else:
@@ -126,7 +126,7 @@ class Settlement:
 
 
 def _cause(job: Job, submission: Submission | None) -> Failure:
-    """Why the attempt failed: the control plane's decision, else its own last word, else what Ray says."""
+    """Reason of the failure: the control plane's decision, else the attempt's own last word, else what Ray says."""
     if job.attempt.stopping is not None:
         return Failure(job.attempt.stopping, retryable=False)
     if job.attempt.failure is not None:

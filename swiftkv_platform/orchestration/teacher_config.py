@@ -63,14 +63,14 @@ def read_config_file(
 
 
 def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
-    """Where the teacher that ships with the package lies. Raises `ModelError` for another name."""
+    """Directory of the teacher that ships with the package. Raises `ModelError` for another name."""
     if name != BUILTIN_TEACHER:
         raise unusable(name, f"the only built-in teacher is {BUILTIN_TEACHER}", field)
     return Path(swiftkv_platform.demo.__path__[0]) / "teacher"
 
 
 def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
-    """What is said of a teacher that cannot be used."""
+    """Error for a teacher that cannot be used."""
     return ModelError(f"{field} is {name!r}: {why}", field=field, value=name)
 
 

@@ -1,4 +1,4 @@
-"""What the operator grants each tenant: quotas and weights, from a YAML file. Knows neither jobs nor who asks.
+"""The operator's grants to each tenant: quotas and weights, from a YAML file. Knows neither jobs nor callers.
 
 default: {max_queued_jobs: 100, max_running_jobs: 4}
 tenants:
@@ -22,7 +22,7 @@ class _Record(BaseModel):
 
 
 class TenantPolicy(_Record):
-    """What one tenant is granted; None is no limit."""
+    """Grants of one tenant; None is no limit."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of the cluster relative to other tenants that wait."""
@@ -44,7 +44,7 @@ class TenantPolicy(_Record):
     """Organisations of the hub whose models and data its specs may name; repositories without an organisation by their
     name. The platform reads the hub with one token for all."""
     webhook: WebhookSpec | None = None
-    """Told of all its jobs' changes of status, beside what each job names."""
+    """Webhook for all its jobs' changes of status, beside what each job names."""
 
 
 class _TenantsFile(_Record):

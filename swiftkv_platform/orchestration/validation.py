@@ -1,4 +1,4 @@
-"""What can be known of a spec before anything runs: the teacher's layers, the data's columns, where tasks lie. Imports
+"""Findings about a spec before anything runs: the teacher's layers, the data's columns, where tasks lie. Imports
 no torch.
 
 Local paths and objects are looked at; a hub id is taken at its word, and the worker reports if it does not exist.

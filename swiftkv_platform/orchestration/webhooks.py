@@ -109,7 +109,7 @@ class SecretFiles:
 
 @dataclass(frozen=True)
 class WebhookRules:
-    """Which addresses may be told, and with what secrets."""
+    """Addresses that webhooks may go to, and the secrets for them."""
 
     origins: Sequence[str] = ()
     """`https://host`, `https://*.domain` or `http://host:port`; without any, webhooks are refused."""
@@ -204,7 +204,7 @@ class Deliverer:
                 self._changed.notify_all()
 
     def _deliver(self, delivery: Delivery) -> str | None:
-        """What went wrong, without anything that the receiver said."""
+        """Deliver, and return the problem, without anything that the receiver said; None for success."""
         try:
             secret = self._rules.check(delivery.webhook, delivery.tenant)
             body, timestamp = _body(delivery), int(self._clock())

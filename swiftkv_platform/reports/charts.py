@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _INK = "#13579b"
 """Stands for the page's own text colour, which follows the reader's light or dark theme."""
 _PALETTE = ("#3b82c4", "#d9822b", "#4d9f63", "#b0569f", "#c7514a", "#7a6fd0")
-"""Of middling lightness, to be told from white and from near black alike."""
+"""Colours of middling lightness, to be told from white and from near black alike."""
 _PREFIX = re.compile(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"')
 
 
@@ -34,7 +34,7 @@ def as_svg(figure: Figure, description: str) -> str:
 
 
 def as_png(figure: Figure) -> bytes:
-    """On white, for viewers that know no theme."""
+    """Draw a figure on white, for viewers that know no theme."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
@@ -148,7 +148,7 @@ def _style(axes: Axes) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """Above the plot, where it covers nothing."""
+    """Draw the legend above the plot, where it covers nothing."""
     axes.legend(
         frameon=False, labelcolor=_INK, loc="lower left", bbox_to_anchor=(0, 1), ncols=5, columnspacing=1.2, borderpad=0
     )

@@ -1,4 +1,4 @@
-"""What these tests drive."""
+"""Fixtures of the browser tests."""
 
 from tests.browsers import browser, page
 

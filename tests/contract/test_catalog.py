@@ -1,4 +1,4 @@
-"""What every database must do for models and deployments: SQLite and PostgreSQL alike."""
+"""Contract of a database for models and deployments: SQLite and PostgreSQL alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every object store does alike: a directory, the in-memory fake, and two S3 servers."""
+"""Contract of an object store: a directory, the in-memory fake, and two S3 servers."""
 
 from __future__ import annotations
 

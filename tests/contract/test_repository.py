@@ -1,4 +1,4 @@
-"""What every database must do for jobs, events and metrics: SQLite and PostgreSQL alike."""
+"""Contract of a database for jobs, events and metrics: SQLite and PostgreSQL alike."""
 
 from __future__ import annotations
 

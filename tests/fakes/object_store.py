@@ -12,7 +12,7 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectInfo, valida
 
 
 class InMemoryObjectStore:
-    """Thread-safe; shared by whoever holds the object. `uri` names it in messages but cannot be opened."""
+    """Thread-safe; shared by all that hold the object. `uri` names it in messages but cannot be opened."""
 
     def __init__(self) -> None:
         self._objects: dict[str, bytes] = {}

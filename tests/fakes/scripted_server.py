@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What goes over the wire."""
+    """Answer that goes over the wire."""
 
     status: int = 200
     body: bytes = b""

@@ -110,7 +110,7 @@ def eventually(condition: Callable[[], Any], what: str, *, seconds: float = 60.0
 class RayCluster:
     url: str
     env: dict[str, str]
-    """What a process needs to talk to it."""
+    """Environment variables that a process needs to talk to it."""
 
     @classmethod
     def of(cls, head: RayHead) -> RayCluster:
@@ -222,7 +222,7 @@ class Plane:
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def ledger(self, job_id: str) -> list[list[str]]:
-        """What each start of a job's attempts has written: attempt, process, checkpoint gone on from."""
+        """Starts of a job's attempts, as each wrote them: attempt, process, checkpoint gone on from."""
         return [start[1:] for start in self.starts() if start[0] == job_id]
 
     def submit(self, **metadata: str) -> str:

@@ -47,7 +47,7 @@ def test_a_killed_control_plane_follows_its_jobs_to_their_end(plane: Plane) -> N
     plane.wait_for_step(job_id, 1)
 
     plane.kill()
-    (plane.gates / "killed").touch()  # the run goes on, and perhaps to its end, while nobody looks
+    (plane.gates / "killed").touch()  # the run goes on, and perhaps to its end, unobserved
     plane.start()
     job = plane.client.jobs.wait(job_id, timeout=60)
     follower.join(60)

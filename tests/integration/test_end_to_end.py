@@ -40,7 +40,7 @@ PROMPT = "def read_lines(path):\n    with open(path) as"
 
 @dataclass(frozen=True)
 class Platform:
-    """What `swiftkv up` starts."""
+    """The platform that `swiftkv up` starts."""
 
     home: Path
     url: str

@@ -58,7 +58,7 @@ def spec(tiny_teacher: Path, corpus: Path) -> JobSpec:
 
 @pytest.fixture(scope="module")
 def uninterrupted(cluster: str, spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What a run that nothing disturbs ends with."""
+    """Final weights of a run that nothing disturbs."""
     path = tmp_path_factory.mktemp("uninterrupted")
     store = open_store(str(path / "store"))
     assert start(store, spec, cluster).wait() == 0

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 
 T = TypeVar("T")
 KILLS = 200 if "SWIFTKV_SOAK" in os.environ else 10
-"""Of each database."""
+"""Kills of each database."""
 SEED = int(os.environ.get("SWIFTKV_SEED", "0"))
 CALLERS = 3
 

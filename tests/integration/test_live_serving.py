@@ -88,7 +88,7 @@ def url(serve_port: int) -> str:
 
 
 def serve(cluster: RayServe, spec: DeploymentSpec, *, replicas: int = 1) -> DeploymentState:
-    """Apply, and wait until so many replicas serve it or it is refused."""
+    """Apply, and wait until `replicas` replicas serve it or it is refused."""
     cluster.apply([spec])
 
     def settled() -> DeploymentState | None:

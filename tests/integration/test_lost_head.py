@@ -1,4 +1,4 @@
-"""Ray's head is killed under a running job and started again: the job goes on, and the orphan is heard by nobody."""
+"""Ray's head is killed under a running job and started again: the job goes on, and the orphan goes unheard."""
 
 from __future__ import annotations
 

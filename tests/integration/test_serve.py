@@ -93,7 +93,7 @@ def generate(client: httpx.Client, **body: Any) -> httpx.Response:
 
 
 def wait_until_free(client: httpx.Client) -> None:
-    """The deployment lets nobody wait, so a request is refused while another one runs."""
+    """The deployment has no queue, so a request is refused while another one runs."""
     wait_for(lambda: generate(client, prompt=[1], **GREEDY).status_code == httpx.codes.OK)
 
 

@@ -39,7 +39,7 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, tmp_path: Path) -> None:
-    """Of two learning rates one makes the loss infinite: a result of the sweep, not a failure of the job. The first
+    """One of two learning rates makes the loss infinite: a result of the sweep, not a failure of the job. The first
     attempt ends where it has published and not yet said so."""
     from jobs.distill import run_attempt
     from jobs.events import Reporter

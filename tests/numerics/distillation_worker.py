@@ -81,12 +81,12 @@ class Run:
     resume_from: str | None = None
     """Key of a checkpoint, or a pattern of keys that only one fits."""
     stop_after: int | None = None
-    """Leave the loop, as if killed, once so many steps are done."""
+    """Leave the loop, as if killed, once this number of steps is done."""
     wishes: dict[int, Wish] = field(default_factory=dict)
-    """What the last worker is told after a step."""
+    """Wish that the last worker gets after a step."""
     early_exit: bool = False
     family: str | None = None
-    """Of `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
+    """Family among `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
     teacher: str | None = None
     """Directory of the teacher, whose weights are then read module by module."""
     spec: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Outcome:
     frozen_changed: list[str]
     """Names of frozen parameters that are not what they were."""
     largest_share: float = 1.0
-    """Of the model's elements that this worker held at one time while the weights were read."""
+    """Share of the model's elements that this worker held at one time while the weights were read."""
 
 
 def job_spec(sections: dict[str, Any]) -> JobSpec:
@@ -230,7 +230,7 @@ def group_of_one(directory: Path) -> Iterator[None]:
 
 
 def run_spawned(scenarios: Sequence[Run], world_size: int, directory: Path) -> list[Outcome]:
-    """What rank 0 saw of each scenario, run one after the other by `world_size` new processes."""
+    """Outcomes of the scenarios at rank 0, run one after the other by `world_size` new processes."""
     mp.spawn(_main, args=(world_size, list(scenarios), str(directory)), nprocs=world_size)
     return pickle.loads((directory / "outcomes.pickle").read_bytes())
 

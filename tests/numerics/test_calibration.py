@@ -81,7 +81,7 @@ def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(tokens: to
 
 @torch.no_grad()
 def attention_error(student: Any, layer: int, tokens: torch.Tensor) -> float:
-    """Of a layer's attention output, relative to the teacher's."""
+    """Error of a layer's attention output, relative to the teacher's."""
     outputs: list[torch.Tensor] = []
     handle = student.model.layers[layer].self_attn.register_forward_hook(lambda _m, _a, out: outputs.append(out[0]))
     student.swiftkv(True)(tokens)

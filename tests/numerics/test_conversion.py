@@ -120,7 +120,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_converting_takes_the_memory_of_a_few_tensors(tmp_path: Path) -> None:
-    """Of a checkpoint of 180 MB, in a process of its own whose anonymous memory is read after every tensor."""
+    """Convert a checkpoint of 180 MB in a process of its own whose anonymous memory is read after every tensor."""
     teacher = tmp_path / "teacher"
     config = teacher_config(hidden_size=768, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=12)
     config.dtype = torch.bfloat16

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said before weights are read, and nothing is left behind."""
+"""Faults of a checkpoint are reported before weights are read, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report says is what a naive computation over whole logits and plain decoding says, costs included."""
+"""The report agrees with a naive computation over whole logits and plain decoding, costs included."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_skipped_prefill_equals_full_depth(name: str, prompt: torch.Tensor) -> N
 @every_family
 @torch.no_grad()
 def test_packed_rows_keep_samples_apart(name: str, prompt: torch.Tensor) -> None:
-    """What training feeds, on both of transformers' attention functions that a CPU has."""
+    """Training's input, on both of transformers' attention functions that a CPU has."""
     student = make_student(name)
     positions = torch.cat((torch.arange(25), torch.arange(15)))[None]
     expected = torch.cat([student(part[None], use_cache=False).logits[0] for part in prompt.split([25, 15])])

@@ -181,7 +181,7 @@ def test_a_backend_that_cannot_select_runs_every_layer(prompts: torch.Tensor, mo
 
 @contextmanager
 def tokens_by_layer(model: Any) -> Iterator[dict[int, list[int]]]:
-    """How many tokens of the batch each forward pass sends through each layer."""
+    """Count the tokens of the batch that each forward pass sends through each layer."""
     counts: dict[int, list[int]] = defaultdict(list)
 
     def count(i: int) -> Any:

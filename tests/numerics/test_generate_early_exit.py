@@ -1,4 +1,4 @@
-"""Threshold early exit in `generate()`: who exits, where the token comes from, and that nobody else notices."""
+"""Threshold early exit in `generate()`: the rows that exit, the token's origin, and no effect on other rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_rows_exit_as_if_each_were_alone(threshold: Any, student: Any, prompts: 
 
 
 def test_rows_of_a_step_part(student: Any, prompts: torch.Tensor) -> None:
-    """What the other tests rely on; the first token may exit, too."""
+    """Premise of the other tests; the first token may exit, too."""
     options = mixed(student, prompts)
     assert int(with_exits(student, prompts, options, max_new_tokens=1).num_exited_tokens.sum()) == 2
     exited = with_exits(student, prompts, options).num_exited_tokens

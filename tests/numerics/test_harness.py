@@ -75,7 +75,7 @@ def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def log_likelihood(model: Any, context: str, continuation: str) -> float:
-    """Of the continuation's tokens, from one forward of every token through every layer, without a cache."""
+    """Log-likelihood of the continuation's tokens, from one forward of every token through every layer, uncached."""
     ids, skipped = list((context + continuation).encode()), len(context.encode())
     encoded = torch.tensor([byte_tokenizer().convert_tokens_to_ids(byte_tokenizer().tokenize(context + continuation))])
     assert encoded.shape[1] == len(ids)

@@ -1,4 +1,4 @@
-"""Dropping tokens at layer l: whoever drops them, the rest get what they get when every token goes on."""
+"""Dropping tokens at layer l: whatever drops them, the rest get what they get when every token goes on."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rows_leave_a_decode_batch_and_their_key_values_are_complete(name: str, 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What an attention backend wants to know of its queries."""
+    """Metadata of queries for an attention backend."""
 
     sequence_of: torch.Tensor
     """[num_queries]"""

@@ -32,7 +32,7 @@ CUTS = tuple(product((1, 2), (1, 4))) if SOAK else ((2, 2),)
 """Workers and micro batch; the last one is resumed."""
 WORKERS, MICRO_BATCH = CUTS[-1]
 HANDOVERS = (("zero3", "fsdp2", 1), ("zero1", "ddp", 1), ("fsdp2", "zero3", 2), ("ddp", "zero2-offload", 2))
-"""Who began, who goes on, and with how many workers."""
+"""Sharding that begins, sharding that takes over, and its number of workers."""
 NUM_STEPS = 20 if SOAK else 4
 MIDDLE = NUM_STEPS // 2
 
@@ -170,7 +170,7 @@ def test_bfloat16_follows_the_same_course(outcomes: dict[Any, Outcome], sharding
 
 
 def test_a_batch_that_workers_cannot_share_equally_is_trained_whole(outcomes: dict[Any, Outcome]) -> None:
-    """As an elastic run meets it: seven rows, four for one worker and three for the other."""
+    """Seven rows, as an elastic run may meet them: four for one worker and three for the other."""
     _assert_same_losses(outcomes["uneven", 2], outcomes["uneven", 1])
 
 

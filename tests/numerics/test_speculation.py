@@ -22,7 +22,7 @@ from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import family_teacher, random_teacher
 
 FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""With which everything that may be drafted is."""
+"""Draft costs with which everything that may be drafted is."""
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.5, "top_k": 2, "top_p": 0.95, "min_p": 0.01}
 PROCESSED = {

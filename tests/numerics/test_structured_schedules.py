@@ -30,7 +30,7 @@ from tests.tiny_models import random_teacher
 
 NUM_SCHEDULES = max(int(os.environ.get("SWIFTKV_SCHEDULES", "50")) // 5, 1)
 FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""With which everything that may be drafted is."""
+"""Draft costs with which everything that may be drafted is."""
 PET = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 12}},
@@ -71,7 +71,7 @@ def free_drafts() -> Iterator[None]:
 
 
 def constrained(draw: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
-    """Most of them, each with a seed of its own, so that its answer is its own whoever comes beside."""
+    """Most of them, each with a seed of its own, so that its answer is its own whatever comes beside."""
     made = []
     for arrival in arrivals:
         wanted = draw.choice([None, *CONSTRAINTS * 2])

@@ -26,7 +26,7 @@ from tests.engine_schedules import Subject, check_outputs, random_arrivals, run
 from tests.tiny_models import disturb, family_teacher, random_teacher
 
 FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""With which everything that may be drafted is."""
+"""Draft costs with which everything that may be drafted is."""
 STUDENT = {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True}
 FAMILIES = ["dense", "deepseek_v2-lora"] + ["qwen3", "qwen3_moe"] * ("SWIFTKV_SOAK" in os.environ)
 """Each starts a process, which takes its time to import; DeepSeek-V2 has experts too."""

@@ -19,7 +19,7 @@ DOCS = Path("docs")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site. A link or anchor that leads nowhere is a warning, and warnings are errors."""
     directory = tmp_path_factory.mktemp("site")
-    # Whoever asks the network is refused by a proxy that does not exist.
+    # A request to the network is refused by a proxy that does not exist.
     environment = {**os.environ, "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
     built = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What infra/ says of images, settings, compose and monitoring agrees with the code. Nothing is started."""
+"""Images, settings, compose and monitoring in infra/ agree with the code. Nothing is started."""
 
 from __future__ import annotations
 

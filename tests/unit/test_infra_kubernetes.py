@@ -1,4 +1,4 @@
-"""What infra/kubernetes says agrees with the schemas of what reads it, and with the code. Nothing is started."""
+"""Manifests in infra/kubernetes agree with the schemas of what reads them, and with the code. Nothing is started."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from swiftkv_platform.swagger import add_docs
 
 
 class Links(HTMLParser):
-    """What a page loads as it opens."""
+    """Addresses that a page loads as it opens."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from swiftkv_platform.scaling import KV_CACHE_USAGE, WAITING_STEPS, replicas_by_
 
 
 def replicas(*loads: tuple[float, float], running: int | None = None, requests: float = 1.0) -> int:
-    """What the policy wants for (steps of prompts that wait, share of the cache in use) by replica."""
+    """Replicas that the policy wants for (steps of prompts that wait, share of the cache in use) by replica."""
     metrics = {
         WAITING_STEPS: {number: waiting for number, (waiting, _) in enumerate(loads)},
         KV_CACHE_USAGE: {number: usage for number, (_, usage) in enumerate(loads)},

@@ -1,4 +1,4 @@
-"""What a spec leaves to the model and the data."""
+"""Values that a spec leaves to the model and the data."""
 
 from __future__ import annotations
 

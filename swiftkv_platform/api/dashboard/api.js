@@ -18,7 +18,7 @@ async function failure(response) {
   }
 }
 
-/** Send a request; `body` is made JSON. Throws `ApiError` for a refusal, `TypeError` where nobody answers. */
+/** Send a request; `body` is made JSON. Throws `ApiError` for a refusal, `TypeError` where nothing answers. */
 export async function send(method, path, body) {
   const options = { method, headers: body === undefined ? {} : { "Content-Type": "application/json" } };
   if (body !== undefined) options.body = JSON.stringify(body);

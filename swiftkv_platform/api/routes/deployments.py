@@ -78,7 +78,7 @@ def get_deployment(
 async def get_deployment_metrics(
     deployment_id: str, parts: Parts, caller: Reader, settings: TheSettings
 ) -> DeploymentMetricsAnswer:
-    """What the deployment's replicas measure now, for pages that have no Prometheus to ask. None where none runs."""
+    """Metrics of the deployment's replicas now, for pages that have no Prometheus to ask. None where none runs."""
     found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
     replicas = []
     if found.state.replicas:

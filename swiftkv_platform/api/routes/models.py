@@ -44,7 +44,7 @@ def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
 
 @router.get("/models/{model_id}/lineage")
 def get_lineage(model_id: str, parts: Parts, caller: Reader, service: Service) -> LineageAnswer:
-    """From the data and the teacher to what serves the model."""
+    """Lineage from the data and the teacher to what serves the model."""
     model = parts.catalog.get_model(model_id, tenant=caller.tenant)
     deployments = parts.catalog.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
     history = [item for items in service.aliases(caller.tenant).values() for item in items]
@@ -76,7 +76,7 @@ def promote_model(
 
 @router.get("/aliases")
 def list_aliases(caller: Reader, service: Service) -> ListAnswer[AliasAnswer]:
-    """What each alias stands for, and how it came to."""
+    """List the model that each alias stands for, and its history."""
     found = [AliasAnswer.of(alias, history) for alias, history in sorted(service.aliases(caller.tenant).items())]
     return list_answer(Slice(found, has_more=False), lambda alias: alias, lambda alias: alias.id)
 

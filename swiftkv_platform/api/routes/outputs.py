@@ -70,7 +70,7 @@ def _prefix(job: Job) -> str:
 
 
 def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
-    """By path, the manifest itself included."""
+    """Files by path, the manifest itself included."""
     if job.status is not JobStatus.SUCCEEDED:
         return {}
     manifest = read_manifest(parts.objects, _prefix(job))

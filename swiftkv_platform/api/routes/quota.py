@@ -54,7 +54,7 @@ class QuotaAnswer(Answer):
 
 @router.get("/quota")
 def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
-    """What the caller's tenant may use, and uses."""
+    """Quota of the caller's tenant, and its use."""
     live = [job for job in parts.jobs.live() if job.tenant == caller.tenant]
     deployed = [item for item in parts.catalog.all_deployments() if item.tenant == caller.tenant]
     jobs, deployments = (held.get(caller.tenant, Demand()) for held in (held_by(live), held_by((), deployed)))

@@ -1,4 +1,4 @@
-"""As much of vLLM as `benchmarks/vllm_worker.py` uses, for an interpreter without it: one token a step for everyone.
+"""The part of vLLM that `benchmarks/vllm_worker.py` uses, for an interpreter without it: one token a step for each.
 
 Passes the tests that real vLLM passes (`tests/unit/benchmarks/test_vllm.py`). Like vLLM it prints where it should not.
 """

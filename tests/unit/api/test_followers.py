@@ -1,4 +1,4 @@
-"""Many who follow one job's events at once, over real connections; 30 here, 200 with `SWIFTKV_SOAK=1`."""
+"""Many followers of one job's events at once, over real connections; 30 here, 200 with `SWIFTKV_SOAK=1`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.servers import serving
 from tests.unit.api.conftest import Server, control_plane, make_parts
 
 EXAMPLES = 200 if "SWIFTKV_SOAK" in os.environ else 6
-"""Of each route."""
+"""Examples of each route."""
 
 
 @pytest.fixture(scope="module")

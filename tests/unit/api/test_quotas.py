@@ -1,4 +1,4 @@
-"""What is refused for a quota's sake names the limit, and says whether waiting helps."""
+"""Refusals for a quota's sake name the limit, and say whether waiting helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: nobody without one, nothing beyond its scopes, nothing of another tenant's; over every route there is."""
+"""API keys: no access without one, nothing beyond its scopes, nothing of another tenant's; over every route."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("DELETE", "/deployments/{deployment_id}"): None,
     ("POST", "/deployments/{deployment_id}/generate"): {"prompt": "x"},
 }
-"""What each route that changes or asks something is sent; a route that is missing here fails the tests."""
+"""Bodies for each route that changes or asks something; a route that is missing here fails the tests."""
 NOBODYS = {
     "job_id": "job_x",
     "model_id": "mdl_x",

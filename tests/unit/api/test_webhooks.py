@@ -28,7 +28,7 @@ SECRET = "a secret that signs webhooks"
 
 @dataclass
 class Receiver:
-    """What came, and what to answer."""
+    """Received requests, and the answers to give."""
 
     url: str = ""
     answers: list[int] = field(default_factory=list)
@@ -75,7 +75,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture
 def gone() -> str:
-    """An address where nobody listens."""
+    """An address without a listener."""
     return f"http://127.0.0.1:{free_port()}"
 
 

@@ -90,7 +90,7 @@ def test_an_artifact_brings_its_text_and_limits(student: Path, corpus: Path, tmp
 
 
 def test_rows_are_no_longer_than_the_models_context(student: Path, corpus: Path, tmp_path: Path) -> None:
-    """As the job's were, whose `max_length` is 8,192 by default."""
+    """Rows keep to the context like the job's, whose `max_length` is 8,192 by default."""
     config = json.loads((student / "config.json").read_text())
     whole = _artifact(student, tmp_path / "whole", {"sources": [{"name_or_path": str(corpus)}]})
     fitting = {"sources": [{"name_or_path": str(corpus)}], "max_length": config["max_position_embeddings"]}

@@ -1,4 +1,4 @@
-"""What editors and shells are told: the schema files beside the recipes, and completion."""
+"""Input of editors and shells: the schema files beside the recipes, and completion."""
 
 from __future__ import annotations
 

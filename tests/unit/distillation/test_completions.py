@@ -1,4 +1,4 @@
-"""The built-in teacher answers prompts: the same ones whoever writes them, and never twice."""
+"""The built-in teacher answers prompts: the same ones from every writer, and never twice."""
 
 from __future__ import annotations
 

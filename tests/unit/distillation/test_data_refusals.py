@@ -1,4 +1,4 @@
-"""What is wrong with data, and how the refusal names file, place and field."""
+"""Faults of data, and how the refusal names file, place and field."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _peak_bytes(num_tokens: int, *, fused: bool) -> int:
-    """Of forward and backward with a vocabulary of 128K, student and teacher of the same width."""
+    """Peak bytes of forward and backward with a vocabulary of 128K, student and teacher of the same width."""
     hidden, vocab = 4, 1 << 17
     student = _random(num_tokens, hidden, seed=0).requires_grad_()
     teacher, head = _random(num_tokens, hidden, seed=1), _random(vocab, hidden, seed=2)

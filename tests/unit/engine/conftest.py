@@ -66,7 +66,7 @@ Reference = Callable[[Path, list[int], int], list[int]]
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """What transformers' own greedy `generate()` answers, the end of sequence ignored."""
+    """Answer of transformers' own greedy `generate()`, the end of sequence ignored."""
 
     def generate(directory: Path, prompt: list[int], max_tokens: int) -> list[int]:
         model: Any = AutoModelForCausalLM.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Many callers: each gets its own answer, nobody waits for the loop, a lost caller frees the engine."""
+"""Many callers: each gets its own answer, none waits for the loop, a lost caller frees the engine."""
 
 from __future__ import annotations
 

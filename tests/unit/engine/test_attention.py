@@ -1,4 +1,4 @@
-"""Paged attention equals attention to the context written out, wherever its blocks lie and whoever asks."""
+"""Paged attention equals attention to the context written out, wherever its blocks lie."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def scattered(length: int, size: int, draw: random.Random, taken: set[int]) -> tuple[Run, ...]:
-    """`length` tokens in runs of `size` slots that nobody has taken, in any order."""
+    """`length` tokens in runs of `size` slots that are not taken, in any order."""
     runs: list[Run] = []
     while length > 0:
         start = draw.randrange(0, SLOTS - size)

@@ -1,4 +1,4 @@
-"""What is worth drafting: from the text, and by what drafts cost and how they fared."""
+"""Choice of drafts: from the text, and by what drafts cost and how they fared."""
 
 from __future__ import annotations
 

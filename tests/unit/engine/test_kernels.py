@@ -141,7 +141,7 @@ def test_a_processor_without_the_products_is_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: None) -> None:
-    """What a draft costs is told by them."""
+    """The sizes determine the costs of drafts."""
     costs = [
         draft_costs(load_model(swiftkv_dir, EngineConfig(dtype=dtype, native_kernels=native)).model)
         for dtype, native in (("float32", False), ("bfloat16", False), ("bfloat16", True))

@@ -1,4 +1,4 @@
-"""What may be drawn, how often, and that a seed and a position repeat it whoever else is in the batch."""
+"""Tokens that may be drawn, how often, and that a seed and a position repeat one whatever else is in the batch."""
 
 from __future__ import annotations
 

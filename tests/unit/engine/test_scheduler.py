@@ -1,4 +1,4 @@
-"""Who runs: decodes before prompts, in line, within the budget; nobody starves and nothing deadlocks."""
+"""Scheduling: decodes before prompts, in line, within the budget; nothing starves and nothing deadlocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Six:
 
 
 class Line:
-    """A scheduler whose sequences are computed by nobody: each scheduled one that may gets the token 0."""
+    """A scheduler whose sequences go through no model: each scheduled sequence that may gets the token 0."""
 
     def __init__(
         self, num_blocks: int = 64, max_num_seqs: int = 8, max_num_batched_tokens: int = 16, *, drafts: bool = False
@@ -77,7 +77,7 @@ class Line:
             self.scheduler.remove(sequence)
 
     def run(self, limit: int = 10_000) -> list[dict[str, int]]:
-        """Step until nobody is left."""
+        """Step until no sequence is left."""
         steps = []
         while self.scheduler.num_running + self.scheduler.num_waiting:
             steps.append(self.step())

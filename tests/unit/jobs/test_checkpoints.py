@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest, and which ones stay, on a real directory store."""
+"""The newest checkpoint, and the ones that stay, on a real directory store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process says, as the control plane reads it."""
+"""Events of a process, as the control plane reads them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _raised(error: BaseException, traceback: str = "Traceback") -> Exception:
 
 
 def _died(error: Exception) -> Exception:
-    """What Ray Train makes of a worker that it cannot ask any more."""
+    """Ray Train's error for a worker that it cannot ask any more."""
     failure = WorkerHealthCheckFailedError("A worker health check failed.\nWorker info: ...", error)
     assert isinstance(failure, Exception)
     return failure

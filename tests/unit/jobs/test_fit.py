@@ -1,4 +1,4 @@
-"""What surrounds Ray Train's run on the driver, without a cluster."""
+"""Surroundings of Ray Train's run on the driver, without a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def driver() -> Iterator[None]:
 
 
 class _Method:
-    """Of an actor; it runs when its result is asked for."""
+    """Method of an actor; it runs when its result is asked for."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function

@@ -1,4 +1,4 @@
-"""Events handed on while the store, or who hears them, fails."""
+"""Events handed on while the store, or their receiver, fails."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ TEACHERS = {
         "kv_lora_rank": 512, "qk_rope_head_dim": 64,
     },
 }  # fmt: skip
-"""What the public `config.json` of each teacher says of its shape."""
+"""Shape of each teacher, from its public `config.json`."""
 
 LAYERS = {
     "builtin-python-5m": (6, 9),

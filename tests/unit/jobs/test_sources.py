@@ -1,4 +1,4 @@
-"""Where a teacher or a data set comes from."""
+"""Origins of a teacher or a data set."""
 
 from __future__ import annotations
 

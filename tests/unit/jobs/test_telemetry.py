@@ -1,4 +1,4 @@
-"""How busy a worker is, from known steps."""
+"""Utilisation of a worker, from known steps."""
 
 from __future__ import annotations
 

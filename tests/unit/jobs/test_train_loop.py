@@ -1,4 +1,4 @@
-"""What rank 0 says of its steps and checkpoints, and what it waits for."""
+"""Reports of rank 0 about its steps and checkpoints, and what it waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked before an attempt's first phase, on clusters that are only described."""
+"""Checks before an attempt's first phase, on clusters that are only described."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class _Mortal:
 
 
 class World:
-    """What happens outside the control plane: each submission runs its course over a few looks at it."""
+    """Events outside the control plane: each submission runs its course over a few looks at it."""
 
     def __init__(self, plane: Plane, job: Job, script: Callable[[World, int, int], None]) -> None:
         self.plane = plane
@@ -212,5 +212,5 @@ def test_a_run_found_again_after_a_kill_is_not_submitted_a_second_time_when_ray_
     reconciler.tick()
     plane.cluster.forget()
     reconciler.tick()
-    # Its process may live on and write below the first attempt's prefix, which nobody else may then use.
+    # Its process may live on and write below the first attempt's prefix, which no other attempt may then use.
     assert (plane.get(job).status, plane.get(job).attempt.number) == (JobStatus.QUEUED, 2)

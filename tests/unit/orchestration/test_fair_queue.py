@@ -1,4 +1,4 @@
-"""Which job starts next: fair between tenants, by priority within one, never beyond a quota."""
+"""Order of job starts: fair between tenants, by priority within one, never beyond a quota."""
 
 from __future__ import annotations
 

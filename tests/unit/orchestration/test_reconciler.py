@@ -190,7 +190,7 @@ def test_a_head_that_forgot_a_run_costs_an_attempt_and_no_retry(plane: Plane) ->
     plane.clock.now += 60
     reconciler.tick()
     assert plane.cluster.started == [f"{job.id}-1", f"{job.id}-2"]
-    # The orphan of the first attempt writes where nobody reads any more.
+    # The orphan of the first attempt writes where it is not read any more.
     plane.worker(job, attempt=1).say("error", "orphaned", code="data_error", retryable=False)
     reconciler.tick()
     assert plane.get(job).status is JobStatus.STARTING

@@ -1,4 +1,4 @@
-"""What is refused before anything runs, and how the refusal names field, value and what would do."""
+"""Refusals before anything runs, and how each names field, value and what would do."""
 
 from __future__ import annotations
 

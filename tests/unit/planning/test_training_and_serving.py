@@ -1,4 +1,4 @@
-"""How plans of training and serving follow their setup; the numerics tests hold them to real steps."""
+"""Plans of training and serving follow their setup; the numerics tests hold them to real steps."""
 
 from __future__ import annotations
 

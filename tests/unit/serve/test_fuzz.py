@@ -17,7 +17,7 @@ from tests.servers import serving
 from tests.unit.engine.tiny_models import save_swiftkv
 
 NUM_EXAMPLES = 500 if "SWIFTKV_SOAK" in os.environ else 25
-"""Of each operation."""
+"""Examples of each operation."""
 
 MODEL = "mdl_1"
 

@@ -1,4 +1,4 @@
-"""Fingerprints of prompts, the header that carries them, and who is chosen by them; without Ray's processes."""
+"""Fingerprints of prompts, the header that carries them, and the replica they choose; without Ray's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sources a tenant's specs may read."""
+"""Sources that a tenant's specs may read."""
 
 from __future__ import annotations
 

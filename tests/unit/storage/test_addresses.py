@@ -1,4 +1,4 @@
-"""Which addresses open a store, and what the others are told."""
+"""Addresses that open a store, and the refusals of the others."""
 
 from __future__ import annotations
 

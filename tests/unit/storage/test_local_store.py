@@ -1,4 +1,4 @@
-"""A directory as an object store: nobody sees an object in the making."""
+"""A directory as an object store: an object in the making is invisible."""
 
 from __future__ import annotations
 

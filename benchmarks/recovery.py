@@ -36,14 +36,14 @@ from jobs.checkpoints import AttemptCheckpoints
 from jobs.measure import compare, teacher_kept_apart
 from jobs.prepare import compute_dtype, load_student, load_tokenizer, prepare
 from jobs.sources import teacher_path
-from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.fork import Fork, load_trained, trained_parameters
 from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
-from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, DistillationSpec, JobSpec, load_spec
 from swiftkv_platform.storage.object_store import open_store
 

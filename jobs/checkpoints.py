@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from swiftkv_platform.attempts import AttemptRequest, Manifest, ManifestFile, checkpoints_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, ManifestFile, checkpoints_prefix
 from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import (

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from swiftkv_platform.attempts import AttemptRequest
-from swiftkv_platform.distillation.wishes import Wish
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.attempt_store import AttemptStore

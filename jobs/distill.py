@@ -36,7 +36,7 @@ from jobs.training import (
     wait_for,
     warn_if_too_large,
 )
-from swiftkv_platform.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
+from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import swiftkv_platform.model  # noqa: F401 (registers the classes)
 from jobs.measure import measure_student
 from jobs.sources import StoreFiles, fetch_data
-from swiftkv_platform.attempts import MANIFEST, Manifest
+from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.harness_tasks import resolve_tasks
 from swiftkv_platform.distillation.packing import PackedRows

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ulid import ULID
 
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.artifacts import manifest_digest

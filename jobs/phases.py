@@ -17,8 +17,8 @@ from jobs.events import Reporter
 from jobs.places import say_placed, say_waiting
 from jobs.rows import StoredPreparation, find_rows, find_start, load_start, publish_rows, publish_start
 from jobs.sources import access_of
-from swiftkv_platform.attempts import AttemptRequest, Manifest
-from swiftkv_platform.distillation.wishes import Wish
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.errors import TrainingError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec, ResourcesSpec

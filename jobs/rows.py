@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swiftkv_platform.attempts import AttemptRequest, data_prefix, start_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, data_prefix, start_prefix
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 

@@ -8,7 +8,7 @@ import builtins
 from pathlib import Path
 
 import swiftkv_platform.demo
-from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
 from swiftkv_platform.sources.models import check_model_files

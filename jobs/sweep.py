@@ -19,14 +19,14 @@ from jobs.following import following
 from jobs.phases import STOPPED, StoppedError, evaluate_trial, publish_trial
 from jobs.places import say_waiting
 from jobs.training import as_task, train, wait_for
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
-from swiftkv_platform.distillation.wishes import Wish
+from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
+from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.sweep import sweep_page
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
-from swiftkv_platform.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 
 
 @dataclass(frozen=True)

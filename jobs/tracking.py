@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftkv_platform.attempts import AttemptRequest, Manifest, artifact_prefix, tracking_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, artifact_prefix, tracking_prefix
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.reports.charts import as_png

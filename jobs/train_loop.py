@@ -29,14 +29,14 @@ from jobs.rows import StoredPreparation
 from jobs.sources import access_of, teacher_path
 from jobs.telemetry import Telemetry
 from jobs.tracking import TrackedRun
-from swiftkv_platform.attempts import Manifest
+from swiftkv_platform.contract.attempts import Manifest
+from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, TrainerListener
 from swiftkv_platform.distillation.weights import LazyStudent
-from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec

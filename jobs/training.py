@@ -14,7 +14,7 @@ from jobs.control import LOOK_INTERVAL_S, look
 from jobs.events import Reporter
 from jobs.phases import STOPPED, Plan, StoppedError, WorkerConfig, prepare, task_options, write
 from jobs.places import say_waiting
-from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.artifacts import read_manifest

@@ -10,7 +10,7 @@ from ray.serve.config import RequestRouterConfig
 from serve.args import ReplicaArgs, ServeArgs
 from serve.deployment import Replica
 from serve.prefix_router import ROUTER
-from swiftkv_platform.scaling import autoscaling_config
+from swiftkv_platform.contract.autoscaling import autoscaling_config
 
 MAX_ONGOING_REQUESTS = 4096
 """Requests Serve hands to a replica at once. Far more than an engine admits: the replica itself refuses what is too

@@ -113,7 +113,7 @@ class ServeArgs(ReplicaArgs):
     max_replicas: Annotated[int, Field(ge=1)] = 1
     target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
     """Requests a replica should work on at once, those that wait included; more replicas are started above it. None
-    scales by what saturates the engine (`swiftkv_platform/scaling.py`)."""
+    scales by what saturates the engine (`swiftkv_platform/contract/autoscaling.py`)."""
     upscale_delay_s: Annotated[float, Field(ge=0.0)] = 10.0
     """Seconds for which the load must ask for more replicas before they are started."""
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = 300.0

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory

@@ -26,7 +26,7 @@ import ray.train
 from jobs import distill, fit, phases, train_loop, training
 from jobs.phases import Outcome, Plan, WorkerConfig
 from jobs.rows import StoredPreparation
-from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.distillation.checkpoint import Progress, from_rank_0
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
 from swiftkv_platform.cluster.served_revisions import ServedRevisions
+from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
-from swiftkv_platform.scaling import autoscaling_config, replica_resources
 
 APPLICATION = "serve.app:build_app"
 """Import path of the application of every deployment."""

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from swiftkv_platform.attempts import ManifestFile
+from swiftkv_platform.contract.attempts import ManifestFile
 from swiftkv_platform.errors import StorageError
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec
 from swiftkv_platform.orchestration.tenants import Policies, TenantPolicy
-from swiftkv_platform.scaling import replica_resources
 from swiftkv_platform.specs import JobSpec
 
 _PRIORITIES = {"high": 0, "normal": 1, "low": 2}

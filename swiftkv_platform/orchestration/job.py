@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ulid import ULID
 
-from swiftkv_platform.attempts import submission_id
+from swiftkv_platform.contract.attempts import submission_id
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.specs import JobSpec
 

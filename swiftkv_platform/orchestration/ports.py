@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.specs import JobSpec
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swiftkv_platform.attempts import AttemptEvent
+from swiftkv_platform.contract.attempts import AttemptEvent
 from swiftkv_platform.orchestration.job import (
     Event,
     EventType,

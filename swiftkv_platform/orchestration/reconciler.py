@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from swiftkv_platform.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,

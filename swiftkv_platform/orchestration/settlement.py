@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from swiftkv_platform.attempts import Manifest
+from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.orchestration.costs import measured_speed
 from swiftkv_platform.orchestration.job import (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.data_checks import check_sources
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
@@ -22,7 +23,6 @@ from swiftkv_platform.orchestration.teacher_config import (
 from swiftkv_platform.planning import student_layer_map
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.sweeps import GROUP_SIZE_FIELD, expand
 
 __all__ = ["ReadObject", "validate"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from swiftkv_platform.contract.sweeps import Point, SweepReport
 from swiftkv_platform.reports.charts import as_svg, frontier_chart
 from swiftkv_platform.reports.page import figure, page, paragraph, section, table, verdict
-from swiftkv_platform.sweeps import Point, SweepReport
 
 _COLUMNS = (
     "trial",

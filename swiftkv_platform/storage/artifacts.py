@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from swiftkv_platform.attempts import MANIFEST, Manifest, ManifestFile, ManifestKind
+from swiftkv_platform.contract.attempts import MANIFEST, Manifest, ManifestFile, ManifestKind
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ConflictError,

@@ -1,4 +1,4 @@
-"""The attempt contract of `swiftkv_platform.attempts`, read and written in an object store. Decides nothing."""
+"""The attempt contract of `swiftkv_platform.contract.attempts`, read and written in an object store. Decides nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from swiftkv_platform.attempts import (
+from swiftkv_platform.contract.attempts import (
     AttemptEvent,
     AttemptRequest,
     Manifest,

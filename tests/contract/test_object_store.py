@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.attempts import MANIFEST
+from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ConflictError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swiftkv_platform.attempts import (
+from swiftkv_platform.contract.attempts import (
     AttemptEvent,
     Manifest,
     ManifestFile,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, artifact_prefix, checkpoints_prefix
+from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, artifact_prefix, checkpoints_prefix
 from swiftkv_platform.local.ray_head import RayHead
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest

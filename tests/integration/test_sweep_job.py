@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.attempts import AttemptRequest, artifact_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, artifact_prefix
 from swiftkv_platform.specs import JobSpec, SweepSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore

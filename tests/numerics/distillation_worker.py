@@ -17,7 +17,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from jobs.checkpoints import AttemptCheckpoints
-from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
@@ -25,7 +26,6 @@ from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.weights import LazyStudent
-from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swiftkv_platform.attempts import checkpoints_prefix
+from swiftkv_platform.contract.attempts import checkpoints_prefix
+from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
-from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError
 from swiftkv_platform.specs import DistillationSpec
 from tests.numerics.distillation_worker import (

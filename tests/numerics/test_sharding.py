@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.attempts import checkpoints_prefix
+from swiftkv_platform.contract.attempts import checkpoints_prefix
 from tests.numerics.distillation_worker import Outcome, Run, group_of_one, run, run_spawned, tiny_teacher
 
 SOAK = bool(os.environ.get("SWIFTKV_SOAK"))

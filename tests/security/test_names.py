@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from jobs.sources import access_of
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.distillation.data_sources import read_source
 from swiftkv_platform.errors import InvalidInputError

@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 
 from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
 from swiftkv_platform.api.schemas import ArtifactFileAnswer, CheckpointAnswer, ListAnswer, list_answer, page_of
-from swiftkv_platform.attempts import MANIFEST, ManifestFile, artifact_prefix
+from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile, artifact_prefix
 from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from swiftkv_platform.attempts import MANIFEST, Manifest
 from swiftkv_platform.cli.app import app
+from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.model import convert
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import random_teacher, save_teacher

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from swiftkv_platform.attempts import ManifestFile
+from swiftkv_platform.contract.attempts import ManifestFile
+from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.uploads import Progress, Retries, Uploader
-from swiftkv_platform.distillation.wishes import Wish
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
 from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import group_of_one

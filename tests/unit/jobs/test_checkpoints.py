@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jobs.checkpoints import AttemptCheckpoints
-from swiftkv_platform.attempts import AttemptRequest, Manifest, checkpoints_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, checkpoints_prefix
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from jobs.events import MetricsBuffer, Reporter
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -19,7 +19,7 @@ from jobs.evaluate import evaluate_and_publish
 from jobs.phases import Plan
 from jobs.prepare import Prepared, collect_share, load_student
 from jobs.prepare import prepare as prepare_in
-from swiftkv_platform.attempts import AttemptRequest, artifact_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, artifact_prefix
 from swiftkv_platform.distillation import calibration_text
 from swiftkv_platform.distillation.evaluation import evaluate
 from swiftkv_platform.distillation.fork import trained_parameters

@@ -11,7 +11,7 @@ import pytest
 from jobs.phases import prepare
 from jobs.prepare import prepare as prepare_here
 from jobs.rows import find_rows
-from swiftkv_platform.attempts import AttemptRequest, data_prefix, start_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, data_prefix, start_prefix
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore

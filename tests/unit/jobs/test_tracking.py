@@ -16,7 +16,7 @@ PROGRAM = """
 import shutil, sys
 from pathlib import Path
 from jobs.tracking import TrackedRun
-from swiftkv_platform.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store
 

@@ -12,7 +12,7 @@ import torch
 
 from jobs.phases import WorkerConfig
 from jobs.train_loop import _RankZero
-from swiftkv_platform.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.specs import JobSpec

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs.phases import prepare, write
-from swiftkv_platform.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.distillation import completions
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore, open_store

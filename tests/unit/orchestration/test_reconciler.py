@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftkv_platform.attempts import MANIFEST, artifact_prefix, data_prefix
+from swiftkv_platform.contract.attempts import MANIFEST, artifact_prefix, data_prefix
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus

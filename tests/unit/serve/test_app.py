@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from serve.app import build_app
 from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
+from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
 from swiftkv_platform.orchestration.ports import DeploymentSpec
-from swiftkv_platform.scaling import POLICY
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.attempts import MANIFEST, Manifest, ManifestFile
+from swiftkv_platform.contract.attempts import MANIFEST, Manifest, ManifestFile
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.storage.artifacts import (
     delete_directory,

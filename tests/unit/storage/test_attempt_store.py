@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.attempts import (
+from swiftkv_platform.contract.attempts import (
     AttemptEvent,
     AttemptRequest,
     answers_key,

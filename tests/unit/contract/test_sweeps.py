@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from swiftkv_platform.contract.sweeps import Point, expand, point, summarise
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.sweeps import Point, expand, point, summarise
 
 
 def spec(sweep: dict[str, Any] | None, **sections: Any) -> JobSpec:

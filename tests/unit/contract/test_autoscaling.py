@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swiftkv_platform.scaling import KV_CACHE_USAGE, WAITING_STEPS, replicas_by_load
+from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS, replicas_by_load
 
 
 def replicas(*loads: tuple[float, float], running: int | None = None, requests: float = 1.0) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-POLICY = "swiftkv_platform.scaling:replicas_by_load"
+POLICY = "swiftkv_platform.contract.autoscaling:replicas_by_load"
 WAITING_STEPS = "waiting_prompt_steps"
 """Report of the prompt tokens that wait to be read, in steps of `max_num_batched_tokens`."""
 KV_CACHE_USAGE = "kv_cache_usage"

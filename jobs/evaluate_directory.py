@@ -23,8 +23,8 @@ from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.report import Report
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.model.config import SwiftKVConfigMixin
-from swiftkv_platform.spec_defaults import settle
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec
+from swiftkv_platform.specs.defaults import settle
 
 _LONGEST_ROW = 2048
 """Tokens a row of other text than the job's, where the model's context allows them."""

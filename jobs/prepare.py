@@ -34,8 +34,8 @@ from swiftkv_platform.model.calibration import calibrate, collect
 from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.sources import OPEN, Access
-from swiftkv_platform.spec_defaults import settle, settle_batch_size
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.defaults import settle, settle_batch_size
 
 
 @dataclass(frozen=True)

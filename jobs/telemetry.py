@@ -13,8 +13,8 @@ import torch
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning.training import TrainingSetup, plan_training
-from swiftkv_platform.spec_defaults import BATCH_SIZE
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.defaults import BATCH_SIZE
 
 _PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Dense bfloat16 operations a second, by a part of CUDA's name of the device, as their maker states them."""

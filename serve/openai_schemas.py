@@ -11,8 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from serve.sampling import PromptField, SamplingFields
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.limits import MAX_MESSAGES
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.limits import MAX_MESSAGES
 
 
 class _Part(BaseModel):

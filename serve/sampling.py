@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
 
 from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
-from swiftkv_platform.engine.limits import MAX_LOGIT_BIAS, MAX_PROMPTS
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.limits import MAX_LOGIT_BIAS, MAX_PROMPTS
 
 
 def encodable(value: Any) -> Any:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from serve.sampling import PromptField, SamplingFields
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.limits import MAX_MESSAGES, MAX_STREAM_INTERVAL_S
+from swiftkv_platform.specs.limits import MAX_MESSAGES, MAX_STREAM_INTERVAL_S
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput

@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from swiftkv_platform.early_exit import EarlyExit
-from swiftkv_platform.engine.config import EngineConfig, SamplingParams
-from swiftkv_platform.engine.structured_outputs import StructuredOutputs
+from swiftkv_platform.specs.early_exit import EarlyExit
+from swiftkv_platform.specs.engine import EngineConfig, SamplingParams
+from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.async_engine import AsyncLLMEngine

@@ -10,7 +10,6 @@ from typing import TypeVar
 from ulid import ULID
 
 from swiftkv_platform.engine.admission import Departures
-from swiftkv_platform.engine.config import SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.outputs import RequestOutput
@@ -19,6 +18,7 @@ from swiftkv_platform.engine.requests import Prompt, ReadRequest
 from swiftkv_platform.engine.streams import RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.specs.engine import SamplingParams
 
 R = TypeVar("R")
 

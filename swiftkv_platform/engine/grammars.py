@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.loading import LoadedModel
-from swiftkv_platform.engine.structured_outputs import StructuredOutputs
 from swiftkv_platform.errors import QueueFullError
+from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 Key = tuple[str, str, bool]
 

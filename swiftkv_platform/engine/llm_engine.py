@@ -11,7 +11,6 @@ import torch
 from ulid import ULID
 
 from swiftkv_platform.engine.block_manager import BlockManager
-from swiftkv_platform.engine.config import EngineConfig, SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import LoadedModel, check_sharding, load_model
@@ -25,6 +24,7 @@ from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.engine import EngineConfig, SamplingParams
 
 
 class LLMEngine:

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.engine.ranks import Ranks, rank_device
 from swiftkv_platform.engine.sharding import check_divides, shard
 from swiftkv_platform.engine.weights import lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import load_dense  # importing it registers the SwiftKV classes with the Auto classes
+from swiftkv_platform.specs.engine import EngineConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A directory with none of these has no tokenizer."""

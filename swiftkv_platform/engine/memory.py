@@ -8,11 +8,11 @@ import psutil
 import torch
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.engine.kv_cache import KVCache, LayerShape, StorageFormat, TensorShape, bytes_per_block
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.quantization import PAYLOAD_DTYPES
+from swiftkv_platform.specs.engine import EngineConfig
 
 FREE_MEMORY_SHARE = 4
 """Divisor of the free memory: without `kv_cache_bytes` the cache takes at most one such part."""

@@ -8,10 +8,10 @@ from multiprocessing.connection import Connection
 import torch
 
 from swiftkv_platform.engine.attention import PAGED
-from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.engine.ranks import follow, join
+from swiftkv_platform.specs.engine import EngineConfig
 
 
 def main() -> None:

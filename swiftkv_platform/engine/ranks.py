@@ -26,11 +26,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.masks import Masks
 from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.specs.engine import EngineConfig
 
 _c10d: Any = dist  # its stubs lack the stores and groups
 LOAD_TIMEOUT = datetime.timedelta(hours=1)

@@ -12,14 +12,14 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
-from swiftkv_platform.engine.config import EngineConfig, SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString
-from swiftkv_platform.engine.limits import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
+from swiftkv_platform.specs.engine import EngineConfig, SamplingParams
+from swiftkv_platform.specs.limits import MAX_BYTES_PER_TOKEN, MAX_PROMPT_LOGPROBS, MAX_SEED
 
 Prompt = str | abc.Sequence[int]
 """Text, or token ids."""

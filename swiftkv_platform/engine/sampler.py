@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftkv_platform.engine.config import SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.outputs import TokenLogprobs
+from swiftkv_platform.specs.engine import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import enum
 import time
 
 from swiftkv_platform.engine.block_manager import BlockTable
-from swiftkv_platform.engine.config import SamplingParams
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
 from swiftkv_platform.engine.drafting import DraftHistory
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
+from swiftkv_platform.specs.engine import SamplingParams
 
 
 class SequenceStatus(enum.Enum):

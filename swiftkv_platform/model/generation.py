@@ -15,13 +15,13 @@ from torch import nn
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from swiftkv_platform.early_exit import EarlyExit
 from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.model.cache import make_cache, stored_dtype
 from swiftkv_platform.model.exits import ThresholdExits
 from swiftkv_platform.model.masks import can_select
 from swiftkv_platform.model.quantization import payload_dtype
 from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.specs.early_exit import EarlyExit
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from swiftkv_platform.engine.config import EngineConfig
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.engine import EngineConfig
 
 _MOST = (1 << 63) - 1
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from swiftkv_platform.orchestration.data_checks import SourceEstimate
 from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared_key_value_heads
 from swiftkv_platform.planning.training import TrainingSetup, plan_training
-from swiftkv_platform.spec_defaults import FULL_WIDTH, settle, settle_batch_size
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.defaults import FULL_WIDTH, settle, settle_batch_size
 
 PROCESS_MEMORY = 710 << 20
 """Bytes of a worker's process beside its model, where none has been measured: Linux, torch 2.13 for CPUs."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from swiftkv_platform.early_exit import EarlyExit
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.early_exit import EarlyExit
 from tests.numerics import test_generate as base
 from tests.numerics.test_generate import ARGUMENTS, SAMPLING, generate, tokens_by_layer
 

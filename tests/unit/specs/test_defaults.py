@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.spec_defaults import settle, settle_batch_size
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.defaults import settle, settle_batch_size
 
 
 def spec(**fields: Any) -> JobSpec:

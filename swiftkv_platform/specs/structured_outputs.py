@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Self
 
-from swiftkv_platform.engine.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
 
 
 @dataclass(frozen=True)

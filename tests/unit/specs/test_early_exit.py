@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.early_exit import EarlyExit
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.early_exit import EarlyExit
 
 
 @pytest.mark.parametrize(

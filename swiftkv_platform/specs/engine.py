@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from swiftkv_platform.early_exit import EarlyExit
-from swiftkv_platform.engine.limits import (
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.early_exit import EarlyExit
+from swiftkv_platform.specs.limits import (
     MAX_GRAMMAR_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -24,8 +25,7 @@ from swiftkv_platform.engine.limits import (
     MAX_TOP_K,
     MIN_TEMPERATURE,
 )
-from swiftkv_platform.engine.structured_outputs import StructuredOutputs
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 
 class EngineConfig(BaseModel):

@@ -25,8 +25,8 @@ from serve.swaps import Swaps
 from serve.tracing import configured_tracing
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
-from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import configure_logging, get_logger
+from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 from swiftkv_platform.storage.object_store import open_store
 

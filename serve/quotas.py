@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from swiftkv_platform.errors import RateLimitedError
-from swiftkv_platform.keys import ApiKey
+from swiftkv_platform.security.keys import ApiKey
 
 Clock = Callable[[], float]
 _MINUTE_S = 60.0

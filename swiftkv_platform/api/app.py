@@ -24,7 +24,6 @@ from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.asgi import BodyLimit, PageFiles
 from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
-from swiftkv_platform.keys import KeyRing
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.leadership import Leadership
@@ -33,6 +32,7 @@ from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.tenants import Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import Deliverer
+from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.swagger import add_docs

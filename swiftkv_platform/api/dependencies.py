@@ -19,7 +19,6 @@ from swiftkv_platform.database.outbox import SqlOutbox
 from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.keys import KeyRing, Scope
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.job_limits import JobLimits
@@ -29,6 +28,7 @@ from swiftkv_platform.orchestration.registry import Registry, RegistryService
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
+from swiftkv_platform.security.keys import KeyRing, Scope
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from swiftkv_platform.database.sessions import SqlSessions, StoredSession
 from swiftkv_platform.errors import UnauthenticatedError
-from swiftkv_platform.keys import ApiKey, KeyRing
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.ports import Clock
+from swiftkv_platform.security.keys import ApiKey, KeyRing
 
 _ID_BYTES = 32
 _SEAL = b"swiftkv session seal\0"

@@ -11,7 +11,7 @@ import typer
 
 from swiftkv_platform.cli.context import Json, settings
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
-from swiftkv_platform.keys import ApiKey, KeyRing, Scope, create_key, revoke_key
+from swiftkv_platform.security.keys import ApiKey, KeyRing, Scope, create_key, revoke_key
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: the file that SWIFTKV_API_KEYS_FILE names.")
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Protocol
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from swiftkv_platform.operator_files import OperatorFile
-from swiftkv_platform.webhooks import WebhookSpec
+from swiftkv_platform.security.operator_files import OperatorFile
+from swiftkv_platform.security.webhooks import WebhookSpec
 
 
 class _Record(BaseModel):

@@ -9,6 +9,7 @@ import yaml
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from swiftkv_platform.security.webhooks import WebhookSpec
 from swiftkv_platform.specs.base import (
     Amount,
     Count,
@@ -24,7 +25,6 @@ from swiftkv_platform.specs.base import (
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
-from swiftkv_platform.webhooks import WebhookSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
 """The teacher that ships with the package, in `swiftkv_platform/demo/teacher`."""

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.keys import Scope, create_key
 from swiftkv_platform.orchestration.ports import DeploymentStatus, SubmissionStatus
+from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
 from tests.browsers import playwright

@@ -16,8 +16,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.keys import Scope, create_key
 from swiftkv_platform.local.ray_head import auth_environment
+from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.integration.conftest import environment, wait_for
 from tests.rays import ray_head

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from swiftkv_platform.api.dependencies import Components
-from swiftkv_platform.keys import Scope, create_key
 from swiftkv_platform.orchestration.tenants import Tenants
+from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.model_configs import llama_config
 from tests.unit.api.conftest import control_plane, make_parts

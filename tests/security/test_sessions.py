@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import SESSION_COOKIE, Components
-from swiftkv_platform.keys import Scope, create_key, revoke_key
+from swiftkv_platform.security.keys import Scope, create_key, revoke_key
 from swiftkv_platform.settings import Settings
 from tests.unit.api.conftest import control_plane, make_parts
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.keys import Scope, create_key
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.redaction import REDACTED, redact, secrets_of
+from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
 

@@ -18,8 +18,8 @@ from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.orchestration.tenants import Tenants
 from swiftkv_platform.orchestration.webhooks import recipients
+from swiftkv_platform.security.webhooks import verify
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.webhooks import verify
 from tests.rays import free_port
 from tests.unit.api.conftest import SPEC, Server, control_plane, make_parts
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.keys import KeyRing
+from swiftkv_platform.security.keys import KeyRing
 
 
 def test_a_key_is_created_listed_and_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from serve.current import Current, ModelCard, Version
 from serve.http import create_http_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
-from swiftkv_platform.keys import KeyRing, Scope, create_key
+from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from tests.unit.engine.tiny_models import save_swiftkv
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

@@ -17,7 +17,7 @@ from serve.quotas import Quota, Quotas
 from serve.request_logs import RequestLog
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.errors import RateLimitedError
-from swiftkv_platform.keys import ApiKey, KeyRing, Scope, create_key
+from swiftkv_platform.security.keys import ApiKey, KeyRing, Scope, create_key
 from tests.unit.engine.tiny_models import save_swiftkv
 
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}

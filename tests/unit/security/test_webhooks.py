@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from swiftkv_platform.errors import InvalidInputError, UnauthenticatedError
-from swiftkv_platform.webhooks import Secret, WebhookSpec, verify
+from swiftkv_platform.security.webhooks import Secret, WebhookSpec, verify
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 BODY = b'{"test": 2432232314}'

@@ -14,7 +14,7 @@ from swiftkv_platform.errors import (
     NotFoundError,
     UnauthenticatedError,
 )
-from swiftkv_platform.keys import KeyRing, Scope, create_key, revoke_key
+from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key
 
 READ = frozenset({Scope.JOBS_READ})
 

@@ -26,7 +26,7 @@ from swiftkv_platform.errors import (
     NotFoundError,
     UnauthenticatedError,
 )
-from swiftkv_platform.operator_files import OperatorFile
+from swiftkv_platform.security.operator_files import OperatorFile
 
 _PREFIX = "skv_"
 _LATEST = 253_402_300_799

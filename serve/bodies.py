@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve.problems import too_large
-from swiftkv_platform.asgi import BodyLimit
+from swiftkv_platform.web.middleware import BodyLimit
 
 if TYPE_CHECKING:
     from serve.current import Current, Version

@@ -25,8 +25,8 @@ from serve.sampling import encodable, prompts_of
 from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.security.keys import KeyRing
-from swiftkv_platform.swagger import add_docs
 from swiftkv_platform.web.input_guard import InputGuard
+from swiftkv_platform.web.swagger import add_docs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput

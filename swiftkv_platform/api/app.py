@@ -21,7 +21,6 @@ from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.api.webhook_sender import send_webhook
-from swiftkv_platform.asgi import BodyLimit, PageFiles
 from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
@@ -35,8 +34,9 @@ from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.swagger import add_docs
 from swiftkv_platform.web.input_guard import InputGuard
+from swiftkv_platform.web.middleware import BodyLimit, PageFiles
+from swiftkv_platform.web.swagger import add_docs
 
 _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30

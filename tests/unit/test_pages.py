@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.swagger import add_docs
+from swiftkv_platform.web.swagger import add_docs
 
 
 class Links(HTMLParser):

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from swiftkv_platform.api.dependencies import SESSION_COOKIE, current_session
 from swiftkv_platform.api.sessions import Sessions
-from swiftkv_platform.asgi import PAGE_HEADERS
 from swiftkv_platform.errors import UnauthenticatedError
+from swiftkv_platform.web.middleware import PAGE_HEADERS
 
 FILES = Path(__file__).parent.parent / "dashboard"
 

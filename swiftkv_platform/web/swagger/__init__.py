@@ -9,7 +9,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.responses import FileResponse
 
-from swiftkv_platform.asgi import PAGE_HEADERS, PageFiles
+from swiftkv_platform.web.middleware import PAGE_HEADERS, PageFiles
 
 FILES = Path(__file__).parent
 

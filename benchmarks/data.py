@@ -17,7 +17,7 @@ import time
 from itertools import cycle
 from pathlib import Path
 
-from swiftkv_platform.demo.corpus import standard_library_modules
+from swiftkv_platform.sources.corpus import standard_library_modules
 
 _SAMPLING_INTERVAL_S = 0.02
 
@@ -51,12 +51,12 @@ def _write_corpus(path: Path, num_bytes: int) -> Path:
 def _prepare(corpus: Path, rows: Path) -> dict[str, float]:
     from transformers import AutoTokenizer
 
-    from swiftkv_platform import demo
+    from swiftkv_platform import sources
     from swiftkv_platform.distillation.data import prepare_data
     from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
     rows.mkdir()
-    tokenizer = AutoTokenizer.from_pretrained(Path(demo.__path__[0]) / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(Path(sources.__path__[0]) / "teacher")
     tokenizer(["warm up"])
     spec = DataSpec(sources=(DataSourceSpec(name_or_path=str(corpus)),), max_length=2048)
     before, peak, done = _anonymous_bytes(), 0, threading.Event()

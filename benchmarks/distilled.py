@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from swiftkv_platform.demo.corpus import is_held_out, standard_library_modules
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.losses import logits_loss
 from swiftkv_platform.distillation.optimizer import build_optimizer, learning_rate, set_learning_rate
 from swiftkv_platform.model import convert
+from swiftkv_platform.sources.corpus import is_held_out, standard_library_modules
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
-TEACHER = Path(__file__).parents[1] / "swiftkv_platform" / "demo" / "teacher"
+TEACHER = Path(__file__).parents[1] / "swiftkv_platform" / "sources" / "teacher"
 CALIBRATION_ROWS = 32
 EXIT_LEARNING_RATE = 3e-3
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-import swiftkv_platform.demo
-from swiftkv_platform.demo.corpus import standard_library_modules
+import swiftkv_platform.sources
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
+from swiftkv_platform.sources.corpus import standard_library_modules
 
-TEACHER = Path(swiftkv_platform.demo.__file__).parent / "teacher"
+TEACHER = Path(swiftkv_platform.sources.__file__).parent / "teacher"
 ROW_LENGTH = 512
 
 

@@ -35,11 +35,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import distilled
-from swiftkv_platform.demo.corpus import is_held_out, standard_library_modules
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.speculative import draft_costs
+from swiftkv_platform.sources.corpus import is_held_out, standard_library_modules
 
 Prompts = list[list[int]]
 

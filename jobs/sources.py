@@ -7,7 +7,7 @@ from __future__ import annotations
 import builtins
 from pathlib import Path
 
-import swiftkv_platform.demo
+import swiftkv_platform.sources
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
@@ -46,7 +46,7 @@ def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fe
                 raise ModelError(
                     f"{_MODEL} is {name!r}; the only built-in teacher is {BUILTIN_TEACHER!r}", field=_MODEL, value=name
                 )
-            return str(Path(swiftkv_platform.demo.__path__[0]) / "teacher")
+            return str(Path(swiftkv_platform.sources.__path__[0]) / "teacher")
         case S3Source(name):
             target = workspace / "teacher"
             if fetch:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.orchestration.teacher_config import builtin_teacher, read_teacher_config
 from swiftkv_platform.planning import read_config
+from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
 from swiftkv_platform.storage.object_store import open_store
 
 __all__ = ["builtin_teacher", "model_config"]

@@ -23,7 +23,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from swiftkv_platform.demo.corpus import Module, standard_library_modules
+from swiftkv_platform.sources.corpus import Module, standard_library_modules
 
 VOCAB_SIZE = 4096
 BOS, EOS = "<s>", "</s>"

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from swiftkv_platform.demo.corpus import standard_library_modules
 from swiftkv_platform.distillation.data_files import READERS, FileReader, NumberedRow, Row, reader_for
 from swiftkv_platform.distillation.data_repositories import read_laid_out, read_repository, read_saved
 from swiftkv_platform.distillation.data_tables import Table
@@ -22,6 +21,7 @@ from swiftkv_platform.sources import (
     PathSource,
     S3Source,
 )
+from swiftkv_platform.sources.corpus import standard_library_modules
 from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.names import refuse_shadowed
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec

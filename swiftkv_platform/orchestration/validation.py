@@ -14,14 +14,14 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.data_checks import check_sources
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
 from swiftkv_platform.orchestration.task_checks import check_tasks
-from swiftkv_platform.orchestration.teacher_config import (
+from swiftkv_platform.planning import student_layer_map
+from swiftkv_platform.sources import OPEN, Access
+from swiftkv_platform.sources.teacher_config import (
     ReadObject,
     read_config_file,
     read_teacher_config,
     unusable,
 )
-from swiftkv_platform.planning import student_layer_map
-from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
 
 __all__ = ["ReadObject", "validate"]

@@ -27,7 +27,7 @@ from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
-"""The teacher that ships with the package, in `swiftkv_platform/demo/teacher`."""
+"""The teacher that ships with the package, in `swiftkv_platform/sources/teacher`."""
 
 
 class ModelSpec(Spec):

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
-import swiftkv_platform.demo
+import swiftkv_platform.sources
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.model.selection import TokenSelection
 from tests.numerics.test_families import make_student
 
-BUILT_IN_TEACHER = Path(swiftkv_platform.demo.__file__).parent / "teacher"
+BUILT_IN_TEACHER = Path(swiftkv_platform.sources.__file__).parent / "teacher"
 MAX_KL = {"fp8": 1.5e-3, "int8": 1e-4}
 """Nats, mean over positions of KL(unquantised cache || quantised cache) in float32."""
 

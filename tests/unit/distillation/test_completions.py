@@ -21,7 +21,7 @@ from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, StorageError
 from swiftkv_platform.specs import BUILTIN_TEACHER, DataSpec
 
-TEACHER = Path(str(files("swiftkv_platform.demo") / "teacher"))
+TEACHER = Path(str(files("swiftkv_platform.sources") / "teacher"))
 ROWS: list[dict[str, Any]] = [{"text": f"def function_{i}(self, value):\n    "} for i in range(5)]
 SETTINGS = {"max_tokens": 8, "num_completions": 2, "seed": 3}
 

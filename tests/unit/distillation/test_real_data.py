@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-import swiftkv_platform.demo
+import swiftkv_platform.sources
 from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.specs import DataSpec
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "instruct"
-TEACHER = Path(swiftkv_platform.demo.__path__[0]) / "teacher"
+TEACHER = Path(swiftkv_platform.sources.__path__[0]) / "teacher"
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import swiftkv_platform.demo
+import swiftkv_platform.sources
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, PathSource, S3Source
 from swiftkv_platform.specs import BUILTIN_TEACHER
@@ -66,7 +66,7 @@ def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
     """Directory of the teacher that ships with the package. Raises `ModelError` for another name."""
     if name != BUILTIN_TEACHER:
         raise unusable(name, f"the only built-in teacher is {BUILTIN_TEACHER}", field)
-    return Path(swiftkv_platform.demo.__path__[0]) / "teacher"
+    return Path(swiftkv_platform.sources.__path__[0]) / "teacher"
 
 
 def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:

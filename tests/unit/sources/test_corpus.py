@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swiftkv_platform.demo.corpus import is_held_out, standard_library_modules
+from swiftkv_platform.sources.corpus import is_held_out, standard_library_modules
 
 
 def test_split_goes_by_name_alone() -> None:

@@ -11,9 +11,9 @@ import typer
 from swiftkv_platform.cli.context import Json, SpecFile, read_spec
 from swiftkv_platform.cli.output import err, print_json, say
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
+from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.terminal import JobDisplay
 
 
 def distill(

@@ -12,10 +12,10 @@ from swiftkv_platform.cli import job_outputs
 from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, connect, read_spec
 from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_schema, print_table, say
 from swiftkv_platform.client import Client, Estimate, Job
+from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.orchestration.validation import validate as validate_spec
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store
-from swiftkv_platform.terminal import follow
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
 jobs_app.command()(job_outputs.events)

@@ -70,7 +70,7 @@ def demo(
     json: Json = False,
 ) -> None:
     """Distil a small model, serve it, ask it, and report, on a stack of its own that is stopped again."""
-    from swiftkv_platform.demo.run import DemoOptions, run_demo
+    from swiftkv_platform.local.demo.run import DemoOptions, run_demo
 
     options = DemoOptions(output=output.resolve(), home=home, model=model, keep_running=keep_running)
     report = run_demo(options, err() if json else out())

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from swiftkv_platform.client import JobEvent
-from swiftkv_platform.terminal import follow
+from swiftkv_platform.local.terminal import follow
 
 
 def event(kind: str, message: str, *, level: str = "info", **data: Any) -> JobEvent:

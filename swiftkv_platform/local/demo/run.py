@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from swiftkv_platform.client import Client, Job
-from swiftkv_platform.demo.plot import plot_loss
-from swiftkv_platform.demo.report import build_report, print_report, write_report
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.local.demo.plot import plot_loss
+from swiftkv_platform.local.demo.report import build_report, print_report, write_report
 from swiftkv_platform.local.stack import Stack, StackOptions
+from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.terminal import follow
 
 RECIPE = "builtin-python-5m.yaml"
 PROMPT = 'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as'

@@ -1,6 +1,6 @@
 """Train the demo's teacher: a small, deep Llama on the Python standard library's sources.
 
-    python -m swiftkv_platform.demo.train_teacher --output DIR [--hours 1.5]
+    python -m swiftkv_platform.local.demo.train_teacher --output DIR [--hours 1.5]
 
 Writes a Hugging Face directory (bf16 safetensors, tokenizer) and `training.json` (arguments, seed, loss curve, held-out
 perplexity of the teacher and of its rewired copy). It knows plain transformers and torch, nothing of SwiftKV but the

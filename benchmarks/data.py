@@ -52,7 +52,7 @@ def _prepare(corpus: Path, rows: Path) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     from swiftkv_platform import sources
-    from swiftkv_platform.distillation.data import prepare_data
+    from swiftkv_platform.data.preparation import prepare_data
     from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
     rows.mkdir()

@@ -38,10 +38,10 @@ from jobs.prepare import compute_dtype, load_student, load_tokenizer, prepare
 from jobs.sources import teacher_path
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.data.packing import PackedRows
+from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
-from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.fork import Fork, load_trained, trained_parameters
-from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, DistillationSpec, JobSpec, load_spec

@@ -28,10 +28,10 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import add_shape, random_llama
+from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork, compile_layers
 from swiftkv_platform.distillation.optimizer import build_optimizer
-from swiftkv_platform.distillation.packing import Samples, pack
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 

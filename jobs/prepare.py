@@ -19,14 +19,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from jobs.phases import Plan
 from jobs.sources import StoreFiles, fetch_data, teacher_path
 from jobs.telemetry import training_flops_per_token
+from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
+from swiftkv_platform.data.packing import total_steps
+from swiftkv_platform.data.preparation import prepare_data
+from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.calibration_text import calibration_batches, num_calibration_shares
-from swiftkv_platform.distillation.completions import AnswerStore, Teacher, WrittenBy
-from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.evaluation import evaluation_rows
 from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
 from swiftkv_platform.distillation.harness import check_tasks
-from swiftkv_platform.distillation.packing import total_steps
-from swiftkv_platform.distillation.prepared_data import PreparedData
 from swiftkv_platform.distillation.sequence_parallel import check_heads
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert

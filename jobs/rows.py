@@ -45,7 +45,7 @@ class StoredPreparation:
     def open(self, directory: Path) -> Prepared:
         """Read what `fetch` brought to `directory` and beside it; it may be deleted afterwards."""
         from jobs.prepare import Prepared
-        from swiftkv_platform.distillation.prepared_data import PreparedData
+        from swiftkv_platform.data.prepared import PreparedData
 
         start = None if self.start is None else _read(_start_beside(directory))
         return Prepared(PreparedData.load(directory), start)

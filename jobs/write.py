@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from jobs.prepare import load_tokenizer, set_up_process, writer
 from jobs.sources import StoreFiles, access_of, teacher_path
 from swiftkv_platform.contract.attempts import AttemptRequest, answers_key
-from swiftkv_platform.distillation.completions import PromptSource, write_answers
-from swiftkv_platform.distillation.documents import DocumentEncoder
+from swiftkv_platform.data.completions import PromptSource, write_answers
+from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.errors import ObjectNotFoundError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore, open_store

@@ -11,8 +11,8 @@ from typing import Any
 import datasets
 import pytest
 
-from swiftkv_platform.distillation.data import prepare_data
-from swiftkv_platform.distillation.prepared_data import PreparedData
+from swiftkv_platform.data.preparation import prepare_data
+from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.specs import DataSpec
 from tests.fakes.tokenizers import byte_tokenizer
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from swiftkv_platform.distillation.data import prepare_data
-from swiftkv_platform.distillation.packing import PackedRows, batch_rows
+from swiftkv_platform.data.packing import PackedRows, batch_rows
+from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.evaluation import Figures, evaluation_mode
-from swiftkv_platform.distillation.packing import PackedRows
 
 _LONGEST_PROMPT = 64
 """Tokens; prompts have one length, so that a batch needs no padding."""

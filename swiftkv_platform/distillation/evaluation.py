@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from swiftkv_platform.distillation.packing import PackedRows
+from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
 
 _LOGITS_PER_CHUNK = 1 << 22

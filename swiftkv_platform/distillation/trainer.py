@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.data.packing import PackedRows, batch_rows, rank_rows
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.optimizer import learning_rate
-from swiftkv_platform.distillation.packing import PackedRows, batch_rows, rank_rows
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.errors import LossNotFiniteError
 from swiftkv_platform.specs import JobSpec

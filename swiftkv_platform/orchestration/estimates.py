@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from swiftkv_platform.orchestration.data_checks import SourceEstimate
+from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared_key_value_heads
 from swiftkv_platform.planning.training import TrainingSetup, plan_training
 from swiftkv_platform.specs import JobSpec

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
+from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.data_checks import check_sources
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
 from swiftkv_platform.orchestration.task_checks import check_tasks
 from swiftkv_platform.planning import student_layer_map

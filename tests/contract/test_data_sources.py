@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.sources import StoreFiles
-from swiftkv_platform.distillation.data import prepare_data
+from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.storage.object_store import open_store

@@ -121,7 +121,7 @@ def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -
 
     import swiftkv_platform.model  # noqa: F401 (registers the classes)
     from jobs.prepare import load_tokenizer
-    from swiftkv_platform.distillation.data import prepare_data
+    from swiftkv_platform.data.preparation import prepare_data
     from swiftkv_platform.distillation.evaluation import evaluate
 
     artifact, rows = tmp_path / "artifact", tmp_path / "rows"

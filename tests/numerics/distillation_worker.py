@@ -19,9 +19,9 @@ from torch import Tensor
 from jobs.checkpoints import AttemptCheckpoints
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation import evaluation
 from swiftkv_platform.distillation.continuation import compare_continuations
 from swiftkv_platform.distillation.evaluation import (
@@ -21,7 +22,6 @@ from swiftkv_platform.distillation.evaluation import (
     evaluation_rows,
     measure,
 )
-from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.prefill_cost import measure_prefill
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.model import convert

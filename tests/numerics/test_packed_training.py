@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.packing import PackedRows, Samples, pack
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import DistillationSpec
 from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher

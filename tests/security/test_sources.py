@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.distillation.data_sources import read_source
+from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.specs import DataSourceSpec, JobSpec

@@ -10,7 +10,7 @@ import pytest
 
 from jobs.phases import prepare, write
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.distillation import completions
+from swiftkv_platform.data import completions
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.distillation.data_formats import FORMATS, PROMPT_FORMATS
+from swiftkv_platform.data import checks as data_checks
+from swiftkv_platform.data.checks import SourceEstimate
+from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, ObjectNotFoundError, StorageError
-from swiftkv_platform.orchestration import data_checks
-from swiftkv_platform.orchestration.data_checks import SourceEstimate
 from swiftkv_platform.orchestration.estimates import Estimate
 from swiftkv_platform.orchestration.validation import validate
 from swiftkv_platform.specs import JobSpec

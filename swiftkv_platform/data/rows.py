@@ -8,8 +8,8 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from swiftkv_platform.distillation.data_files import NumberedRow
-from swiftkv_platform.distillation.data_formats import (
+from swiftkv_platform.data.files import NumberedRow
+from swiftkv_platform.data.formats import (
     FORMATS,
     Content,
     RowError,
@@ -17,9 +17,9 @@ from swiftkv_platform.distillation.data_formats import (
     RowReader,
     find_format,
 )
-from swiftkv_platform.distillation.data_sources import RemoteFiles, read_source
-from swiftkv_platform.distillation.data_tables import Table
-from swiftkv_platform.distillation.packing import IntArray
+from swiftkv_platform.data.opening import RemoteFiles, read_source
+from swiftkv_platform.data.packing import IntArray
+from swiftkv_platform.data.tables import Table
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSourceSpec

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv_platform.distillation.completions import PromptSource, WrittenBy
-from swiftkv_platform.distillation.data_reading import SourceReading
-from swiftkv_platform.distillation.data_rows import source_rows
-from swiftkv_platform.distillation.data_sources import RemoteFiles
-from swiftkv_platform.distillation.data_statistics import DataStatistics, RowStatistics
-from swiftkv_platform.distillation.documents import DocumentCollector, DocumentEncoder, Documents
-from swiftkv_platform.distillation.packing import BoolArray, IntArray, pack
-from swiftkv_platform.distillation.prepared_data import PreparedData, fingerprint
+from swiftkv_platform.data.completions import PromptSource, WrittenBy
+from swiftkv_platform.data.documents import DocumentCollector, DocumentEncoder, Documents
+from swiftkv_platform.data.opening import RemoteFiles
+from swiftkv_platform.data.packing import BoolArray, IntArray, pack
+from swiftkv_platform.data.prepared import PreparedData, fingerprint
+from swiftkv_platform.data.reading import SourceReading
+from swiftkv_platform.data.rows import source_rows
+from swiftkv_platform.data.statistics import DataStatistics, RowStatistics
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSpec

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import swiftkv_platform.sources
-from swiftkv_platform.distillation.data import prepare_data
+from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.specs import DataSpec
 
 DATA = Path(__file__).parents[4] / "shared" / "data" / "instruct"

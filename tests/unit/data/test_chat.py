@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swiftkv_platform.distillation.chat import ChatRenderer
-from swiftkv_platform.distillation.data_formats import Conversation, Message, RowError
+from swiftkv_platform.data.chat import ChatRenderer
+from swiftkv_platform.data.formats import Conversation, Message, RowError
 from swiftkv_platform.errors import ModelError
 from tests.fakes.tokenizers import byte_tokenizer
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv_platform.distillation.data_statistics import DataStatistics
-from swiftkv_platform.distillation.packing import BoolArray, PackedRows, Samples, TokenArray
+from swiftkv_platform.data.packing import BoolArray, PackedRows, Samples, TokenArray
+from swiftkv_platform.data.statistics import DataStatistics
 from swiftkv_platform.specs import DataSpec
 
 _BYTES_PER_READ = 1 << 22

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from swiftkv_platform.distillation.chat import ChatRenderer, Span
-from swiftkv_platform.distillation.data_formats import Content, content_digest
-from swiftkv_platform.distillation.packing import BoolArray, IntArray, Samples
-from swiftkv_platform.distillation.prepared_data import open_tokens
+from swiftkv_platform.data.chat import ChatRenderer, Span
+from swiftkv_platform.data.formats import Content, content_digest
+from swiftkv_platform.data.packing import BoolArray, IntArray, Samples
+from swiftkv_platform.data.prepared import open_tokens
 from swiftkv_platform.errors import DataError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.distillation import data_files
-from swiftkv_platform.distillation.data_files import reader_for
+from swiftkv_platform.data import files as data_files
+from swiftkv_platform.data.files import reader_for
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources.layout import SUFFIXES
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from swiftkv_platform.distillation.data_files import READERS, FileReader, NumberedRow, Row, reader_for
-from swiftkv_platform.distillation.data_repositories import read_laid_out, read_repository, read_saved
-from swiftkv_platform.distillation.data_tables import Table
+from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, reader_for
+from swiftkv_platform.data.repositories import read_laid_out, read_repository, read_saved
+from swiftkv_platform.data.tables import Table
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.sources import (
     OPEN,

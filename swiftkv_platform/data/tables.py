@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from swiftkv_platform.distillation.data_files import NumberedRow
+from swiftkv_platform.data.files import NumberedRow
 
 
 @dataclass(frozen=True)

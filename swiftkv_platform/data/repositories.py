@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.distillation.data_files import NumberedRow
-from swiftkv_platform.distillation.data_tables import Table
+from swiftkv_platform.data.files import NumberedRow
+from swiftkv_platform.data.tables import Table
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import models
 
-from swiftkv_platform.distillation import documents
-from swiftkv_platform.distillation.data import prepare_data
-from swiftkv_platform.distillation.packing import PackedRows
-from swiftkv_platform.distillation.prepared_data import PreparedData
+from swiftkv_platform.data import documents
+from swiftkv_platform.data.packing import PackedRows
+from swiftkv_platform.data.preparation import prepare_data
+from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError, InvalidInputError
 from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
 from tests.training_text import CHAT, NUMBERED, TALK, Write, new_directory, prepare, spec

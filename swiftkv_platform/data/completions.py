@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
-from swiftkv_platform.distillation.data_formats import PROMPT_FORMATS, RowError
-from swiftkv_platform.distillation.data_rows import source_rows
-from swiftkv_platform.distillation.data_sources import RemoteFiles
+from swiftkv_platform.data.formats import PROMPT_FORMATS, RowError
+from swiftkv_platform.data.opening import RemoteFiles
+from swiftkv_platform.data.rows import source_rows
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import CompletionSpec, DataSourceSpec
 
 if TYPE_CHECKING:
-    from swiftkv_platform.distillation.documents import DocumentEncoder
+    from swiftkv_platform.data.documents import DocumentEncoder
     from swiftkv_platform.engine import LLMEngine
 
 _PROMPTS_PER_SHARD = 64

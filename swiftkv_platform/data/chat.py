@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, cast
 
-from swiftkv_platform.distillation.data_formats import Conversation, RowError
+from swiftkv_platform.data.formats import Conversation, RowError
 from swiftkv_platform.errors import ModelError
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from swiftkv_platform.distillation.completions import Answer
-from swiftkv_platform.distillation.data_formats import RowError
-from swiftkv_platform.distillation.data_rows import SourceRow
-from swiftkv_platform.distillation.data_statistics import DocumentLengths, SourceStatistics
-from swiftkv_platform.distillation.documents import DocumentCollector, DocumentEncoder, Draft, Encoded
+from swiftkv_platform.data.completions import Answer
+from swiftkv_platform.data.documents import DocumentCollector, DocumentEncoder, Draft, Encoded
+from swiftkv_platform.data.formats import RowError
+from swiftkv_platform.data.rows import SourceRow
+from swiftkv_platform.data.statistics import DocumentLengths, SourceStatistics
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import DataSourceSpec
 

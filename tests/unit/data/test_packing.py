@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_platform.distillation.packing import Samples, batch_rows, pack, rank_rows, total_steps
+from swiftkv_platform.data.packing import Samples, batch_rows, pack, rank_rows, total_steps
 
 MAX_LENGTH = 16
 PAD = 9999

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from swiftkv_platform.distillation.packing import IntArray, PackedRows
+from swiftkv_platform.data.packing import IntArray, PackedRows
 
 _NOTABLE_LOSS = 0.1
 """Share of dropped documents, or of tokens cut off, above which a source deserves a warning."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.distillation.data_formats import (
+from swiftkv_platform.data.formats import (
     Content,
     Conversation,
     Message,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import add_shape, random_llama
-from swiftkv_platform.distillation.prefill_cost import PrefillCost, measure_prefill
+from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.model import convert
 
 

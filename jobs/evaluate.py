@@ -21,8 +21,8 @@ from jobs.tracking import TrackedRun
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, artifact_prefix, attempt_prefix
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import load_trained
-from swiftkv_platform.distillation.harness_tasks import resolve_tasks
-from swiftkv_platform.distillation.report import Report
+from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
+from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import JobSpec

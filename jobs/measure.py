@@ -11,13 +11,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.distillation.continuation import compare_continuations
-from swiftkv_platform.distillation.evaluation import Totals, evaluate
 from swiftkv_platform.distillation.fork import keep_teacher
-from swiftkv_platform.distillation.harness import run_tasks
-from swiftkv_platform.distillation.harness_tasks import Task
-from swiftkv_platform.distillation.prefill_cost import measure_prefill
-from swiftkv_platform.distillation.report import Report
+from swiftkv_platform.evaluation.continuations import compare_continuations
+from swiftkv_platform.evaluation.harness.run import run_tasks
+from swiftkv_platform.evaluation.harness.tasks import Task
+from swiftkv_platform.evaluation.prefill_cost import measure_prefill
+from swiftkv_platform.evaluation.quality import Totals, evaluate
+from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.model.export import drop_teacher
 from swiftkv_platform.specs import DistillationSpec, EvaluationSpec
 

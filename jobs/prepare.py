@@ -24,11 +24,11 @@ from swiftkv_platform.data.packing import total_steps
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.calibration_text import calibration_batches, num_calibration_shares
-from swiftkv_platform.distillation.evaluation import evaluation_rows
 from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
-from swiftkv_platform.distillation.harness import check_tasks
 from swiftkv_platform.distillation.sequence_parallel import check_heads
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.evaluation.harness.run import check_tasks
+from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.calibration import calibrate, collect
 from swiftkv_platform.model.calibration_statistics import CalibrationStatistics

@@ -13,7 +13,7 @@ from swiftkv_platform.cli.sources import builtin_teacher, model_config
 from swiftkv_platform.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from swiftkv_platform.distillation.analysis import Analysis
+    from swiftkv_platform.evaluation.analysis import Analysis
 
 
 def analyze(
@@ -47,8 +47,8 @@ def analyze(
     config = model_config(model)
     path = str(builtin_teacher(model, field="model")) if model.startswith("builtin:") else model
     try:
-        from swiftkv_platform.distillation.analysis import AnalysisOptions
-        from swiftkv_platform.distillation.analysis import analyze as run
+        from swiftkv_platform.evaluation.analysis import AnalysisOptions
+        from swiftkv_platform.evaluation.analysis import analyze as run
     except ModuleNotFoundError as error:
         raise InvalidInputError(
             f"Analysing here needs {error.name}; pip install 'swiftkv-platform[train]' would do"

@@ -13,7 +13,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.reports.evaluation import evaluation_page
 
 if TYPE_CHECKING:
-    from swiftkv_platform.distillation.report import Report
+    from swiftkv_platform.evaluation.report import Report
 
 
 def evaluate(

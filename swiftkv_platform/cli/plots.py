@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swiftkv_platform.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from swiftkv_platform.distillation.analysis import Analysis
+    from swiftkv_platform.evaluation.analysis import Analysis
 
 
 def require_matplotlib() -> None:

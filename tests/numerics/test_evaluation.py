@@ -11,9 +11,11 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation import evaluation
-from swiftkv_platform.distillation.continuation import compare_continuations
-from swiftkv_platform.distillation.evaluation import (
+from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.evaluation import quality as evaluation
+from swiftkv_platform.evaluation.continuations import compare_continuations
+from swiftkv_platform.evaluation.prefill_cost import measure_prefill
+from swiftkv_platform.evaluation.quality import (
     NUM_EXIT_BINS,
     ExitCounts,
     Quality,
@@ -22,8 +24,6 @@ from swiftkv_platform.distillation.evaluation import (
     evaluation_rows,
     measure,
 )
-from swiftkv_platform.distillation.prefill_cost import measure_prefill
-from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.model import convert
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.flops import prefill_flops

@@ -14,9 +14,9 @@ import pytest
 import torch
 import yaml
 
-from swiftkv_platform.distillation.harness import check_tasks, run_tasks
-from swiftkv_platform.distillation.harness_tasks import resolve_tasks, task_manager
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
+from swiftkv_platform.evaluation.harness.tasks import resolve_tasks, task_manager
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from tests.fakes.tokenizers import byte_tokenizer
@@ -116,7 +116,7 @@ def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: 
 def test_the_command_runs_on_a_directory_with_our_classes_registered(
     checkpoint: Path, student: Any, task_file: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "swiftkv_platform.lm_eval", "run", "--model", "hf", "--device", "cpu"]
+    command = [sys.executable, "-m", "swiftkv_platform.evaluation.lm_eval", "run", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "trivia"]
     command += ["--include_path", str(task_file.parent), "--output_path", str(tmp_path / "out")]
     done = subprocess.run(command, cwd=task_file.parent, capture_output=True, text=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftkv_platform.distillation.analysis import AnalysisOptions, analyze
-from swiftkv_platform.distillation.depths import Depth, shallowest
-from swiftkv_platform.distillation.evaluation import Quality, TeacherQuality
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
+from swiftkv_platform.evaluation.depths import Depth, shallowest
+from swiftkv_platform.evaluation.quality import Quality, TeacherQuality
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.similarity import collect_similarity, recommend_depth
 from swiftkv_platform.planning import read_config

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.distillation.harness import run_tasks
-from swiftkv_platform.distillation.harness_tasks import resolve_tasks
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.evaluation.harness.run import run_tasks
+from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.model import convert
 from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs import JobSpec
@@ -98,7 +98,7 @@ def test_tasks_that_run_generated_code_are_the_operators_to_allow(name: str) -> 
 
 
 def test_a_group_runs_code_if_one_of_its_tasks_does(stage: Stage) -> None:
-    from swiftkv_platform.distillation.harness_tasks import task_manager
+    from swiftkv_platform.evaluation.harness.tasks import task_manager
 
     index = task_manager(True).task_index
     [tag, *_] = [name for name, entry in index.items() if "humaneval" in entry.tags or "mbpp" in entry.tags] or [None]

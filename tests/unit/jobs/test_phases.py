@@ -21,9 +21,9 @@ from jobs.prepare import Prepared, collect_share, load_student
 from jobs.prepare import prepare as prepare_in
 from swiftkv_platform.contract.attempts import AttemptRequest, artifact_prefix
 from swiftkv_platform.distillation import calibration_text
-from swiftkv_platform.distillation.evaluation import evaluate
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, QualityGateError
+from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory

@@ -14,14 +14,15 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict
 
-from swiftkv_platform.distillation.harness_metrics import (
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.evaluation.harness.metrics import (
     choose_metric,
     declared_metrics,
     leaves,
     measured_metrics,
     number,
 )
-from swiftkv_platform.distillation.harness_tasks import (
+from swiftkv_platform.evaluation.harness.tasks import (
     FIELD,
     Fetch,
     Task,
@@ -31,7 +32,6 @@ from swiftkv_platform.distillation.harness_tasks import (
     resolve_tasks,
     task_manager,
 )
-from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import points_lost

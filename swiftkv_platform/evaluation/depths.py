@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.distillation.evaluation import Quality, TeacherQuality, evaluate
+from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluate
 from swiftkv_platform.model import convert
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.distillation.evaluation import Figures, evaluation_mode
+from swiftkv_platform.evaluation.quality import Figures, evaluation_mode
 
 _LONGEST_PROMPT = 64
 """Tokens; prompts have one length, so that a batch needs no padding."""

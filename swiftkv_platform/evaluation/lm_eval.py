@@ -1,6 +1,6 @@
 """`lm_eval` for SwiftKV checkpoints: the harness's own command, the SwiftKV classes registered before it loads one.
 
-    python -m swiftkv_platform.lm_eval --model hf --model_args pretrained=DIR --tasks gsm8k
+    python -m swiftkv_platform.evaluation.lm_eval --model hf --model_args pretrained=DIR --tasks gsm8k
 
 It knows nothing of the harness's arguments. From Python, `import swiftkv_platform.model` before `lm_eval` does it too.
 """

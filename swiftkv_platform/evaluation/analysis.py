@@ -19,9 +19,9 @@ from transformers.utils import logging as transformers_logging
 
 from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
-from swiftkv_platform.distillation.depths import Depth, measure_depths, shallowest
-from swiftkv_platform.distillation.evaluation import evaluation_rows
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
+from swiftkv_platform.evaluation.depths import Depth, measure_depths, shallowest
+from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.distillation.evaluation import NUM_EXIT_BINS, ExitCounts, Totals
-from swiftkv_platform.distillation.harness import TaskScore
-from swiftkv_platform.distillation.prefill_cost import ModeCost, PrefillCost
-from swiftkv_platform.distillation.report import Report
 from swiftkv_platform.errors import QualityGateError
+from swiftkv_platform.evaluation.harness.run import TaskScore
+from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
+from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Totals
+from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.specs import EvaluationSpec
 
 COST = PrefillCost(128, ModeCost(100.0, 64.0, 4.0), ModeCost(60.0, 48.0, 3.0))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Self
 
-from swiftkv_platform.distillation.continuation import ContinuationQuality
-from swiftkv_platform.distillation.evaluation import NUM_EXIT_BINS, ExitCounts, Figures, Quality, TeacherQuality, Totals
-from swiftkv_platform.distillation.harness import TaskScore
-from swiftkv_platform.distillation.prefill_cost import PrefillCost
 from swiftkv_platform.errors import QualityGateError
+from swiftkv_platform.evaluation.continuations import ContinuationQuality
+from swiftkv_platform.evaluation.harness.run import TaskScore
+from swiftkv_platform.evaluation.prefill_cost import PrefillCost
+from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Figures, Quality, TeacherQuality, Totals
 from swiftkv_platform.specs import EvaluationSpec
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from swiftkv_platform.distillation.harness_tasks import FIELD
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.evaluation.harness.tasks import FIELD
 from swiftkv_platform.specs import TaskSpec
 
 

@@ -32,10 +32,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.checkpoints import AttemptCheckpoints
-from jobs.measure import compare, teacher_kept_apart
-from jobs.prepare import compute_dtype, load_student, load_tokenizer, prepare
-from jobs.sources import teacher_path
+from jobs.attempt.checkpoints import AttemptCheckpoints
+from jobs.attempt.downloads import teacher_path
+from jobs.worker.measure import compare, teacher_kept_apart
+from jobs.worker.prepare import compute_dtype, load_student, load_tokenizer, prepare
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.data.packing import PackedRows

@@ -21,13 +21,10 @@ from typing import NoReturn
 import ray
 from ulid import ULID
 
-from jobs.events import Reporter
-from jobs.failures import Failure, explain, root_cause
-from jobs.following import following
-from jobs.phases import StoppedError, evaluate
-from jobs.places import say_waiting
-from jobs.sweep import run_sweep
-from jobs.training import (
+from jobs.attempt.events import Reporter
+from jobs.attempt.places import say_waiting
+from jobs.attempt.tailing import following
+from jobs.driver import (
     as_task,
     have_data_written,
     needed_resources,
@@ -36,6 +33,9 @@ from jobs.training import (
     wait_for,
     warn_if_too_large,
 )
+from jobs.failures import Failure, explain, root_cause
+from jobs.sweep import run_sweep
+from jobs.tasks import StoppedError, evaluate
 from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger

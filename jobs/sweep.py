@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import ray
 
-from jobs.control import LOOK_INTERVAL_S, checkpoint_on_sigterm, look
-from jobs.events import Reporter
+from jobs.attempt.control import LOOK_INTERVAL_S, checkpoint_on_sigterm, look
+from jobs.attempt.events import Reporter
+from jobs.attempt.places import say_waiting
+from jobs.attempt.tailing import following
+from jobs.driver import as_task, train, wait_for
 from jobs.failures import explain, root_cause
-from jobs.following import following
-from jobs.phases import STOPPED, StoppedError, evaluate_trial, publish_trial
-from jobs.places import say_waiting
-from jobs.training import as_task, train, wait_for
+from jobs.tasks import STOPPED, StoppedError, evaluate_trial, publish_trial
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
 from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise

@@ -24,8 +24,8 @@ import ray
 import ray.train
 
 from jobs import distill, fit, phases, train_loop, training
-from jobs.phases import Outcome, Plan, WorkerConfig
-from jobs.rows import StoredPreparation
+from jobs.attempt.preparation import StoredPreparation
+from jobs.tasks import Outcome, Plan, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.distillation.checkpoint import Progress, from_rank_0
 from swiftkv_platform.distillation.parallel import Parallel
@@ -98,13 +98,13 @@ class Ledger:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """Wrap `prepare` of `jobs.phases` to note where it runs."""
+    """Wrap `prepare` of `jobs.tasks` to note where it runs."""
     (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
     return phases.prepare(request, store_uri)
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Wrap the train loop of `jobs.train_loop` to write the ledger."""
+    """Wrap the train loop of `jobs.worker.train` to write the ledger."""
     spec = config["worker"].request.spec
     ledger, context = Ledger.of(spec), ray.train.get_context()
     rank, world_size, began = context.get_world_rank(), context.get_world_size(), from_rank_0(time.time)

@@ -43,7 +43,9 @@ def evaluate(
 ) -> None:
     """Measure a student against its teacher. The exit code is 1 if a limit of its job's spec is not kept."""
     try:
-        from jobs.evaluate_directory import evaluate_directory  # not before the command runs: torch takes seconds
+        from jobs.worker.evaluate_directory import (
+            evaluate_directory,  # not before the command runs: torch takes seconds
+        )
     except ModuleNotFoundError as error:
         raise InvalidInputError(
             f"Evaluating needs {error.name}; pip install 'swiftkv-platform[train]' would do"

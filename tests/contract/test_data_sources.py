@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.sources import StoreFiles
+from jobs.attempt.downloads import StoreFiles
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import DataSourceSpec, DataSpec

@@ -25,10 +25,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 def test_a_long_calibration_is_divided_among_workers(tiny_teacher: Path, tmp_path: Path) -> None:
     import ray
 
-    from jobs.phases import prepare
-    from jobs.prepare import calibration_shares
-    from jobs.prepare import prepare as prepare_here
-    from jobs.training import as_task
+    from jobs.driver import as_task
+    from jobs.tasks import prepare
+    from jobs.worker.prepare import calibration_shares
+    from jobs.worker.prepare import prepare as prepare_here
 
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(f'{{"text": "def add_{i}(x):\\n    return x + {i}\\n\\n"}}\n' for i in range(1200)))

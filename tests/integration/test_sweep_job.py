@@ -41,8 +41,8 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
 def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, tmp_path: Path) -> None:
     """One of two learning rates makes the loss infinite: a result of the sweep, not a failure of the job. The first
     attempt ends where it has published and not yet said so."""
+    from jobs.attempt.events import Reporter
     from jobs.distill import run_attempt
-    from jobs.events import Reporter
     from jobs.sweep import run_sweep
 
     corpus = tmp_path / "corpus.jsonl"
@@ -120,7 +120,7 @@ def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -
     from transformers import AutoModelForCausalLM
 
     import swiftkv_platform.model  # noqa: F401 (registers the classes)
-    from jobs.prepare import load_tokenizer
+    from jobs.worker.prepare import load_tokenizer
     from swiftkv_platform.data.preparation import prepare_data
     from swiftkv_platform.evaluation.quality import evaluate
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from jobs.checkpoints import AttemptCheckpoints
+from jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.data.packing import PackedRows, Samples, pack

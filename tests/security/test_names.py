@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from jobs.sources import access_of
+from jobs.attempt.downloads import access_of
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.opening import read_source

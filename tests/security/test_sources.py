@@ -55,8 +55,8 @@ def read_rows(stage: Stage, name: Path | str, **options: Any) -> str:
 
 def read_model(stage: Stage, name: Path | str, workspace: Path) -> str:
     """What a job of the tenant keeps of a model, once its spec is accepted: the text of its tokenizer's files."""
-    from jobs.prepare import load_student, load_tokenizer
-    from jobs.sources import teacher_path
+    from jobs.attempt.downloads import teacher_path
+    from jobs.worker.prepare import load_student, load_tokenizer
 
     spec = JobSpec.model_validate({"name": "t", "model": {"name_or_path": str(name), "dtype": "float32"}})
     access(stage).check(spec)

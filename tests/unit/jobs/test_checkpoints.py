@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.checkpoints import AttemptCheckpoints
+from jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, checkpoints_prefix
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.specs import JobSpec

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from jobs.events import MetricsBuffer, Reporter
+from jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.specs import JobSpec

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.telemetry import Telemetry, training_flops_per_token
+from jobs.worker.telemetry import Telemetry, training_flops_per_token
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec

@@ -15,7 +15,7 @@ pytest.importorskip("wandb")
 PROGRAM = """
 import shutil, sys
 from pathlib import Path
-from jobs.tracking import TrackedRun
+from jobs.attempt.tracking import TrackedRun
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import open_store

@@ -16,9 +16,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from jobs.phases import Plan
-from jobs.sources import StoreFiles, fetch_data, teacher_path
-from jobs.telemetry import training_flops_per_token
+from jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
+from jobs.tasks import Plan
+from jobs.worker.telemetry import training_flops_per_token
 from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.data.packing import total_steps
 from swiftkv_platform.data.preparation import prepare_data

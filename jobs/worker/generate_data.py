@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.prepare import load_tokenizer, set_up_process, writer
-from jobs.sources import StoreFiles, access_of, teacher_path
+from jobs.attempt.downloads import StoreFiles, access_of, teacher_path
+from jobs.worker.prepare import load_tokenizer, set_up_process, writer
 from swiftkv_platform.contract.attempts import AttemptRequest, answers_key
 from swiftkv_platform.data.completions import PromptSource, write_answers
 from swiftkv_platform.data.documents import DocumentEncoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from jobs.events import Reporter
+from jobs.attempt.events import Reporter
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore

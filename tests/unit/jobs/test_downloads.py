@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.sources import teacher_path
+from jobs.attempt.downloads import teacher_path
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.specs import ModelSpec
 

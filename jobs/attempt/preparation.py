@@ -17,7 +17,7 @@ from swiftkv_platform.storage.object_store import ObjectStore, open_store
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jobs.prepare import Prepared
+    from jobs.worker.prepare import Prepared
 
 _TENSORS = "calibrated.safetensors"
 
@@ -44,7 +44,7 @@ class StoredPreparation:
 
     def open(self, directory: Path) -> Prepared:
         """Read what `fetch` brought to `directory` and beside it; it may be deleted afterwards."""
-        from jobs.prepare import Prepared
+        from jobs.worker.prepare import Prepared
         from swiftkv_platform.data.prepared import PreparedData
 
         start = None if self.start is None else _read(_start_beside(directory))

@@ -14,8 +14,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import swiftkv_platform.model  # noqa: F401 (registers the classes)
-from jobs.measure import measure_student
-from jobs.sources import StoreFiles, fetch_data
+from jobs.attempt.downloads import StoreFiles, fetch_data
+from jobs.worker.measure import measure_student
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data

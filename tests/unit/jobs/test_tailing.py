@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import pytest
 from structlog.testing import capture_logs
 
-from jobs.following import following
+from jobs.attempt.tailing import following
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs import JobSpec
@@ -20,7 +20,7 @@ REQUEST = AttemptRequest(job_id="job", attempt=1, spec=JobSpec(name="n"), run_id
 
 @pytest.fixture(autouse=True)
 def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.following._INTERVAL_S", 0.01)
+    monkeypatch.setattr("jobs.attempt.tailing._INTERVAL_S", 0.01)
 
 
 class FlakyStore(InMemoryObjectStore):

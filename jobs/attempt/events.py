@@ -57,7 +57,7 @@ class Reporter:
         self._write("tracking", f"tracked by {info.provider}, {info.mode}", info.as_dict())
 
     def placement(self, **data: str) -> None:
-        """See `AttemptEvent`; `jobs.places` says it."""
+        """See `AttemptEvent`; `jobs.attempt.places` says it."""
         self._write("placement", f"{data['phase']}: {data['state']}", data)
 
     def error(self, message: str, *, code: str, field: str | None, value: Any, retryable: bool) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import ray
 
-from jobs.control import LOOK_INTERVAL_S, look
-from jobs.events import Reporter
-from jobs.phases import STOPPED, Plan, StoppedError, WorkerConfig, prepare, task_options, write
-from jobs.places import say_waiting
+from jobs.attempt.control import LOOK_INTERVAL_S, look
+from jobs.attempt.events import Reporter
+from jobs.attempt.places import say_waiting
+from jobs.tasks import STOPPED, Plan, StoppedError, WorkerConfig, prepare, task_options, write
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
@@ -36,7 +36,7 @@ def train(
     rows_uri = (rows_store or store).uri
     say_waiting(reporter, request.spec, "prepare")
     plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
-    from jobs.fit import fit  # takes seconds, in which the task has begun
+    from jobs.ray_train import fit  # takes seconds, in which the task has begun
 
     plan: Plan = wait_for(plan_ref, store, request)
     for message, is_warning in plan.messages:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
-from jobs.events import Reporter
-from jobs.places import say_placed, say_waiting
-from jobs.rows import StoredPreparation, find_rows, find_start, load_start, publish_rows, publish_start
-from jobs.sources import access_of
+from jobs.attempt.downloads import access_of
+from jobs.attempt.events import Reporter
+from jobs.attempt.places import say_placed, say_waiting
+from jobs.attempt.preparation import StoredPreparation, find_rows, find_start, load_start, publish_rows, publish_start
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.errors import TrainingError
@@ -26,7 +26,7 @@ from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.object_store import open_store
 
 if TYPE_CHECKING:
-    from jobs.prepare import Prepared
+    from jobs.worker.prepare import Prepared
     from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 
 
@@ -41,7 +41,7 @@ class Plan:
     statistics: dict[str, Any]
     """Statistics of the data, see `DataStatistics`."""
     flops_per_token: float | None = None
-    """FLOPs of a training step per token, see `jobs.telemetry`."""
+    """FLOPs of a training step per token, see `jobs.worker.telemetry`."""
     messages: tuple[tuple[str, bool], ...] = ()
     """Statistics in sentences, and which of them are warnings."""
 
@@ -84,9 +84,9 @@ class StoppedError(Exception):
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """The task before the first, see `jobs.write`; rows that are prepared already need nothing written."""
+    """The task before the first, see `jobs.worker.generate_data`; rows that are prepared already need nothing written."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
-    from jobs.write import write as run
+    from jobs.worker.generate_data import write as run
 
     store = open_store(store_uri)
     say_placed(store, request, "write")
@@ -94,12 +94,12 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """The task before training, see `jobs.prepare`. Rows that an earlier attempt prepared are used again, and so is the
+    """The task before training, see `jobs.worker.prepare`. Rows that an earlier attempt prepared are used again, and so is the
     calibrated start that it found.
     """
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
-    from jobs.prepare import prepare as run
-    from jobs.write import AttemptAnswers
+    from jobs.worker.generate_data import AttemptAnswers
+    from jobs.worker.prepare import prepare as run
 
     store = open_store(store_uri)
     say_placed(store, request, "prepare")
@@ -146,9 +146,9 @@ def _collect_elsewhere(
 def collect_share(
     request: AttemptRequest, store_uri: str, rows: str, share: int, num_shares: int
 ) -> CalibrationStatistics:
-    """A share of the calibration, see `jobs.prepare`."""
+    """A share of the calibration, see `jobs.worker.prepare`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="calibrate", share=share)
-    from jobs.prepare import collect_share as run
+    from jobs.worker.prepare import collect_share as run
 
     with tempfile.TemporaryDirectory(prefix="rows-") as directory:
         store = open_store(store_uri)
@@ -167,17 +167,17 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """The training itself, on every worker, see `jobs.train_loop`. Code that starts the workers needs neither model nor
+    """The training itself, on every worker, see `jobs.worker.train`. Code that starts the workers needs neither model nor
     trainer, whose imports take seconds."""
-    from jobs.train_loop import train_loop_per_worker as run
+    from jobs.worker.train import train_loop_per_worker as run
 
     return run(config)
 
 
 def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation) -> Manifest:
-    """The task after the training of a sweep's trial, see `jobs.evaluate`."""
+    """The task after the training of a sweep's trial, see `jobs.worker.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", trial=request.spec.name)
-    from jobs.evaluate import evaluate_trial as run
+    from jobs.worker.evaluate import evaluate_trial as run
 
     say_placed(open_store(store_uri), request, "evaluate")
     with _fetched(stored) as prepared:
@@ -187,17 +187,17 @@ def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, sto
 def publish_trial(
     request: AttemptRequest, store_uri: str, spec: JobSpec, trial_store_uri: str, trial: Manifest, files: dict[str, str]
 ) -> Manifest:
-    """The task after a sweep's last trial, see `jobs.evaluate`."""
+    """The task after a sweep's last trial, see `jobs.worker.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
-    from jobs.evaluate import publish_trial as run
+    from jobs.worker.evaluate import publish_trial as run
 
     return run(request, store_uri, spec, trial_store_uri, trial, files)
 
 
 def evaluate(request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation) -> Manifest:
-    """The task after training, see `jobs.evaluate`."""
+    """The task after training, see `jobs.worker.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate")
-    from jobs.evaluate import evaluate_and_publish
+    from jobs.worker.evaluate import evaluate_and_publish
 
     say_placed(open_store(store_uri), request, "evaluate")
     with _fetched(stored) as prepared:

@@ -10,8 +10,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 
-from jobs.control import checkpoint_on_sigterm, leave_on_sigterm
-from jobs.phases import Outcome, StoppedError, WorkerConfig, train_loop_per_worker
+from jobs.attempt.control import checkpoint_on_sigterm, leave_on_sigterm
+from jobs.tasks import Outcome, StoppedError, WorkerConfig, train_loop_per_worker
 from swiftkv_platform.storage.object_store import open_store
 
 _MAX_WORKER_FAILURES = 3

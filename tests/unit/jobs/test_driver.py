@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from jobs.training import refuse_unshared_store
+from jobs.driver import refuse_unshared_store
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.storage.object_store import ObjectStore, open_store
 

@@ -19,16 +19,16 @@ import ray.train.torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.checkpoints import AttemptCheckpoints
-from jobs.control import ControlWatcher, told_to_leave
-from jobs.events import MetricsBuffer, Reporter
-from jobs.phases import STOPPED, Outcome, WorkerConfig
-from jobs.places import say_placed
-from jobs.prepare import compute_dtype, load_student, set_up_process, student_shape
-from jobs.rows import StoredPreparation
-from jobs.sources import access_of, teacher_path
-from jobs.telemetry import Telemetry
-from jobs.tracking import TrackedRun
+from jobs.attempt.checkpoints import AttemptCheckpoints
+from jobs.attempt.control import ControlWatcher, told_to_leave
+from jobs.attempt.downloads import access_of, teacher_path
+from jobs.attempt.events import MetricsBuffer, Reporter
+from jobs.attempt.places import say_placed
+from jobs.attempt.preparation import StoredPreparation
+from jobs.attempt.tracking import TrackedRun
+from jobs.tasks import STOPPED, Outcome, WorkerConfig
+from jobs.worker.prepare import compute_dtype, load_student, set_up_process, student_shape
+from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0

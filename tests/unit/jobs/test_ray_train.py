@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from jobs.fit import _Trainer
+from jobs.ray_train import _Trainer
 
 
 @pytest.fixture

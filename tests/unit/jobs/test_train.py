@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from jobs.phases import WorkerConfig
-from jobs.train_loop import _RankZero
+from jobs.tasks import WorkerConfig
+from jobs.worker.train import _RankZero
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jobs.phases import prepare, write
+from jobs.tasks import prepare, write
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data import completions
 from swiftkv_platform.specs import JobSpec

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.phases import prepare
-from jobs.prepare import prepare as prepare_here
-from jobs.rows import find_rows
+from jobs.attempt.preparation import find_rows
+from jobs.tasks import prepare
+from jobs.worker.prepare import prepare as prepare_here
 from swiftkv_platform.contract.attempts import AttemptRequest, data_prefix, start_prefix
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import JobSpec

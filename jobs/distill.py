@@ -35,7 +35,8 @@ from jobs.driver import (
 )
 from jobs.failures import Failure, explain, root_cause
 from jobs.sweep import run_sweep
-from jobs.tasks import StoppedError, evaluate
+from jobs.tasks import evaluate
+from jobs.values import StoppedError
 from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger

@@ -13,7 +13,8 @@ import ray
 from jobs.attempt.control import LOOK_INTERVAL_S, look
 from jobs.attempt.events import Reporter
 from jobs.attempt.places import say_waiting
-from jobs.tasks import STOPPED, Plan, StoppedError, WorkerConfig, prepare, task_options, write
+from jobs.tasks import prepare, task_options, write
+from jobs.values import STOPPED, Plan, StoppedError, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec

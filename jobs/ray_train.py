@@ -11,7 +11,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
 
 from jobs.attempt.control import checkpoint_on_sigterm, leave_on_sigterm
-from jobs.tasks import Outcome, StoppedError, WorkerConfig, train_loop_per_worker
+from jobs.tasks import train_loop_per_worker
+from jobs.values import Outcome, StoppedError, WorkerConfig
 from swiftkv_platform.storage.object_store import open_store
 
 _MAX_WORKER_FAILURES = 3

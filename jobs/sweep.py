@@ -18,7 +18,8 @@ from jobs.attempt.places import say_waiting
 from jobs.attempt.tailing import following
 from jobs.driver import as_task, train, wait_for
 from jobs.failures import explain, root_cause
-from jobs.tasks import STOPPED, StoppedError, evaluate_trial, publish_trial
+from jobs.tasks import evaluate_trial, publish_trial
+from jobs.values import STOPPED, StoppedError
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
 from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise

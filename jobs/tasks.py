@@ -1,5 +1,5 @@
-"""Values that the driver hands to the phases of an attempt and gets back. Loads no torch, so that a driver starts at
-once; the phases import what they need where they run.
+"""The Ray tasks of an attempt. The driver imports this module and no other of the workers', so it starts at once: a
+task imports what computes where it runs.
 """
 
 from __future__ import annotations
@@ -7,9 +7,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -17,74 +16,20 @@ from jobs.attempt.downloads import access_of
 from jobs.attempt.events import Reporter
 from jobs.attempt.places import say_placed, say_waiting
 from jobs.attempt.preparation import StoredPreparation, find_rows, find_start, load_start, publish_rows, publish_start
+from jobs.values import Outcome, Plan, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.contract.stop_requests import Wish
-from swiftkv_platform.errors import TrainingError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.object_store import open_store
 
 if TYPE_CHECKING:
-    from jobs.worker.prepare import Prepared
+    from jobs.attempt.preparation import Prepared
     from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Facts about the run ahead that the driver needs."""
-
-    spec: JobSpec
-    """Spec with what the model and the data decide, see `spec_defaults`."""
-    total_steps: int
-    num_trained_parameters: int
-    statistics: dict[str, Any]
-    """Statistics of the data, see `DataStatistics`."""
-    flops_per_token: float | None = None
-    """FLOPs of a training step per token, see `jobs.worker.telemetry`."""
-    messages: tuple[tuple[str, bool], ...] = ()
-    """Statistics in sentences, and which of them are warnings."""
-
-
-@dataclass(frozen=True)
-class WorkerConfig:
-    """Configuration that the driver hands to every worker."""
-
-    request: AttemptRequest
-    store_uri: str
-    total_steps: int
-    prepared: ray.ObjectRef
-    """A `StoredPreparation`."""
-    flops_per_token: float | None = None
-    """See `Plan`."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of the training run."""
-
-    checkpoint: str | None
-    """Key of the newest complete checkpoint."""
-    error: TrainingError | None = None
-    """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
-    stopped: Literal["preempted", "paused"] | None = None
-    """Reason for which the run ended before its last step, with a checkpoint of where it was."""
-
-
-STOPPED: dict[Wish, Literal["preempted", "paused"]] = {Wish.STOP: "preempted", Wish.PAUSE: "paused"}
-"""Reason for which an attempt ends, by the wish that ends it."""
-
-
-class StoppedError(Exception):
-    """The attempt has ended before its time, as it was asked to; of what was trained there is a complete checkpoint."""
-
-    def __init__(self, reason: Literal["preempted", "paused"]) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """The task before the first, see `jobs.worker.generate_data`; rows that are prepared already need nothing written."""
+    """Have the teacher write a worker's share (`jobs.worker.generate_data`), unless the rows are prepared already."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
     from jobs.worker.generate_data import write as run
 
@@ -94,9 +39,7 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """The task before training, see `jobs.worker.prepare`. Rows that an earlier attempt prepared are used again, and so is the
-    calibrated start that it found.
-    """
+    """Prepare rows and start (`jobs.worker.prepare`), or take those that an earlier attempt has prepared."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
     from jobs.worker.generate_data import AttemptAnswers
     from jobs.worker.prepare import prepare as run

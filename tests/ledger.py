@@ -23,9 +23,10 @@ from uuid import uuid4
 import ray
 import ray.train
 
-from jobs import distill, fit, phases, train_loop, training
+from jobs import distill, driver, ray_train, tasks
 from jobs.attempt.preparation import StoredPreparation
-from jobs.tasks import Outcome, Plan, WorkerConfig
+from jobs.values import Outcome, Plan, WorkerConfig
+from jobs.worker import train
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.distillation.checkpoint import Progress, from_rank_0
 from swiftkv_platform.distillation.parallel import Parallel
@@ -100,7 +101,7 @@ class Ledger:
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
     """Wrap `prepare` of `jobs.tasks` to note where it runs."""
     (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
-    return phases.prepare(request, store_uri)
+    return tasks.prepare(request, store_uri)
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
@@ -124,13 +125,13 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
         return metrics
 
     with patch.object(Parallel, "__call__", recorded_call), patch.object(Trainer, "train_step", recorded_step):
-        return train_loop.train_loop_per_worker(config)
+        return train.train_loop_per_worker(config)
 
 
 def main() -> int:
     with (
-        patch.object(training, "prepare", prepare),
-        patch.object(fit, "train_loop_per_worker", train_loop_per_worker),
+        patch.object(driver, "prepare", prepare),
+        patch.object(ray_train, "train_loop_per_worker", train_loop_per_worker),
     ):
         return distill.main()
 

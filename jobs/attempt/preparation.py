@@ -17,9 +17,18 @@ from swiftkv_platform.storage.object_store import ObjectStore, open_store
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jobs.worker.prepare import Prepared
+    from swiftkv_platform.data.prepared import PreparedData
 
 _TENSORS = "calibrated.safetensors"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Starting point of every worker and of the evaluation."""
+
+    data: PreparedData
+    calibrated: dict[str, Tensor] | None
+    """Parameters of the calibrated start, by the student's names; None for a job that starts from the copies."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,6 @@ class StoredPreparation:
 
     def open(self, directory: Path) -> Prepared:
         """Read what `fetch` brought to `directory` and beside it; it may be deleted afterwards."""
-        from jobs.worker.prepare import Prepared
         from swiftkv_platform.data.prepared import PreparedData
 
         start = None if self.start is None else _read(_start_beside(directory))

@@ -15,9 +15,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jobs.attempt.downloads import access_of, fetch_data, teacher_path
+from jobs.attempt.preparation import Prepared
 from jobs.attempt.tracking import TrackedRun
 from jobs.worker.measure import compare, measure_student, teacher_kept_apart
-from jobs.worker.prepare import Prepared, load_student, load_tokenizer, set_up_process, task_device
+from jobs.worker.prepare import load_student, load_tokenizer, set_up_process, task_device
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, artifact_prefix, attempt_prefix
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import load_trained

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
-from jobs.tasks import Plan
+from jobs.attempt.preparation import Prepared
+from jobs.values import Plan
 from jobs.worker.telemetry import training_flops_per_token
 from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.data.packing import total_steps
@@ -36,16 +36,6 @@ from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import settle, settle_batch_size
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Starting point of every worker and of the evaluation."""
-
-    data: PreparedData
-    calibrated: dict[str, Tensor] | None
-    """Parameters of the calibrated start, by the student's names; None for a job that starts from the copies."""
-
 
 Helpers = Callable[[int], Iterator[CalibrationStatistics]]
 """Collects shares 1, 2, ... of a number elsewhere, from the rows as they are now; yields them as they arrive."""

@@ -1,5 +1,5 @@
 """Train loop of every Ray Train worker: the trainer, with the attempt's storage, events and tracking wired to it. With
-`fit` the only code that touches `ray.train`.
+`jobs.ray_train` the only code that touches `ray.train`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jobs.attempt.events import MetricsBuffer, Reporter
 from jobs.attempt.places import say_placed
 from jobs.attempt.preparation import StoredPreparation
 from jobs.attempt.tracking import TrackedRun
-from jobs.tasks import STOPPED, Outcome, WorkerConfig
+from jobs.values import STOPPED, Outcome, WorkerConfig
 from jobs.worker.prepare import compute_dtype, load_student, set_up_process, student_shape
 from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest

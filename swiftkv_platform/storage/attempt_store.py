@@ -1,4 +1,4 @@
-"""The attempt contract of `swiftkv_platform.contract.attempts`, read and written in an object store. Decides nothing."""
+"""The contract of `contract.attempts`, read and written in an object store. Decides nothing."""
 
 from __future__ import annotations
 

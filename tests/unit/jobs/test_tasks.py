@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jobs.tasks import Plan
+from jobs.attempt.preparation import Prepared
+from jobs.values import Plan
 from jobs.worker.evaluate import evaluate_and_publish
-from jobs.worker.prepare import Prepared, collect_share, load_student
+from jobs.worker.prepare import collect_share, load_student
 from jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.contract.attempts import AttemptRequest, artifact_prefix
 from swiftkv_platform.distillation import calibration_text

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from jobs.tasks import WorkerConfig
+from jobs.values import WorkerConfig
 from jobs.worker.train import _RankZero
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.distillation.trainer import StepMetrics

@@ -1,0 +1,67 @@
+"""Values that the driver, the tasks and the workers of an attempt hand each other. Loads neither ray nor torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.errors import TrainingError
+from swiftkv_platform.specs import JobSpec
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Facts about the run ahead that the driver needs."""
+
+    spec: JobSpec
+    """Spec with what the model and the data decide, see `spec_defaults`."""
+    total_steps: int
+    num_trained_parameters: int
+    statistics: dict[str, Any]
+    """Statistics of the data, see `DataStatistics`."""
+    flops_per_token: float | None = None
+    """FLOPs of a training step per token, see `jobs.worker.telemetry`."""
+    messages: tuple[tuple[str, bool], ...] = ()
+    """Statistics in sentences, and which of them are warnings."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Configuration that the driver hands to every worker."""
+
+    request: AttemptRequest
+    store_uri: str
+    total_steps: int
+    prepared: ObjectRef
+    """A `StoredPreparation`."""
+    flops_per_token: float | None = None
+    """See `Plan`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of the training run."""
+
+    checkpoint: str | None
+    """Key of the newest complete checkpoint."""
+    error: TrainingError | None = None
+    """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
+    stopped: Literal["preempted", "paused"] | None = None
+    """Reason for which the run ended before its last step, with a checkpoint of where it was."""
+
+
+STOPPED: dict[Wish, Literal["preempted", "paused"]] = {Wish.STOP: "preempted", Wish.PAUSE: "paused"}
+"""Reason for which an attempt ends, by the wish that ends it."""
+
+
+class StoppedError(Exception):
+    """The attempt has ended before its time, as it was asked to; of what was trained there is a complete checkpoint."""
+
+    def __init__(self, reason: Literal["preempted", "paused"]) -> None:
+        super().__init__(reason)
+        self.reason = reason

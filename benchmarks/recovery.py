@@ -45,7 +45,7 @@ from swiftkv_platform.distillation.fork import Fork, load_trained, trained_param
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, DistillationSpec, JobSpec, load_spec
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 
 SPEC = Path(__file__).parent / "configs" / "recovery.yaml"
 TABLES = ("starts", "objectives", "trained")

@@ -41,9 +41,10 @@ from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRe
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 _RAY_TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is noticed sooner than by the default of 2 s

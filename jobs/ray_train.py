@@ -13,7 +13,7 @@ from ray.train.torch.config import _TorchBackend
 from jobs.attempt.control import checkpoint_on_sigterm, leave_on_sigterm
 from jobs.tasks import train_loop_per_worker
 from jobs.values import Outcome, StoppedError, WorkerConfig
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 
 _MAX_WORKER_FAILURES = 3
 """Times an attempt brings its workers back from the newest checkpoint before it gives up."""

@@ -26,8 +26,9 @@ from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepRepor
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.sweep import sweep_page
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, join_key, open_store
+from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from jobs.values import Outcome, Plan, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
-from swiftkv_platform.storage.object_store import open_store
 
 if TYPE_CHECKING:
     from jobs.attempt.preparation import Prepared

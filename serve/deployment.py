@@ -27,8 +27,8 @@ from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.security.keys import KeyRing
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
-from swiftkv_platform.storage.object_store import open_store
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import LLMEngine

@@ -14,7 +14,7 @@ from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, HubS
 from swiftkv_platform.sources.models import check_model_files
 from swiftkv_platform.sources.names import refuse_shadowed
 from swiftkv_platform.specs import BUILTIN_TEACHER, ModelSpec
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 
 _MODEL = "model.name_or_path"
 _NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]

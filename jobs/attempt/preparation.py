@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftkv_platform.contract.attempts import AttemptRequest, data_prefix, start_prefix
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
     from torch import Tensor

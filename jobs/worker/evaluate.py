@@ -27,9 +27,10 @@ from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 
 def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest:

@@ -15,7 +15,8 @@ from swiftkv_platform.data.completions import PromptSource, write_answers
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.errors import ObjectNotFoundError
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import LLMEngine

@@ -40,7 +40,8 @@ from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 
 class LeftError(Exception):

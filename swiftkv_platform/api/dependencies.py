@@ -31,8 +31,9 @@ from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, r
 from swiftkv_platform.security.keys import KeyRing, Scope
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import SourceRules
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 SESSION_COOKIE = "swiftkv_session"
 """Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""

@@ -15,7 +15,7 @@ from swiftkv_platform.client import Client, Estimate, Job
 from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.orchestration.validation import validate as validate_spec
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
 jobs_app.command()(job_outputs.events)

@@ -8,7 +8,7 @@ from typing import Any
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning import read_config
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 
 __all__ = ["builtin_teacher", "model_config"]
 

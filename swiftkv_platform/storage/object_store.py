@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
 from swiftkv_platform.errors import InvalidInputError
 
@@ -22,8 +20,6 @@ PROBE_KEY = ".swiftkv-probe"
 """Object that `ping` writes and deletes."""
 
 _MAX_KEY_BYTES = 1024
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 @dataclass(frozen=True)
@@ -87,28 +83,6 @@ class ObjectStore(Protocol):
         """Write, read and delete one small object, without waiting for a store that is away. Raises `StorageError`."""
 
 
-def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
-    """The store at `uri`: a directory, `file:///directory` or `s3://bucket/prefix`. Does no I/O; `ping` does.
-
-    A patient store repeats what fails while its server is away for about half a minute, as a worker wants that has a
-    checkpoint to save; otherwise it gives up within seconds, as a server wants that must answer.
-
-    Raises `InvalidInputError` for an address that is none of these.
-    """
-    scheme = _SCHEME.match(uri)
-    name = scheme.group(1).lower() if scheme else "file"
-    if name == "s3":
-        from swiftkv_platform.storage.s3_store import S3ObjectStore
-
-        bucket, prefix = _parse_s3(uri)
-        return S3ObjectStore(bucket, prefix, patient=patient)
-    if name == "file" and uri:
-        from swiftkv_platform.storage.local_store import LocalObjectStore
-
-        return LocalObjectStore(_parse_file(uri) if scheme else Path(uri).expanduser())
-    raise _bad_uri(uri, "its scheme is unknown" if uri else "it is empty")
-
-
 def validate_key(key: str) -> str:
     """`key` itself, if it is a relative path of ordinary segments. Raises `InvalidInputError`."""
     reason = _key_fault(key)
@@ -143,32 +117,3 @@ def _key_fault(key: str) -> str | None:
     if len(key.encode()) > _MAX_KEY_BYTES:
         return f"is longer than {_MAX_KEY_BYTES} bytes"
     return None
-
-
-def _parse_s3(uri: str) -> tuple[str, str]:
-    parts = urlsplit(uri)
-    if parts.query or parts.fragment:
-        raise _bad_uri(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")
-    if not _BUCKET.fullmatch(parts.netloc):
-        raise _bad_uri(uri, "it names no bucket (3 to 63 lower-case letters, digits, dots, hyphens)")
-    prefix = parts.path.strip("/")
-    fault = _key_fault(prefix) if prefix else None
-    if fault is not None:
-        raise _bad_uri(uri, f"its prefix {fault}")
-    return parts.netloc, prefix
-
-
-def _parse_file(uri: str) -> Path:
-    parts = urlsplit(uri)
-    if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
-        raise _bad_uri(uri, "a file address names no host and an absolute path")
-    return Path(unquote(parts.path))
-
-
-def _bad_uri(uri: str, why: str) -> InvalidInputError:
-    shown = re.sub(r"//[^/@]*@", "//", uri)
-    return InvalidInputError(
-        f"object store address {shown!r} cannot be used: {why}; give a directory, file:///directory or s3://bucket/prefix",
-        field="storage_uri",
-        value=shown,
-    )

@@ -12,7 +12,7 @@ from jobs.attempt.downloads import StoreFiles
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.s3_servers import RcloneServer, S3Server
 

@@ -19,8 +19,9 @@ from swiftkv_platform.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory, upload_files
-from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.s3_servers import RcloneServer, S3Server, client_environment, free_port, run_rclone
 

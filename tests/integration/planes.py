@@ -65,7 +65,7 @@ import argparse, os, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 from tests.fakes.attempt_store import FakeWorker
 arguments = argparse.ArgumentParser()
 for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str)):

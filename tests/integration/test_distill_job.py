@@ -15,7 +15,7 @@ import torch
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 from tests.distill_jobs import JOB, ONE_WORKER, events, job_spec
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

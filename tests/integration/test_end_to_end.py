@@ -18,8 +18,8 @@ from swiftkv_platform.client import Client, Job
 from swiftkv_platform.local.processes import marked
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import read_manifest
-from swiftkv_platform.storage.object_store import open_store
 from tests import browsers
 
 browser, page = browsers.browser, browsers.page  # fixtures

@@ -21,9 +21,10 @@ import torch
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, artifact_prefix, checkpoints_prefix
 from swiftkv_platform.local.ray_head import RayHead
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 from tests.distill_jobs import (
     JOB,
     TOTAL_STEPS,

@@ -24,8 +24,8 @@ from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.model import convert
 from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
-from swiftkv_platform.storage.object_store import open_store
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.integration.conftest import wait_for
 from tests.integration.load import GREEDY, PROMPTS, Expected, Load, ask, health, metrics

@@ -16,8 +16,8 @@ from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
 from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
-from swiftkv_platform.storage.object_store import open_store
 from tests.integration.conftest import wait_for
 from tests.unit.engine.tiny_models import save_swiftkv
 

@@ -10,9 +10,9 @@ import pytest
 
 from swiftkv_platform.contract.attempts import AttemptRequest, artifact_prefix
 from swiftkv_platform.specs import JobSpec, SweepSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import open_store
 from tests.integration.conftest import wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

@@ -28,7 +28,7 @@ from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 from tests.tiny_models import family_teacher, random_teacher
 
 VOCAB, ROW_LENGTH, NUM_LAYERS, NUM_KEY_VALUE_LAYERS = 50, 24, 5, 2

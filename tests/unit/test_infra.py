@@ -12,7 +12,7 @@ from swiftkv_platform.api.app import create_app
 from swiftkv_platform.cluster.ray_serve import http_address
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 from tests.infra_files import DOCKERFILES, INFRA, ROOT, VERSION, compose, documents, environments, pod_templates
 
 # ---- settings

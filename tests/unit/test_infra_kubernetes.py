@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 
 from swiftkv_platform.api.routes import health
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 from tests.infra_files import INFRA, KUBERNETES, PINNED, documents, environments, objects, pod_templates, ray_cluster
 
 

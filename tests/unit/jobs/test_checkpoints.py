@@ -10,9 +10,10 @@ from jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, checkpoints_prefix
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 PREFIX = checkpoints_prefix("job", 2)
 

@@ -9,7 +9,8 @@ import ray
 
 from jobs.driver import refuse_unshared_store
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 
 def cluster(monkeypatch: pytest.MonkeyPatch, *alive: bool) -> None:

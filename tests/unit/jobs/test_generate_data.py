@@ -12,7 +12,8 @@ from jobs.tasks import prepare, write
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data import completions
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 
 @pytest.fixture

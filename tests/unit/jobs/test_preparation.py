@@ -14,8 +14,9 @@ from jobs.worker.prepare import prepare as prepare_here
 from swiftkv_platform.contract.attempts import AttemptRequest, data_prefix, start_prefix
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, Qu
 from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 from tests.tiny_models import save_teacher
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 
 pytest.importorskip("wandb")
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from jobs.attempt.tracking import TrackedRun
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.object_store import open_store
+from swiftkv_platform.storage.addresses import open_store
 
 store = open_store(sys.argv[1])
 spec = JobSpec.model_validate({"name": "n", "tracking": {"wandb": {"mode": "offline"}}})

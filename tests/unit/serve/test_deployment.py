@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from serve.args import ReplicaArgs, ServeArgs, Served
 from serve.deployment import load, model_card
 from swiftkv_platform.errors import ArtifactCorruptError, ModelError
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
-from swiftkv_platform.storage.object_store import open_store
 from tests.unit.engine.tiny_models import save_dense, save_swiftkv
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "unused"}

@@ -12,6 +12,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest, ManifestFile
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, StorageError
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import (
     delete_directory,
     fetch_directory,
@@ -22,7 +23,7 @@ from swiftkv_platform.storage.artifacts import (
     upload_files,
     write_manifest,
 )
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
 
 

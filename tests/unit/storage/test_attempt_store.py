@@ -19,9 +19,9 @@ from swiftkv_platform.contract.attempts import (
 )
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest, write_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
-from swiftkv_platform.storage.object_store import open_store
 from tests.fakes.object_store import InMemoryObjectStore
 
 JOB = "job_1"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.errors import ConflictError, StorageError
-from swiftkv_platform.storage.object_store import ObjectStore, open_store
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import ObjectStore
 from tests.s3_servers import client_environment, run_moto, run_rclone
 
 pytestmark = pytest.mark.integration

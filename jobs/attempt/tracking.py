@@ -15,7 +15,8 @@ from swiftkv_platform.reports.evaluation import STAGES, evaluation_charts
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
-from swiftkv_platform.tracking.tracker import Table, TrackingInfo, create_tracker
+from swiftkv_platform.tracking.providers import create_tracker
+from swiftkv_platform.tracking.tracker import Table, TrackingInfo
 
 
 class TrackedRun:

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from swiftkv_platform.specs import TrackingSpec
-
 
 @dataclass(frozen=True)
 class TrackingInfo:
@@ -88,12 +86,3 @@ class NullTracker:
 
     def finish(self) -> None:
         """Nothing to hand over."""
-
-
-def create_tracker(spec: TrackingSpec, directory: Path, *, name: str) -> Tracker:
-    """The tracker that `spec` asks for, its files below `directory`; `name` is the run's display name."""
-    if spec.wandb.mode == "disabled":
-        return NullTracker()
-    from swiftkv_platform.tracking.wandb_tracker import WandbTracker
-
-    return WandbTracker(spec.wandb, directory, name=name)

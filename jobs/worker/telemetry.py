@@ -12,7 +12,8 @@ import torch
 
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.planning.training import TrainingSetup, plan_training
+from swiftkv_platform.planning.training import plan_training
+from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import BATCH_SIZE
 

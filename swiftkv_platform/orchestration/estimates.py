@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared_key_value_heads
-from swiftkv_platform.planning.training import TrainingSetup, plan_training
+from swiftkv_platform.planning.training import plan_training
+from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import FULL_WIDTH, settle, settle_batch_size
 

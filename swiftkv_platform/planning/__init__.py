@@ -13,7 +13,8 @@ from swiftkv_platform.planning.layers import (
 )
 from swiftkv_platform.planning.prefill import Comparison, Components, Plan, plan
 from swiftkv_platform.planning.serving import ServingPlan, ServingSetup, plan_serving
-from swiftkv_platform.planning.training import TrainingPlan, TrainingSetup, plan_training
+from swiftkv_platform.planning.training import TrainingPlan, plan_training
+from swiftkv_platform.planning.training_setup import TrainingSetup
 
 __all__ = [
     "FAMILIES",

@@ -6,9 +6,6 @@ layers < l once, no gradient ─┬─ layers >= l as pretrained, no gradient
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.errors import InvalidInputError
@@ -17,52 +14,10 @@ from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.families import read_architecture
 from swiftkv_platform.planning.flops import attention_pairs
 from swiftkv_platform.planning.layers import LayerMap
-from swiftkv_platform.planning.parameters import Trainable, student_parameters
+from swiftkv_platform.planning.parameters import student_parameters
 from swiftkv_platform.planning.prefill import resolve_layer_map
 from swiftkv_platform.planning.training_memory import WorkerMemory, worker_memory
-
-
-@dataclass(frozen=True)
-class TrainingSetup:
-    """Fields of a job spec that decide cost; names and meanings are the spec's."""
-
-    sequence_length: int = 8192
-    """`data.max_length`, the number of tokens of every row."""
-    packing: bool = True
-    """Rows of several samples: attention takes a mask, and its kernels the whole square."""
-    micro_batch_size: int = 1
-    batch_size: int = 32
-    num_workers: int = 1
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    strategy: Literal["ddp", "fsdp2", "deepspeed"] = "fsdp2"
-    zero_stage: Literal[1, 2, 3] = 2
-    cpu_offload: bool = False
-    sequence_parallel_size: int = 1
-    gradient_checkpointing: bool = False
-    early_exit: bool = False
-    trainable: Trainable = "qkv"
-    objective: Literal["logits", "lm"] = "logits"
-    hidden_loss: bool = False
-    device: Literal["cuda", "cpu"] = "cuda"
-
-    @property
-    def needs_teacher(self) -> bool:
-        return self.objective == "logits" or self.hidden_loss or self.early_exit
-
-    @property
-    def rows_per_pass(self) -> int:
-        """Rows of a pass of all workers together."""
-        return self.num_workers // self.sequence_parallel_size * self.micro_batch_size
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro batches of one worker and step."""
-        return self.batch_size // self.rows_per_pass
-
-    @property
-    def tokens_per_pass(self) -> int:
-        """Tokens of a pass of one worker."""
-        return self.sequence_length // self.sequence_parallel_size * self.micro_batch_size
+from swiftkv_platform.planning.training_setup import TrainingSetup
 
 
 class _Result(BaseModel):

@@ -13,7 +13,7 @@ from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import Parameters
 
 if TYPE_CHECKING:
-    from swiftkv_platform.planning.training import TrainingSetup
+    from swiftkv_platform.planning.training_setup import TrainingSetup
 
 WIDE = 4
 """Bytes of float32: masters, gradients, optimizer state, norms."""

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.specs.early_exit import EarlyExit
-from swiftkv_platform.specs.engine import EngineConfig, SamplingParams
+from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.specs.sampling import SamplingParams
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from swiftkv_platform.engine.requests import Prompt, ReadRequest
 from swiftkv_platform.engine.streams import RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.specs.engine import SamplingParams
+from swiftkv_platform.specs.sampling import SamplingParams
 
 R = TypeVar("R")
 

@@ -24,7 +24,8 @@ from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.engine import EngineConfig, SamplingParams
+from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.specs.sampling import SamplingParams
 
 
 class LLMEngine:

@@ -16,7 +16,7 @@ import torch
 
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.outputs import TokenLogprobs
-from swiftkv_platform.specs.engine import SamplingParams
+from swiftkv_platform.specs.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer
 from swiftkv_platform.engine.drafting import DraftHistory
 from swiftkv_platform.engine.outputs import FinishReason, RequestMetrics, RequestOutput, StepResult, TokenLogprobs
-from swiftkv_platform.specs.engine import SamplingParams
+from swiftkv_platform.specs.sampling import SamplingParams
 
 
 class SequenceStatus(enum.Enum):

@@ -1,0 +1,179 @@
+"""Sampling parameters of a request: how the tokens of its answers are chosen. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.early_exit import EarlyExit
+from swiftkv_platform.specs.limits import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_LOOKUP_TOKENS,
+    MAX_N,
+    MAX_SEED,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TOP_K,
+    MIN_TEMPERATURE,
+)
+from swiftkv_platform.specs.structured_outputs import StructuredOutputs
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of how one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of
+    range.
+
+    Logits pass through, in this order: `logit_bias`, the penalties, `structured_outputs`, `temperature`, `top_k`,
+    `top_p`, `min_p`.
+    """
+
+    max_tokens: int = 16
+    """Most tokens to generate; the context may end the answer earlier."""
+    temperature: float = 1.0
+    """0 takes the most probable token, as does all below 1e-5; above, logits are divided by it."""
+    top_p: float = 1.0
+    """Samples among the fewest tokens whose probabilities sum to at least this; 1 keeps all."""
+    top_k: int = 0
+    """Samples among the k most probable tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Samples among tokens at least this probable, relative to the most probable one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in prompt or answer; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time the answer has it."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Numbers added to logits, by token id."""
+    n: int = 1
+    """Answers to generate for the prompt, each with a seed of its own."""
+    seed: int | None = None
+    """Makes the answer repeatable, whatever else is served; None draws one from the engine's."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer, and are not part of its text. One string, or a sequence of them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the answer beside the model's end of sequence; counted, but not part of the text."""
+    ignore_eos: bool = False
+    """Generate on past the model's end of sequence."""
+    logprobs: int | None = None
+    """Log-probabilities of each generated token and of this many of the most probable ones; None: of none."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, which then all go through every layer."""
+    early_exit: EarlyExit = field(default_factory=EarlyExit)
+    """Whether generated tokens may be chosen, or drafted, at layer l: a mode (`off`, `threshold`, `lossless`) or
+    `EarlyExit(...)`."""
+
+    num_lookup_tokens: int = 0
+    """Most tokens to draft at a time from what prompt and answer so far repeat (prompt lookup), or a constraint leaves
+    no choice about; they are verified together, and the answer is the same. 0 drafts none."""
+    structured_outputs: StructuredOutputs | None = None
+    """Constraint on the text: `StructuredOutputs(...)`, or its fields by name. An answer that is not complete when it
+    reaches `max_tokens` is cut off."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
+        object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("n", self.n, 1, MAX_N)
+        _check_int("top_k", self.top_k, 0, MAX_TOP_K)
+        _check_int("num_lookup_tokens", self.num_lookup_tokens, 0, MAX_LOOKUP_TOKENS)
+        if self.num_lookup_tokens and self.early_exit.mode == "threshold":
+            raise _refusal("num_lookup_tokens", self.num_lookup_tokens, "0 where early_exit is 'threshold'")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._check_numbers()
+        if self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        if not isinstance(self.ignore_eos, bool):
+            raise _refusal("ignore_eos", self.ignore_eos, "true or false")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise _refusal("ignore_eos", True, "false where structured_outputs says where the answer ends")
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def _check_numbers(self) -> None:
+        ranges: dict[str, tuple[Callable[[float], bool], str]] = {
+            "temperature": (lambda value: 0.0 <= value < math.inf, "a finite number of at least 0"),
+            "top_p": (lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1"),
+            "min_p": (lambda value: 0.0 <= value <= 1.0, "a number from 0 to 1"),
+            "repetition_penalty": (lambda value: 0.0 < value < math.inf, "a finite number above 0"),
+            "presence_penalty": (math.isfinite, "a finite number"),
+            "frequency_penalty": (math.isfinite, "a finite number"),
+        }
+        for name, (accepts, accepted) in ranges.items():
+            value = getattr(self, name)
+            if not (_is_number(value) and accepts(value)):
+                raise _refusal(name, value, accepted)
+
+
+def _checked_logit_bias(logit_bias: object) -> Mapping[int, float]:
+    if not isinstance(logit_bias, Mapping):
+        raise _refusal("logit_bias", logit_bias, "finite numbers by token id")
+    _check_size("logit_bias", logit_bias, MAX_LOGIT_BIAS)
+    if not all(
+        _is_int(token) and token >= 0 and _is_number(bias) and math.isfinite(bias) for token, bias in logit_bias.items()
+    ):
+        raise _refusal("logit_bias", logit_bias, "finite numbers by token id")
+    return dict(logit_bias)
+
+
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, (list, tuple)):
+        raise _refusal("stop", stop, "a non-empty string or a list of them")
+    _check_size("stop", strings, MAX_STOPS)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise _refusal("stop", stop, "a non-empty string or a list of them")
+    longest = max(map(len, strings), default=0)
+    if longest > MAX_STOP_LENGTH:
+        message = f"stop has a string of {longest} characters; {MAX_STOP_LENGTH} are accepted"
+        raise InvalidInputError(message, field="stop", value=longest)
+    return tuple(strings)
+
+
+def _checked_token_ids(token_ids: object) -> tuple[int, ...]:
+    if not isinstance(token_ids, (list, tuple)):
+        raise _refusal("stop_token_ids", token_ids, "a list of token ids, whole numbers of at least 0")
+    _check_size("stop_token_ids", token_ids, MAX_STOP_TOKEN_IDS)
+    if not all(_is_int(token) and token >= 0 for token in token_ids):
+        raise _refusal("stop_token_ids", token_ids, "a list of token ids, whole numbers of at least 0")
+    return tuple(token_ids)
+
+
+def _check_size(field: str, value: Sized, at_most: int) -> None:
+    """Refuse what is too much by its number alone: a message that repeats it would be as long."""
+    if len(value) > at_most:
+        message = f"{field} has {len(value)} entries; a request accepts {at_most}"
+        raise InvalidInputError(message, field=field, value=len(value))
+
+
+def _check_int(field: str, value: object, at_least: int, at_most: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least or (at_most and value > at_most):
+        accepted = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise _refusal(field, value, f"a whole number {accepted}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _refusal(field: str, value: Any, accepted: str) -> InvalidInputError:
+    return InvalidInputError(f"{field} is {value!r}; it must be {accepted}", field=field, value=value)

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from swiftkv_platform.security.operator_files import OperatorFile
-from swiftkv_platform.security.webhooks import WebhookSpec
+from swiftkv_platform.specs.webhook import WebhookSpec
 
 
 class _Record(BaseModel):

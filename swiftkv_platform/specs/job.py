@@ -9,7 +9,6 @@ import yaml
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from swiftkv_platform.security.webhooks import WebhookSpec
 from swiftkv_platform.specs.base import (
     Amount,
     Count,
@@ -25,6 +24,7 @@ from swiftkv_platform.specs.base import (
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
+from swiftkv_platform.specs.webhook import WebhookSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
 """The teacher that ships with the package, in `swiftkv_platform/sources/teacher`."""

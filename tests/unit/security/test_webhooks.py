@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from swiftkv_platform.errors import InvalidInputError, UnauthenticatedError
-from swiftkv_platform.security.webhooks import Secret, WebhookSpec, verify
+from swiftkv_platform.security.webhooks import Secret, verify
+from swiftkv_platform.specs.webhook import WebhookSpec
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 BODY = b'{"test": 2432232314}'

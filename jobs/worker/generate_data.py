@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from jobs.attempt.downloads import StoreFiles, access_of, teacher_path
 from jobs.worker.prepare import load_tokenizer, set_up_process, writer
 from swiftkv_platform.contract.attempts import AttemptRequest, answers_key
-from swiftkv_platform.data.completions import PromptSource, write_answers
+from swiftkv_platform.data.completions import PromptSource
 from swiftkv_platform.data.documents import DocumentEncoder
+from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.errors import ObjectNotFoundError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

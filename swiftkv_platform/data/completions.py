@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
@@ -24,7 +24,6 @@ from swiftkv_platform.specs import CompletionSpec, DataSourceSpec
 
 if TYPE_CHECKING:
     from swiftkv_platform.data.documents import DocumentEncoder
-    from swiftkv_platform.engine import LLMEngine
 
 _PROMPTS_PER_SHARD = 64
 """Prompts of a shard, the unit that is written again when a worker dies."""
@@ -151,57 +150,6 @@ class PromptSource:
                 raise row.error(error, f"data.sources[{self.index}]") from error
             end = self.settings.prompt_tokens if isinstance(row.content, str) else None
             yield Answer(row.format, tuple(tokens[:end]))
-
-
-def write_answers(
-    source: PromptSource,
-    store: AnswerStore,
-    load_engine: Callable[[], LLMEngine],
-    *,
-    worker: int = 0,
-    num_workers: int = 1,
-) -> int:
-    """Write this worker's share of the shards that are not written yet; returns how many tokens that were.
-
-    Args:
-        load_engine: called when there is something to write.
-    """
-    engine, num_tokens = None, 0
-    for number, shard in enumerate(source.shards()):
-        if number % num_workers != worker or store.get(shard.key) is not None:
-            continue
-        engine = engine or load_engine()
-        answers = _answer(engine, shard, source)
-        num_tokens += sum(len(answer.token_ids) for answer in answers)
-        lines = [
-            json.dumps({"prompt_token_ids": a.prompt_token_ids, "token_ids": a.token_ids, "text": a.text})
-            for a in answers
-        ]
-        store.put(shard.key, "".join(f"{line}\n" for line in lines).encode())
-    return num_tokens
-
-
-def _answer(engine: LLMEngine, shard: Shard, source: PromptSource) -> list[Answer]:
-    """An answer, or several, to each prompt in turn; none to those that leave no room for one."""
-    from swiftkv_platform.engine import SamplingParams
-
-    settings = source.settings
-    room = min(source.encoder.max_length, source.teacher.max_model_len)
-    answers = [prompt for prompt in shard.prompts for _ in range(settings.num_completions)]
-    asked = [i for i, answer in enumerate(answers) if 0 < len(answer.prompt_token_ids) < room]
-    parameters = [
-        SamplingParams(
-            max_tokens=min(settings.max_tokens, room - len(answers[i].prompt_token_ids)),
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            seed=shard.seeds[i],
-        )
-        for i in asked
-    ]
-    outputs = engine.generate([list(answers[i].prompt_token_ids) for i in asked], parameters) if asked else []
-    for i, output in zip(asked, outputs, strict=True):
-        answers[i] = replace(answers[i], token_ids=tuple(output.token_ids), text=output.text)
-    return answers
 
 
 def _draw(seed: int, repeat: int, prompt: Answer) -> int:

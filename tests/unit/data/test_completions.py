@@ -13,10 +13,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform.data import completions
-from swiftkv_platform.data.completions import Answer, PromptSource, Teacher, WrittenBy, write_answers
+from swiftkv_platform.data.completions import Answer, PromptSource, Teacher, WrittenBy
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
+from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, StorageError
 from swiftkv_platform.specs import BUILTIN_TEACHER, DataSpec

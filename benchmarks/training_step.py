@@ -33,6 +33,7 @@ from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork, compile_layers
 from swiftkv_platform.distillation.optimizer import build_optimizer
 from swiftkv_platform.model import convert
+from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
 Batch = dict[str, torch.Tensor]
@@ -114,7 +115,7 @@ def build_batch(args: argparse.Namespace) -> Batch:
         starts=np.arange(num_samples + 1) * half,
     )
     rows = pack(samples, np.arange(num_samples), max_length=args.row_length, pad_token_id=0)
-    return rows.batch(range(args.rows))
+    return to_tensors(rows.batch(range(args.rows)))
 
 
 def count_flops(variant: Variant, batch: Batch, *, early_stop: bool) -> int:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -79,14 +79,14 @@ class PackedRows:
         """Share of the rows that is not padding; 0.0 without rows."""
         return self.num_tokens / (len(self) * self.max_length) if len(self) else 0.0
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
         """One row: `input_ids` and `position_ids` int64, `loss_mask` bool, each [max_length].
 
         Padding is a segment of its own: positions from 0, no loss.
         """
-        return {name: tensor[0] for name, tensor in self.batch([index]).items()}
+        return {name: array[0] for name, array in self.batch([index]).items()}
 
-    def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+    def batch(self, indices: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """The rows `indices`, stacked: `input_ids` and `position_ids` int64, `loss_mask` bool, each [B, max_length]."""
         shape = (len(indices), self.max_length)
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
@@ -103,11 +103,7 @@ class PackedRows:
                 position_ids[row, begin:end] = np.arange(end - begin)
                 loss_mask[row, begin:end] = self.samples.counts[source]
             position_ids[row, end:] = np.arange(self.max_length - end)
-        return {
-            "input_ids": torch.from_numpy(input_ids),
-            "position_ids": torch.from_numpy(position_ids),
-            "loss_mask": torch.from_numpy(loss_mask),
-        }
+        return {"input_ids": input_ids, "position_ids": position_ids, "loss_mask": loss_mask}
 
 
 def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: int, packing: bool = True) -> PackedRows:

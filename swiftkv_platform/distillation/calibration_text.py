@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from swiftkv_platform.data.packing import PackedRows, batch_rows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _MAX_LENGTH = 1024
@@ -48,7 +49,7 @@ def calibration_batches(
     """Rows of the first epoch without their padding, one at a time, until `num_tokens` tokens; of these, every
     `num_shares`-th one from `share` on, so that workers look at different ones."""
     for index, length in _chosen(rows, num_tokens, seed)[share::num_shares]:
-        yield {name: tensor[:, :length] for name, tensor in rows.batch([index]).items()}
+        yield {name: tensor[:, :length] for name, tensor in to_tensors(rows.batch([index])).items()}
 
 
 def num_calibration_shares(rows: PackedRows, num_tokens: int, *, seed: int, num_workers: int) -> int:

@@ -17,6 +17,7 @@ from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.optimizer import learning_rate
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.errors import LossNotFiniteError
+from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import JobSpec
 
 
@@ -162,7 +163,7 @@ class Trainer:
         places = [*mine, *batch[: -(-len(batch) // parallel.data_size) - len(mine)]]
         micro_batches = []
         for start in range(0, len(places), training.micro_batch_size):
-            rows = self._rows.batch(places[start : start + training.micro_batch_size])
+            rows = to_tensors(self._rows.batch(places[start : start + training.micro_batch_size]))
             rows["loss_mask"][max(len(mine) - start, 0) :] = False
             rows["loss_mask"] = parallel.own_positions(rows["loss_mask"])
             micro_batches.append(rows)

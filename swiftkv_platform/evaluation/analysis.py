@@ -22,6 +22,7 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.evaluation.depths import Depth, measure_depths, shallowest
 from swiftkv_platform.evaluation.quality import evaluation_rows
+from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
 from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
@@ -114,7 +115,7 @@ def analyze(
     model, tokenizer = _load(path, dtype)
     context = getattr(model.config, "max_position_embeddings", None)
     seen, held_out = _read_text(text, tokenizer, min(options.max_length, context or options.max_length), options)
-    batches = [seen.batch([i]) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
+    batches = [to_tensors(seen.batch([i])) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
     progress("Comparing the layers' inputs")
     similarity = collect_similarity(model, batches)
     measured: list[Depth] = []

@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.evaluation.quality import Figures, evaluation_mode
+from swiftkv_platform.model.batches import to_tensors
 
 _LONGEST_PROMPT = 64
 """Tokens; prompts have one length, so that a batch needs no padding."""
@@ -80,7 +81,7 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
         return None
     samples: list[torch.Tensor] = []
     for index in np.unique(np.linspace(0, len(rows) - 1, num_prompts).round().astype(int)):
-        row = rows.batch([int(index)])
+        row = to_tensors(rows.batch([int(index)]))
         borders = [*(row["position_ids"][0] == 0).nonzero().flatten().tolist(), rows.max_length]
         for begin, end in pairwise(borders):
             if row["loss_mask"][0, begin:end].any():  # padding counts nothing

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.model.batches import to_tensors
 
 _LOGITS_PER_CHUNK = 1 << 22
 """Elements of a [chunk, vocab] buffer: 16 MiB in float32. Smaller chunks run faster on CPU, and only a sum is kept."""
@@ -125,7 +126,7 @@ def measure(model: Any, rows: PackedRows, indices: Sequence[int], *, batch_size:
     totals = Totals()
     with evaluation_mode(model):
         for start in range(0, len(indices), batch_size):
-            batch = rows.batch(indices[start : start + batch_size])
+            batch = to_tensors(rows.batch(indices[start : start + batch_size]))
             totals += _measure_batch(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
     return totals
 

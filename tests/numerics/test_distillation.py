@@ -15,6 +15,7 @@ from swiftkv_platform.contract.stop_requests import Wish
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError
+from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.numerics.distillation_worker import (
     NUM_KEY_VALUE_LAYERS,
@@ -68,7 +69,7 @@ def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str,
     student = tiny_student(group_size=group_size, early_exit=True)
     spec = DistillationSpec.model_validate({"objective": objective, "trainable": trainable})
     fork = Fork(student, spec, dtype=torch.float32)
-    batch = tiny_rows().batch([0, 1, 2])
+    batch = to_tensors(tiny_rows().batch([0, 1, 2]))
 
     sums = fork(**batch)
     sum(weight * sums[name] for name, weight in fork.loss_weights.items()).backward()
@@ -94,7 +95,7 @@ def test_a_lower_layer_runs_once_and_remembers_no_gradient() -> None:
     outputs: list[torch.Tensor] = []
     student.model.layers[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
 
-    fork(**tiny_rows().batch([0]))["logits_loss"].backward()
+    fork(**to_tensors(tiny_rows().batch([0])))["logits_loss"].backward()
 
     assert len(outputs) == 1
     assert not outputs[0].requires_grad
@@ -105,7 +106,7 @@ def test_a_lower_layer_runs_once_and_remembers_no_gradient() -> None:
 def test_hidden_loss_compares_the_layer_it_names(layer: int) -> None:
     student = tiny_student()
     spec = DistillationSpec(hidden_loss_weight=1.0, hidden_loss_layer=layer)
-    batch = tiny_rows().batch([0, 1])
+    batch = to_tensors(tiny_rows().batch([0, 1]))
 
     actual = Fork(student, spec, dtype=torch.float32)(**batch)["hidden_loss"]
 
@@ -125,7 +126,7 @@ def test_a_hidden_layer_below_the_fork_is_refused(layer: int) -> None:
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
-    batch = tiny_rows().batch([0, 1])
+    batch = to_tensors(tiny_rows().batch([0, 1]))
     gradients = []
     for checkpointing in (False, True):
         fork = Fork(tiny_student(), DistillationSpec(), dtype=torch.float32, gradient_checkpointing=checkpointing)
@@ -144,7 +145,7 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
     """All of layers >= l learn, or all layers, and the teacher they are compared with stays what it was."""
     student = tiny_student()
     fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.float32)
-    batch = tiny_rows().batch([0, 1])
+    batch = to_tensors(tiny_rows().batch([0, 1]))
     with torch.no_grad():
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         teacher = student.swiftkv(False)(**inputs, use_cache=False).logits

@@ -25,6 +25,7 @@ from swiftkv_platform.evaluation.quality import (
     measure,
 )
 from swiftkv_platform.model import convert
+from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.flops import prefill_flops
 from swiftkv_platform.planning.prefill import dense_layer_map
@@ -128,7 +129,7 @@ def test_a_student_that_computes_what_its_teacher_does_has_no_kl() -> None:
 def test_a_packed_sample_gets_the_logits_it_gets_alone(student: Any, mode: bool) -> None:
     rows = make_rows([7, 11, 5, 3])
     student.swiftkv(mode)
-    batch = rows.batch([0])
+    batch = to_tensors(rows.batch([0]))
     packed = student(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
     begin = 0
     for member in rows.members:
@@ -210,7 +211,7 @@ def plain_greedy(model: Any, prompt: torch.Tensor, num_tokens: int) -> list[int]
 @pytest.mark.parametrize("end", [None, 5])
 def test_continuations_are_compared_up_to_the_first_difference(end: int | None) -> None:
     model, rows = make_student(2, 2, std=0.25), make_rows([24] * 6 + [3], packing=False)
-    teacher_tokens = plain_greedy(model.swiftkv(False), rows.batch([0])["input_ids"][:, :12], 6)
+    teacher_tokens = plain_greedy(model.swiftkv(False), to_tensors(rows.batch([0]))["input_ids"][:, :12], 6)
     model.generation_config.eos_token_id = None if end is None else teacher_tokens[2]
     model.swiftkv(False)
 
@@ -221,7 +222,7 @@ def test_continuations_are_compared_up_to_the_first_difference(end: int | None) 
     assert (quality.num_prompts, quality.prompt_length, quality.num_tokens) == (6, 12, 6)
     matched, written, identical = 0, 0, 0
     for row in range(len(rows)):
-        batch = rows.batch([row])
+        batch = to_tensors(rows.batch([row]))
         if not batch["loss_mask"][0, 12:].any() and rows.samples.lengths[rows.members[row]] < 12:
             continue
         pair = [plain_greedy(model.swiftkv(on), batch["input_ids"][:, :12], 6) for on in (False, True)]

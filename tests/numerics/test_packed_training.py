@@ -11,6 +11,7 @@ import torch
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.model import convert
+from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
 
@@ -40,7 +41,7 @@ def step(student: Any, rows: PackedRows) -> tuple[dict[str, float], dict[str, to
     """Losses, and gradients, of one step over all rows, divided by the positions that count."""
     fork = Fork(student, DistillationSpec(hidden_loss_weight=1.0), dtype=torch.float32)
     fork.zero_grad()
-    sums = fork(**rows.batch(range(len(rows))))
+    sums = fork(**to_tensors(rows.batch(range(len(rows)))))
     sum(weight * sums[name] / rows.num_counted_tokens for name, weight in fork.loss_weights.items()).backward()
     gradients = {name: p.grad.clone() for name, p in student.swiftkv_parameters().items() if p.grad is not None}
     return {name: float(total.detach()) / rows.num_counted_tokens for name, total in sums.items()}, gradients
@@ -64,7 +65,7 @@ def test_packed_and_unpacked_rows_give_the_same_step(name: str, backend: str) ->
 def test_no_token_sees_another_sample(name: str, backend: str) -> None:
     """All tokens of one sample change; of the others no logit does, in either mode, below a window and beyond it."""
     assert max(LENGTHS) > WINDOW
-    student, row = make_student(name, backend), make_rows(packing=True).batch([0])
+    student, row = make_student(name, backend), to_tensors(make_rows(packing=True).batch([0]))
     begins = (row["position_ids"][0] == 0).nonzero().flatten().tolist()
     assert len(begins) >= 2
     for swiftkv in (True, False):

@@ -6,7 +6,6 @@ from itertools import chain, pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,11 +23,11 @@ def make_samples(lengths: list[int]) -> Samples:
     return Samples(np.arange(starts[-1], dtype=np.int32), counts, starts)
 
 
-def segments(row: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def segments(row: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
     """A row cut where the positions restart, which is where attention is cut."""
-    restarts = torch.cat([torch.tensor([True]), row["position_ids"][1:] != row["position_ids"][:-1] + 1])
-    sizes = torch.diff(torch.cat([restarts.nonzero().flatten(), torch.tensor([MAX_LENGTH])])).tolist()
-    parts = {name: tensor.split(sizes) for name, tensor in row.items()}
+    restarts = np.append(True, row["position_ids"][1:] != row["position_ids"][:-1] + 1)
+    sizes = np.diff(np.append(np.flatnonzero(restarts), MAX_LENGTH)).tolist()
+    parts = {name: np.split(array, np.cumsum(sizes)[:-1]) for name, array in row.items()}
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
@@ -76,18 +75,18 @@ def test_counts_and_efficiency_are_those_of_the_rows(lengths: list[int]) -> None
     batch = rows.batch(range(len(rows)))
     assert rows.num_tokens == int((batch["input_ids"] != PAD).sum())
     assert rows.num_counted_tokens == int(batch["loss_mask"].sum())
-    assert rows.packing_efficiency == rows.num_tokens / batch["input_ids"].numel()
+    assert rows.packing_efficiency == rows.num_tokens / batch["input_ids"].size
 
 
 def test_a_batch_has_the_types_a_model_takes() -> None:
     rows = pack(make_samples([5, 16, 9]), np.arange(3), max_length=MAX_LENGTH, pad_token_id=PAD)
     batch = rows.batch([1, 0])
-    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in batch.items()} == {
-        "input_ids": (torch.int64, (2, MAX_LENGTH)),
-        "position_ids": (torch.int64, (2, MAX_LENGTH)),
-        "loss_mask": (torch.bool, (2, MAX_LENGTH)),
+    assert {name: (array.dtype, array.shape) for name, array in batch.items()} == {
+        "input_ids": (np.int64, (2, MAX_LENGTH)),
+        "position_ids": (np.int64, (2, MAX_LENGTH)),
+        "loss_mask": (np.bool_, (2, MAX_LENGTH)),
     }
-    assert torch.equal(batch["input_ids"][0], rows[1]["input_ids"])
+    assert np.array_equal(batch["input_ids"][0], rows[1]["input_ids"])
     with pytest.raises(IndexError, match="row 2 of 2"):
         rows[2]
 

@@ -380,5 +380,5 @@ def test_tokens_are_mapped_from_files_that_can_be_opened_again(write: Write) -> 
         ours, theirs = getattr(made, side), getattr(opened, side)
         assert len(ours) == len(theirs) > 0
         for index in range(len(ours)):
-            for name, tensor in ours[index].items():
-                assert tensor.equal(theirs[index][name])
+            for name, array in ours[index].items():
+                assert np.array_equal(array, theirs[index][name])

@@ -1,0 +1,14 @@
+"""Batches of packed rows as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def to_tensors(batch: Mapping[str, npt.NDArray[object]]) -> dict[str, Tensor]:
+    """Return the arrays of `PackedRows.batch` as tensors that share their memory."""
+    return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -110,7 +110,7 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """The training itself, on every worker, see `jobs.worker.train`. Code that starts the workers needs neither model nor
+    """Train on a worker (`jobs.worker.train`). Code that starts the workers needs neither model nor
     trainer, whose imports take seconds."""
     from jobs.worker.train import train_loop_per_worker as run
 

@@ -147,7 +147,7 @@ async def test_one_request_too_many_is_refused_at_once(engine: AsyncLLMEngine) -
 async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=4, max_waiting_prompt_tokens=40)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, config))
-    streams = [await engine.submit([number] * 30, GREEDY) for number in (1, 2)]
+    streams = [await engine.submit([number] * 60, GREEDY) for number in (1, 2)]
     assert engine.engine.num_waiting_tokens >= 40
     with pytest.raises(QueueFullError, match=r"prompt tokens wait to be read, 40 may"):
         await engine.submit([3], GREEDY)

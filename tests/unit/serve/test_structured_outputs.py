@@ -155,7 +155,7 @@ def schema(value: Any) -> dict[str, Any]:
         (wanted(regexp="a"), "structured_outputs", "some of json"),
         (wanted(regex="("), "structured_outputs.regex", "unclosed group"),
         (wanted(regex=7), "structured_outputs.regex", "text"),
-        (wanted(regex="\ud800"), "structured_outputs.regex", "surrogates"),
+        (wanted(regex="\ud800"), "structured_outputs.regex", "surrogate"),
         (wanted(regex="a" * 2001), "structured_outputs.regex", "max_grammar_bytes is 2000"),
         (wanted(regex="(?=a)b"), "structured_outputs.regex", "look-around"),
         (wanted(regex=""), "structured_outputs.regex", "must be text"),

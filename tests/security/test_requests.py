@@ -142,7 +142,8 @@ async def test_what_is_too_large_is_refused_before_it_is_tokenized(
     body = {"model": MODEL, **body} if path.startswith("/v1") else body
     response = await client.post(path, json=body)
     assert response.status_code in (400, 422), response.text[:500]
-    assert field_of(response).removesuffix(".0") == field, response.text[:500]
+    # What is nested too deeply is named by a place inside.
+    assert f"{field_of(response)}.".startswith(f"{field}."), response.text[:500]
     assert len(response.content) < 4096, "a refusal does not send back what it was sent"
     assert encoded_by == decoded_by == []
     assert engine.num_requests == 0

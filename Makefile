@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint audit docs bench soak clean
+.PHONY: install lock demo test quick lint audit docs bench soak coverage clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -12,11 +12,23 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+lock:  # write constraints.txt again: the newest versions that pyproject.toml admits
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/python -m pip install --quiet 'torch==2.13.0' --editable '.[dev]'
+	{ head -1 constraints.txt; .venv-lock/bin/python -m pip freeze --exclude-editable; } > constraints.new && mv constraints.new constraints.txt
+	rm -rf .venv-lock
+
 demo: install
 	$(BIN)/swiftkv demo
 
+# Two workers; tests that start Ray share one of them, so that no two clusters compete for the cores.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST) --durations 25
+
+quick: install  # what needs no service and takes no seconds of its own
+	$(PYTEST) -m "not integration and not slow" tests/unit tests/contract tests/security
 
 lint: install audit
 	$(BIN)/ruff check .
@@ -47,5 +59,10 @@ soak: install  # every sharding strategy; random schedules of the engine; the ki
 	  tests/unit/api/test_followers.py tests/unit/api/test_fuzz.py
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 
+coverage: install  # of the rooms that decide what is kept and who may do what; fails below the floor
+	$(PYTEST) -m "not integration" --cov swiftkv_platform.orchestration --cov swiftkv_platform.storage \
+	  --cov swiftkv_platform.contract --cov swiftkv_platform.security --cov-report term --cov-fail-under 90 \
+	  tests/unit tests/contract tests/security
+
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-lock site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,6 +1,10 @@
-"""`python -m swiftkv_platform.database`: bring the configured database's schema to the newest revision."""
+"""`python -m swiftkv_platform.database`: bring the configured database's schema to the newest revision, or back to an
+earlier one.
+"""
 
 from __future__ import annotations
+
+import argparse
 
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.logs import configure_logging, get_logger
@@ -8,8 +12,15 @@ from swiftkv_platform.settings import Settings
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m swiftkv_platform.database", description=__doc__)
+    parser.add_argument("--back-to", metavar="REVISION", help="take back the migrations after REVISION, such as 0005")
+    options = parser.parse_args()
     configure_logging()
     database = Database(Settings().resolved_database_url)
+    if options.back_to is not None:
+        database.downgrade(options.back_to)
+        get_logger().info("schema taken back", revision=options.back_to)
+        return
     database.upgrade()
     database.check_schema()
     get_logger().info("schema is up to date")

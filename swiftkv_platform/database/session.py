@@ -12,6 +12,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, func, make_url, select, text
 from sqlalchemy.exc import ArgumentError, InterfaceError, NoSuchModuleError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -62,6 +63,23 @@ class Database:
             config = alembic_config()
             config.attributes["connection"] = session.connection()
             command.upgrade(config, "head")
+
+    def downgrade(self, revision: str) -> None:
+        """Take the schema back to an earlier revision, all of the way or none. What later ones brought is lost.
+
+        Raises `InvalidInputError` for a revision that there is not.
+        """
+        try:
+            with self.writing() as session:
+                config = alembic_config()
+                config.attributes["connection"] = session.connection()
+                command.downgrade(config, revision)
+        except CommandError as error:
+            raise InvalidInputError(
+                f"revision is {revision!r}: {error}; the number of an earlier migration, such as 0005, would do",
+                field="revision",
+                value=revision,
+            ) from error
 
     def check_schema(self) -> None:
         """Raises `InvalidInputError` unless the schema is at the newest revision."""

@@ -105,7 +105,7 @@ class TrainingSpec(Spec):
     max_steps: Count | None = None
     """Overrides `num_epochs`."""
     batch_size: Size | None = None
-    """Packed sequences per optimizer step, over all workers. Default: 32, halved while the epochs make fewer than 100
+    """Packed sequences per optimizer step, over all workers. Default: 32, halved while the epochs make fewer than 400
     steps."""
     micro_batch_size: Size = 1
     """Packed sequences per forward and worker; must divide batch_size / num_workers."""

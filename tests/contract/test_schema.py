@@ -62,6 +62,17 @@ def test_aliases_from_before_versions_are_numbered(database: Database, jobs: Sql
     assert registry.promotions(tenant=TENANT) == before
 
 
+def test_the_way_back_is_a_command_that_refuses_what_there_is_not(database: Database) -> None:
+    database.upgrade()
+    database.downgrade("0005")
+    with pytest.raises(InvalidInputError, match="schema revision 0005"):
+        database.check_schema()
+    with pytest.raises(InvalidInputError, match="revision is 'nine'"):
+        database.downgrade("nine")
+    database.upgrade()
+    database.check_schema()
+
+
 def test_check_schema_names_the_way_out_for_an_old_database(database: Database) -> None:
     with database.writing() as session:
         session.execute(text("DELETE FROM alembic_version"))

@@ -178,7 +178,7 @@ class Server:
 
 
 async def under_attack(server: Server, path: str, body: bytes, args: argparse.Namespace) -> dict[str, Any]:
-    """Measurements of what the others notice. Times in milliseconds, memory in MiB beyond what the server had before."""
+    """Effect that the others notice. Times in milliseconds, memory in MiB beyond what the server had before."""
     gaps: list[float] = []
     health: list[float] = []
     memory: list[int] = []

@@ -78,7 +78,7 @@ class Settings(BaseSettings):
     """Kept of the log of an attempt that has ended: its first and its last half, with a line between that says what is
     left out. The control plane holds half of it in memory while it saves one."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 3000
-    """Of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
+    """Requests of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
     session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600
     """Seconds from a sign-in to the dashboard to the end of that session."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")

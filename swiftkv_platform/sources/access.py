@@ -37,7 +37,7 @@ _LONGEST_REVISION = 255
 
 @dataclass(frozen=True)
 class Access:
-    """Sources that the specs of one tenant may read. As it stands it opens everything but tasks that run generated code."""
+    """Sources that the specs of one tenant may read. The default opens all but tasks that run generated code."""
 
     roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes; None opens every path and address."""

@@ -21,7 +21,7 @@ _CHECK_TIMEOUT_S = 10.0
 _KEEP_CHECK_S = 2.0
 _KEEP_PING_S = 30.0
 _KEEP_COUNTS_S = 10.0
-"""Seconds for which an answer is kept: counting reads a whole index, a ping writes to the store, and no key is asked for."""
+"""Seconds that an answer is kept: counting reads a whole index, a ping writes to the store, no key is asked for."""
 
 
 @router.get("/healthz")

@@ -1,4 +1,4 @@
-"""What hostile requests do to others: the longest gap of a stream, the 99th percentile of `/health`, memory.
+"""Effect of hostile requests on others: the longest gap of a stream, the 99th percentile of `/health`, memory.
 
     python -m benchmarks.hostile_requests [--output hostile.json] [--seconds 15 --body-mib 16]
 
@@ -31,7 +31,7 @@ import httpx
 
 HEALTH_EVERY_S = 0.02
 NUM_TOKENS = 200
-"""Of each streamed answer."""
+"""Tokens of each streamed answer."""
 
 
 def main() -> None:
@@ -178,7 +178,7 @@ class Server:
 
 
 async def under_attack(server: Server, path: str, body: bytes, args: argparse.Namespace) -> dict[str, Any]:
-    """What the others notice. Times in milliseconds, memory in MiB beyond what the server had before."""
+    """Effect that the others notice. Times in milliseconds, memory in MiB beyond what the server had before."""
     gaps: list[float] = []
     health: list[float] = []
     memory: list[int] = []

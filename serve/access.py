@@ -25,7 +25,7 @@ class Caller:
     """Caller of a request, and its circumstances."""
 
     tenant: str = ""
-    """Of the key; empty where nobody needs one."""
+    """Tenant of the key; empty where no key is needed."""
     max_priority: int | None = None
     """Highest priority, the lowest number, that it may ask for; None: any."""
     quota: Quota | None = None

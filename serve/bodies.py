@@ -49,7 +49,7 @@ so that no byte is looked at twice."""
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What a body may have."""
+    """Most bytes and values of a body."""
 
     max_bytes: int = MAX_BODY_BYTES
     max_values: int = BASE_VALUES + MAX_PROMPT_VALUES
@@ -64,7 +64,7 @@ class BodyLimits:
 
 
 class Bodies:
-    """What the bodies of an application may have, and the thread that parses large ones.
+    """Limits on the bodies of an application, and the thread that parses large ones.
 
     Args:
         max_bytes: of the deployment; None: what the context of the served model needs, at most `MAX_BODY_BYTES`.
@@ -77,7 +77,7 @@ class Bodies:
 
     @property
     def limits(self) -> BodyLimits:
-        """Of what is served now."""
+        """Limits for the models that are served now."""
         return BodyLimits.of(self._current, self._max_bytes)
 
     async def parse(self, body: bytes) -> Any:

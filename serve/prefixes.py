@@ -64,8 +64,8 @@ def in_header(prints: Sequence[str]) -> str:
 
 
 def from_header(value: str) -> list[str]:
-    """What `in_header` was given, or a caller's own session as one print. What is neither, or is more than a prompt can
-    have, is nothing: it would push the prefixes of others out of the index."""
+    """Return the prints that `in_header` was given, or a caller's own session as one print. A value that is neither, or
+    is more than a prompt can have, gives none: it would push the prefixes of others out of the index."""
     if _PRINTS.fullmatch(value):
         return value.split(_SEPARATOR)
     return [value] if 0 < len(value) <= MAX_SESSION_LENGTH else []

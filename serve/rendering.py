@@ -18,8 +18,8 @@ _BYTES_PER_TOKEN = 64
 async def rendered(
     version: Version, render: Callable[[], T], outputs: Sequence[RequestOutput], *, echo: bool = False
 ) -> T:
-    """What `render` returns. Log-probabilities and echoed prompts, of which each token is decoded, are rendered where
-    texts are read; the rest takes no time."""
+    """Return what `render` returns. Log-probabilities and echoed prompts, of which each token is decoded, are rendered
+    where texts are read; the rest takes no time."""
     if not echo and all(output.logprobs is None and output.prompt_logprobs is None for output in outputs):
         return render()
     num_tokens = sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs)

@@ -11,7 +11,7 @@ SwiftKVError
 ├── NotFoundError              no such job, model, deployment or object
 ├── ConflictError              legal request, wrong moment
 │   ├── IllegalTransitionError     a status that cannot follow the present one
-│   ├── StaleVersionError          somebody else changed the row first
+│   ├── StaleVersionError          another writer changed the row first
 │   ├── PreconditionFailedError    not the version that the caller named
 │   ├── IdempotencyConflictError   the same key with another body
 │   └── UnreadableRowError         a row that another version of this program has written

@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     max_deployment_replicas: Annotated[int, Field(ge=1)] = 64
     """Most replicas of one deployment; what a tenant's deployments hold together is its quota's to bound."""
     placement_timeout_s: Annotated[float, Field(gt=0.0)] = 1800.0
-    """How long a job may hold its slot while its workers find no place; then it fails as `not_placed`."""
+    """Seconds that a job may hold its slot while its workers find no place; then it fails as `not_placed`."""
     max_runtime_s: Annotated[int, Field(ge=1)] | None = None
     """The longest that an attempt may run; `limits.max_runtime_s` may ask for less. None leaves it to specs."""
     max_workers_per_job: Annotated[int, Field(ge=1)] = 1024
@@ -78,9 +78,9 @@ class Settings(BaseSettings):
     """Kept of the log of an attempt that has ended: its first and its last half, with a line between that says what is
     left out. The control plane holds half of it in memory while it saves one."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 3000
-    """Of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
+    """Requests of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
     session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600
-    """From signing in to the dashboard to the end of that session."""
+    """Seconds from a sign-in to the dashboard to the end of that session."""
     trusted_proxies: tuple[str, ...] = ("127.0.0.1", "::1")
     """Addresses and networks (`10.0.0.0/8`) whose `X-Forwarded-Proto` and `X-Forwarded-For` are believed: cookies are
     `Secure` and sign-ins are counted by the address that they name."""

@@ -19,16 +19,16 @@ from swiftkv_platform.storage.addresses import open_store
 _MODEL = "model.name_or_path"
 _NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 _NOT_NEEDED = ["*.bin.index.json", "original/*", "onnx/*", "consolidated*"]
-"""Of a hub model: neither code nor pickles, nor second copies of the weights."""
+"""Patterns of a hub model's files to fetch and to leave out: no code, no pickles, no second copies of the weights."""
 
 
 def access_of(request: AttemptRequest) -> Access:
-    """What an attempt may read."""
+    """Sources that an attempt may read."""
     return Access(request.allowed_roots, request.hub_organizations, request.code_tasks)
 
 
 def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fetch: bool = True) -> str:
-    """What transformers can load: a directory, or, where sources have no rules, a hub id as it came.
+    """Return a name that transformers can load: a directory, or, where sources have no rules, a hub id as it came.
 
     Args:
         workspace: where an `s3://` teacher goes.

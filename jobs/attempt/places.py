@@ -1,4 +1,4 @@
-"""What an attempt says about the places that its workers wait for and find. Knows Ray's resources, no task."""
+"""Events of an attempt about the places that its workers wait for and find. Knows Ray's resources, no task."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from swiftkv_platform.web.swagger import add_docs
 
 _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30
-"""Of one address."""
+"""Sign-ins of one address in a minute."""
 _SIGN_INS_AT_ONCE = 10
 LOOPS = ("jobs", "deployments", "webhooks")
 

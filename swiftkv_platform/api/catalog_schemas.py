@@ -88,7 +88,7 @@ class DeploymentRequest(BaseModel):
     upscale_delay_s: Annotated[float, Field(ge=0.0)] = DeploymentSpec.upscale_delay_s
     """Seconds for which the load must ask for more replicas before they are started."""
     downscale_delay_s: Annotated[float, Field(ge=0.0)] = DeploymentSpec.downscale_delay_s
-    """How long it must ask for fewer before they are drained."""
+    """Seconds for which the load must ask for fewer before they are drained."""
     engine: dict[str, Any] = {}
     """Engine options."""
     candidate: CandidateRequest | None = None
@@ -106,7 +106,7 @@ class DeploymentRequest(BaseModel):
 
 
 class CandidateChange(CandidateRequest):
-    """What to change of a candidate, or all of a new one."""
+    """Changes of a candidate, or all fields of a new one."""
 
     # As below: the default is never used.
     model: Annotated[str, Field(min_length=1)] = ""
@@ -114,14 +114,14 @@ class CandidateChange(CandidateRequest):
 
 
 class ShadowChange(ShadowRequest):
-    """What to change of a shadow, or all of a new one."""
+    """Changes of a shadow, or all fields of a new one."""
 
     against: Literal["teacher", "candidate"] = "teacher"
     """A new one needs it."""
 
 
 class DeploymentChange(BaseModel):
-    """What to change of a deployment, as a JSON merge patch (RFC 7396); what is left out stays."""
+    """Changes of a deployment, as a JSON merge patch (RFC 7396); what is left out stays."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 

@@ -105,7 +105,7 @@ def webhook_rules(settings: Settings) -> WebhookRules:
 
 
 def worker_environment() -> dict[str, str]:
-    """What attempts run with; Ray shows it, so it holds no secrets."""
+    """Environment variables that attempts run with; Ray shows them, so they hold no secrets."""
     # Workers that share cores fall to a fraction of their speed with more than one OpenMP thread each.
     return {"OMP_NUM_THREADS": "1"}
 

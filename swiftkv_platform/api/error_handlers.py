@@ -180,7 +180,7 @@ def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldPro
 
 
 def _body_annotation(request: Request) -> Any:
-    """What the request's endpoint takes as its body; None for none."""
+    """Type that the request's endpoint takes as its body; None for none."""
     parameters = request.scope["route"].dependant.body_params
     return parameters[0].field_info.annotation if parameters else None
 

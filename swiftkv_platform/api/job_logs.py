@@ -14,7 +14,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.job import Job
 
 MOST_FOLLOWERS = 64
-"""Of one process; each holds a connection to Ray."""
+"""Most followers of one process; each holds a connection to Ray."""
 _POLL_S = 0.5
 
 
@@ -121,7 +121,7 @@ async def _aiter(pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 def _followed(parts: Components, job: Job, number: int, sent: int) -> AsyncGenerator[bytes, None] | None:
-    """What Ray has after the first `sent` bytes, until the attempt has ended; None where it is not there."""
+    """Stream what Ray has after the first `sent` bytes, until the attempt has ended; None where it is not there."""
     submission_id = job.attempt.submission_id
     if number != job.attempt.number or submission_id is None or not job.status.holds_cluster:
         return None

@@ -1,4 +1,4 @@
-"""What probes ask, looked up at most every few seconds however many ask. Knows no route."""
+"""Answers to probes, looked up at most every few seconds however many ask. Knows no route."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class PromotionAnswer(Answer):
     """Name of the key that asked."""
     created_at: int
     version: int
-    """Of the alias from then on; `ETag` has it too, for `If-Match`."""
+    """Version of the alias from then on; `ETag` has it too, for `If-Match`."""
 
     @classmethod
     def of(cls, promotion: Promotion) -> Self:

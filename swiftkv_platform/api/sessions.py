@@ -26,7 +26,7 @@ class Session:
     """A browser that has signed in."""
 
     id: str
-    """What the cookie holds."""
+    """Value of the cookie."""
     key: ApiKey
     authorization: str
     """The header that the browser would send if it could."""

@@ -112,9 +112,9 @@ class Quota(_Answer):
     """Jobs that wait or are paused."""
     running_jobs: int
     replicas: int = 0
-    """Of its deployments, which count with the most they may grow to."""
+    """Replicas of its deployments, which count with the most they may grow to."""
     gpus: float
-    """Of jobs and deployments together."""
+    """GPUs of jobs and deployments together."""
     cpus: float
     held_by_jobs: dict[str, float] = {}
     """`gpus` and `cpus`."""
@@ -165,7 +165,7 @@ class Promotion(_Answer):
     by: str
     created_at: int
     version: int = 0
-    """Of the alias from then on."""
+    """Version of the alias from then on."""
 
 
 class Alias(_Answer):

@@ -108,7 +108,7 @@ class RayDashboard:
         return self._unavailable(f"could not {action}: {response.status_code} {why}{hint}")
 
     def silence(self, error: BaseException) -> ClusterUnavailableError:
-        """What to raise where Ray gave no answer."""
+        """Error to raise where Ray gave no answer."""
         return self._unavailable(
             f"does not answer: {error or type(error).__name__}; is it running, and is SWIFTKV_RAY_DASHBOARD_URL "
             "its dashboard's address?"

@@ -97,7 +97,7 @@ class PromptSource:
     """Chooses `sample_count` prompts."""
     remote: RemoteFiles | None
     access: Access = OPEN
-    """What may be read."""
+    """Sources that may be read."""
 
     @property
     def settings(self) -> CompletionSpec:

@@ -13,14 +13,14 @@ class Table:
     """Rows of one origin, read from the beginning each time, in the same order."""
 
     origin: str
-    """What messages call it: a hub id, or a file."""
+    """Name of the origin in messages: a hub id, or a file."""
     columns: tuple[str, ...] | None
-    """Of every row; None where each row has its own."""
+    """Columns of every row; None where each row has its own."""
     rows: Callable[[Sequence[str] | None], Iterator[NumberedRow]]
     """The rows with these columns, or all."""
     count: Callable[[], int]
     """Number of rows; not asked of a streamed source."""
     unit: str = "row"
-    """What rows are counted in."""
+    """Unit that rows are counted in."""
     held_out: bool | None = None
     """The side of the hold-out the source itself puts these rows on; None leaves it to `validation_fraction`."""

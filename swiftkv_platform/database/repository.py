@@ -46,7 +46,7 @@ _EVERYTHING = JobFilter()
 NOBODY_ELSE = recipients(NO_LIMITS)
 """A job's own webhook alone."""
 _DIGITS_OF_A_STEP = 18
-"""A column holds every number of so many."""
+"""Most digits of a step; a column holds every number of this length."""
 _STEPS_PER_DELETE = 500
 """Databases limit the number of parameters of a statement."""
 

@@ -84,8 +84,8 @@ class AsyncLLMEngine:
         Raises:
             InvalidInputError: as `LLMEngine.add_request`, and for more samples than `max_num_seqs` and
                 `max_num_waiting` have room for.
-            QueueFullError: so many sequences run and wait already, or `max_waiting_prompt_tokens` tokens wait, the
-                wait would be longer than `max_queue_s`, or too many grammars are being compiled.
+            QueueFullError: running and waiting sequences leave too little of that room, `max_waiting_prompt_tokens`
+                tokens wait, the wait would be longer than `max_queue_s`, or too many grammars are being compiled.
             EngineDeadError: a step has failed; no request will be answered any more.
         """
         request_id, params = request_id or f"gen_{ULID()}", params or SamplingParams()

@@ -23,8 +23,8 @@ class StopString:
             self._shorter[at] = size
 
     def advance(self, size: int, character: str) -> int:
-        """How much of the string's beginning a text ends with, after one more character; `size` before it, less than
-        the whole string."""
+        """Return how much of the string's beginning a text ends with, after one more character; `size` before it, less
+        than the whole string."""
         while size and self.text[size] != character:
             size = self._shorter[size - 1]
         return size + (self.text[size] == character)

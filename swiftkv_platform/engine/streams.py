@@ -26,7 +26,7 @@ class RequestStream:
     def __init__(self, engine: Source, request_id: str, num_samples: int, interval_s: float) -> None:
         self.request_id = request_id
         self.newest: dict[int, RequestOutput] = {}
-        """Of each sample that has any, by index; ahead of what was read from the stream."""
+        """Newest output of each sample that has any, by index; ahead of what was read from the stream."""
         self._engine = engine
         self._interval_s = interval_s
         self._unfinished = self._unended = num_samples

@@ -1,4 +1,4 @@
-"""What a tokenizer can do to a text: the ids it makes, the bytes a token stands for. Knows no model but its size."""
+"""Effects of a tokenizer on a text: the ids it makes, the bytes a token stands for. Knows no model but its size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an attempt may wait for a place, and run. A function of jobs and the clock; stops nothing."""
+"""Limits on the time that an attempt may wait for a place, and run. A function of jobs and the clock; stops nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swiftkv_platform.orchestration.job import Job, JobStatus, Reason
 
 @dataclass(frozen=True)
 class AttemptLimits:
-    """What the operator grants every attempt."""
+    """Time that the operator grants every attempt."""
 
     placement_s: float = 1800.0
     """Seconds that an attempt may hold a slot while none of its workers has found a place."""

@@ -19,7 +19,7 @@ _BETTER: Mapping[str, Literal["lower", "higher"]] = {
 }
 """Figures of `evaluation.json` that two models are compared by."""
 _SAME = ("teacher", "revision", "data_fingerprint")
-"""What of the lineage must agree for quality to be comparable."""
+"""Keys of the lineage that must agree for quality to be comparable."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Comparison:
     b: Model
     figures: Sequence[Figure]
     differences: Mapping[str, tuple[Any, Any]]
-    """Of lineage: where teacher, revision or data differ, quality was not measured alike."""
+    """Differences of lineage: where teacher, revision or data differ, quality was not measured alike."""
     spec_differences: Mapping[str, tuple[Any, Any]]
-    """By dotted path of the spec."""
+    """Differences of the specs, by dotted path."""
 
 
 def compare(a: Model, b: Model) -> Comparison:

@@ -14,10 +14,10 @@ _NOTHING = Demand()
 
 @dataclass(frozen=True)
 class DeploymentLimits:
-    """What a deployment may ask for."""
+    """Most that a deployment may ask for."""
 
     max_replicas: int | None = None
-    """Of one deployment; None: as many as it asks for."""
+    """Most replicas of one deployment; None: as many as it asks for."""
     policies: Policies = NO_LIMITS
 
     def check(

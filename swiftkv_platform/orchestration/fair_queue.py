@@ -1,5 +1,5 @@
-"""Who starts next: fair between tenants, by priority and age within one. A function of jobs and deployments; starts
-nothing.
+"""Choice of the job that starts next: fair between tenants, by priority and age within one. A function of jobs and
+deployments; starts nothing.
 
 Between tenants it is dominant resource fairness (Ghodsi et al., NSDI 2011): the tenant with the smallest share of what
 it holds most of goes first, relative to its weight. Where shares are equal, as in a cluster that runs one job at a
@@ -23,7 +23,7 @@ _PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 
 @dataclass(frozen=True)
 class Demand:
-    """What jobs and deployments hold of the cluster, or ask for, counted with the most they may grow to."""
+    """Share of the cluster that jobs and deployments hold, or ask for, counted with the most they may grow to."""
 
     jobs: int = 0
     gpus: float = 0.0
@@ -50,7 +50,7 @@ class Demand:
         )
 
     def beyond(self, other: Demand) -> Demand:
-        """What this has more than `other`; nothing of what it has less."""
+        """Return what this has more than `other`; nothing of what it has less."""
         return Demand(
             max(self.jobs - other.jobs, 0),
             max(self.gpus - other.gpus, 0.0),
@@ -87,7 +87,7 @@ class Demand:
 
 
 def held_by(jobs: Iterable[Job], deployments: Iterable[Deployment] = ()) -> dict[str, Demand]:
-    """What each tenant's jobs and deployments hold of the cluster. A deployment does until its replicas are gone."""
+    """Return what each tenant's jobs and deployments hold of the cluster; a deployment, until its replicas are gone."""
     held: dict[str, Demand] = {}
     for job in jobs:
         if job.status.holds_cluster:

@@ -147,7 +147,7 @@ class Attempt:
     peak_memory: int = 0
     """The most bytes that a worker has said it held."""
     waiting: Mapping[str, str] = field(default_factory=dict)
-    """What the workers of a phase need that have not found a place yet, by phase."""
+    """Needs of the workers that have not found a place yet, by phase."""
     waiting_since: float | None = None
     """When one of them began to wait, or another last made progress; Unix seconds, by the control plane's clock."""
     placed: tuple[str, ...] = ()

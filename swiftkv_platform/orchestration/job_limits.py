@@ -1,4 +1,4 @@
-"""How large a job may be, whoever asks: the operator's limits on a spec. No I/O."""
+"""Limits on the size of a job, set by the operator and the same whoever asks. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swiftkv_platform.specs import JobSpec
 
 @dataclass(frozen=True)
 class JobLimits:
-    """What the operator lets one job ask for; None is no limit."""
+    """Most that the operator lets one job ask for; None is no limit."""
 
     max_workers: int | None = None
     """Workers at a time, over all trials of a sweep."""

@@ -39,7 +39,7 @@ def _leaves(patch: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, 
 
 
 def _at(document: Any, path: Path) -> Any:
-    """What is there; None where there is nothing."""
+    """Return the value at a path; None where there is nothing."""
     for name in path:
         document = document.get(name) if isinstance(document, Mapping) else None
     return document

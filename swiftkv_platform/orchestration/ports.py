@@ -227,12 +227,12 @@ class JobCluster(Protocol):
         ...
 
     def logs(self, submission_id: str, *, tail_lines: int | None = None) -> Iterator[bytes]:
-        """What the entrypoint has printed so far (its last lines, where a number is given), as UTF-8 in pieces and
-        without this process's credentials; nothing for an unknown id."""
+        """Return what the entrypoint has printed so far (its last lines, where a number is given), as UTF-8 in pieces
+        and without this process's credentials; nothing for an unknown id."""
         ...
 
     def follow_logs(self, submission_id: str) -> AsyncGenerator[bytes, None]:
-        """What the entrypoint prints, as `logs` has it, from its beginning until the submission has ended."""
+        """Stream what the entrypoint prints, as `logs` has it, from its beginning until the submission has ended."""
         ...
 
     def check(self) -> None:
@@ -359,16 +359,16 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a tenant has on the clusters, or may come to have, beside one deployment."""
+    """Jobs and deployments that a tenant has on the clusters, or may come to have, beside one deployment."""
 
     jobs: Sequence[JobSpec]
-    """Whose attempts may be on the cluster."""
+    """Specs of the jobs whose attempts may be on the cluster."""
     deployments: Sequence[DeploymentSpec]
 
 
 Admit = Callable[[Holdings], None]
 DeploymentChange = Callable[[Deployment, Holdings], tuple[DeploymentSpec, DeploymentState]]
-"""What a caller makes of a deployment, beside what else the tenant holds."""
+"""Function of a deployment, and of what else its tenant holds, that gives its new spec and state."""
 
 
 class ServeCluster(Protocol):

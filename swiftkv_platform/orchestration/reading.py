@@ -139,7 +139,7 @@ def _place(reading: Reading, told: _Placement) -> None:
 
 
 def _note_progress(reading: Reading) -> None:
-    """Of several trials, one may wait as long as others get on."""
+    """Restart the wait for a place: of several trials, one may wait as long as others get on."""
     if reading.job.attempt.waiting:
         reading.job = replace(reading.job, attempt=replace(reading.job.attempt, waiting_since=reading.now))
 

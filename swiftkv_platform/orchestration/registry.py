@@ -41,7 +41,7 @@ class Promotion:
     """Name of the key that asked."""
     created_at: int
     version: int
-    """Of the alias from then on: its place in the alias's history, from 1."""
+    """Version of the alias from then on: its place in the alias's history, from 1."""
 
 
 Change = Callable[[Deployment, Model], tuple[DeploymentSpec, DeploymentState]]

@@ -37,7 +37,7 @@ class TenantPolicy(_Record):
     max_replicas: Annotated[int, Field(ge=0)] | None = None
     """Sum of its deployments' `max_replicas`; a deployment beyond that is refused."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
-    """What one job may cost before it is paused, whatever its spec says."""
+    """Most that one job may cost before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()
     """Route prefixes outside `/t/{tenant}`, such as `/`, that its deployments may have where there are API keys."""
     hub_organizations: tuple[str, ...] | None = None

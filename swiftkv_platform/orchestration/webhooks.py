@@ -33,7 +33,7 @@ _FIRST_DELAY_S = 5.0
 _LONGEST_DELAY_S = 3600.0
 _GIVE_UP_S = 24 * 3600.0
 _CLAIM_S = 60.0
-"""How long another control plane leaves a delivery alone that this one has begun; longer than `Send` ever takes."""
+"""Seconds that other control planes leave a delivery alone that this one has begun; longer than `Send` ever takes."""
 _MOST = 32
 """Deliveries under way at a time."""
 _MOST_OF_ONE_RECEIVER = 4

@@ -60,7 +60,7 @@ class ApiKey(BaseModel):
     """Keys of one tenant see the same jobs, models and deployments, and no other tenant's."""
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of the key."""
+    """SHA-256 of the key, in hexadecimal."""
     expires_at: Annotated[int, Field(ge=0, le=_LATEST)] | None = None
     """Unix seconds from which the key is refused; None: never."""
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None

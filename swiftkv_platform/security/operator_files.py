@@ -90,7 +90,7 @@ def _stamp(path: Path) -> Stamp:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, without what the file holds there."""
+    """Return what is wrong, without what the file holds there."""
     if not isinstance(error, ValidationError):
         return str(error)
     items = error.errors(include_url=False, include_input=False, include_context=False)

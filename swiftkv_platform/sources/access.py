@@ -1,4 +1,5 @@
-"""Which sources a tenant's specs may read: the operator's rules, and what they come to for one tenant. Reads no source.
+"""Rules on the sources that a tenant's specs may read: the operator's, and what they come to for one tenant. Reads no
+source.
 
 The platform reads sources with its own credentials, so without such rules a tenant could train on, and then generate,
 another's files. The control plane checks a spec by them before it stores it, and hands what they come to (`Access`) to
@@ -36,7 +37,7 @@ _LONGEST_REVISION = 255
 
 @dataclass(frozen=True)
 class Access:
-    """What the specs of one tenant may read. As it stands it opens everything but tasks that run generated code."""
+    """Sources that the specs of one tenant may read. The default opens all but tasks that run generated code."""
 
     roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes; None opens every path and address."""
@@ -129,7 +130,7 @@ OPEN = Access()
 
 @dataclass(frozen=True)
 class SourceRules:
-    """What the operator opens to tenants, beside what is built in and on the hub."""
+    """Sources that the operator opens to tenants, beside what is built in and on the hub."""
 
     roots: Sequence[str] | None = None
     """Directories and `s3://` prefixes, in which `{tenant}` stands for the caller's tenant; None opens everything."""
@@ -137,7 +138,7 @@ class SourceRules:
     """Whether tasks may run the code that a model writes."""
 
     def access(self, tenant: str, hub_organizations: Sequence[str] | None = None) -> Access:
-        """What the rules come to for one tenant, with the organisations of the hub that its policy names."""
+        """Return what the rules come to for one tenant, with the organisations of the hub that its policy names."""
         return Access(
             roots=None if self.roots is None else tuple(root.replace(_TENANT, tenant) for root in self.roots),
             hub_organizations=None if hub_organizations is None else tuple(hub_organizations),

@@ -1,5 +1,5 @@
-"""What the files beside a data set's rows may name: cards of hub repositories, and the state of saved data sets. Reads
-those files, no rows.
+"""Checks of what the files beside a data set's rows name: cards of hub repositories, and the state of saved data sets.
+Reads those files, no rows.
 
 `datasets` resolves patterns of a card, and file names of a saved data set, wherever they lead: to any path of the
 machine, and through fsspec to any URL. Where sources have rules they may name files of their own directory alone.
@@ -24,7 +24,7 @@ _LONGEST_CARD = 16 << 20
 _FRONT_MATTER = re.compile(r"\A\s*---[ \t]*\r?\n(.*?)\r?\n---", re.DOTALL)
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth")
 _PROSE = frozenset({"config_name", "description"})
-"""Of a configuration, keys whose text names no file."""
+"""Keys of a configuration whose text names no file."""
 
 
 def check_laid_out(directory: Path, field: str) -> None:

@@ -27,7 +27,7 @@ _SHOWN = 64
 
 @dataclass(frozen=True)
 class BuiltinSource:
-    """What ships with the package, or should: whether the name is known is the reader's business."""
+    """A source that ships with the package, or should: whether the name is known is the reader's business."""
 
     name: str
 
@@ -69,7 +69,7 @@ Source = BuiltinSource | S3Source | PathSource | HubSource
 
 
 def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
-    """What `name` means.
+    """Return the source that `name` means.
 
     Args:
         field: its place in the spec, for messages.

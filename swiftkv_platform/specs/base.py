@@ -17,7 +17,7 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=10**12)]
 """Steps, tokens, samples: more than any cluster will see, and few enough to be multiplied by each other."""
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
-"""What is held at a time: rows of a batch, prompts of a pass."""
+"""Number of things held at a time: rows of a batch, prompts of a pass."""
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 """Layers of a model, or a part of them."""
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]

@@ -24,7 +24,7 @@ class CompletionSpec(Spec):
     num_completions: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Answers to each prompt."""
     prompt_tokens: Size | None = None
-    """Of a text, only so many tokens from its beginning are the prompt."""
+    """Most tokens of a text, counted from its beginning, that are the prompt."""
     seed: Seed = 0
     """With the prompt's own tokens it decides every draw."""
 
@@ -40,7 +40,7 @@ class DataSourceSpec(Spec):
     subset: Annotated[Word, Field(min_length=1)] | None = None
     """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`."""
     sample_count: Count | None = None
-    """Take only so many samples, chosen by the seed."""
+    """Take only this number of samples, chosen by the seed."""
     weight: Annotated[Weight, Field(gt=0.0)] = 1.0
     """Share of this source relative to the others: 2.0 repeats each sample twice, 0.5 keeps half."""
     format: Literal["auto", "text", "messages", "prompt_completion", "alpaca", "sharegpt"] = "auto"

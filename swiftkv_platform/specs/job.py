@@ -56,7 +56,7 @@ class SwiftKVSpec(Spec):
     early_exit: bool = False
     """Train an exit head at layer l."""
     initialization: Literal["calibrated", "copied"] = "calibrated"
-    """How `{k,v}_proj_swiftkv` start: ridge regression on the teacher's own K and V, or the mean of its weights."""
+    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights."""
     calibration_tokens: Annotated[Count, Field(ge=1024)] = 16384
     """Tokens used for the calibrated start."""
 

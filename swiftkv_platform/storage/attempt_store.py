@@ -73,7 +73,7 @@ class _CheckpointName:
 
 
 class AttemptStore:
-    """What attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails.
+    """Objects that attempts leave behind, by job and attempt. Every method raises `StorageError` when the store fails.
 
     Args:
         max_log_bytes: kept of an attempt's log, its beginning and its end.

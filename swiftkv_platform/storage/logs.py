@@ -25,12 +25,12 @@ _NOTICE_BYTES = 200
 
 
 class Layout(BaseModel):
-    """How what is kept lies in the log as it was printed; bytes."""
+    """Place of the kept bytes in the log as it was printed; all sizes in bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: int
-    """Of the log as it was printed."""
+    """Size of the log as it was printed."""
     head: int
     """Kept from its beginning."""
     left_out: int = 0
@@ -61,11 +61,11 @@ class SavedLog:
     layout: Layout
 
     def stream(self, start: int = 0) -> Iterator[bytes]:
-        """What is kept, from byte `start` on."""
+        """Stream what is kept, from byte `start` on."""
         return self.store.stream(self.key, _BLOCK, start=start)
 
     def rest(self, sent: int) -> Iterator[bytes]:
-        """What is kept of the log after the first `sent` bytes that were printed."""
+        """Stream what is kept of the log after the first `sent` bytes that were printed."""
         tail_at = self.layout.head + self.layout.left_out
         if not self.layout.left_out or sent <= self.layout.head:
             return self.stream(sent)

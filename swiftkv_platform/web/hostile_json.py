@@ -30,7 +30,7 @@ _MARKS = (b"\\ud", b"\\uD", b"\\u0000", b"NaN", b"Infinity")
 """Bytes without which JSON in UTF-8 has neither a lone surrogate, nor NUL, nor a number that is none."""
 _SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
 _LARGE_NUMBERS = (b"0" * 19, b"e000")
-"""What every number that is too large contains once all digits are 0 and plus signs are gone."""
+"""Patterns, one of which every number that is too large contains once all digits are 0 and plus signs are gone."""
 _LONGEST_PATH = 200
 
 Place = tuple[str | int, ...]

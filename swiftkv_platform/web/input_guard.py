@@ -106,7 +106,7 @@ def _check_query(scope: Scope) -> None:
 
 
 async def _answer(scope: Scope, error: Exception) -> ASGIApp:
-    """What the application answers to such an error: middleware is outside the reach of its handlers."""
+    """Return the application's answer to such an error: middleware is outside the reach of its handlers."""
     handlers = scope["app"].exception_handlers
     handler = next(handlers[kind] for kind in type(error).__mro__ if kind in handlers)
     response = handler(Request(scope), error)

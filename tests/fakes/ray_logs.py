@@ -24,7 +24,7 @@ class RayLog:
 
     text: bytes = b""
     repeats: int = 1
-    """The log is `text` so many times; nothing of it is held more than once."""
+    """Number of times that the log has `text`; the text itself is held once."""
     ended: bool = False
     starting: bool = False
     """The driver has no node yet."""

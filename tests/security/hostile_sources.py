@@ -66,7 +66,7 @@ class Stage:
     marker: Path
     """Exists once a payload's code has run."""
     url: str
-    """Of the listening socket."""
+    """URL of the listening socket."""
     teacher: Path
     """A sound model that models of payloads are copied from."""
 
@@ -227,7 +227,7 @@ DATA: tuple[Callable[[Stage], Path], ...] = (
     saved_with_a_parent,
     saved_splits_with_a_parent,
 )
-"""What a tenant can lay out as a data source."""
+"""Functions that lay out what a tenant can give as a data source."""
 
 
 def lay_out_hub_data(stage: Stage, cache: Path, name: str = "evil/rows") -> str:
@@ -324,7 +324,7 @@ MODELS: tuple[Callable[[Stage], Path], ...] = (
     model_with_an_adapter,
     model_with_a_kernel,
 )
-"""What a tenant can lay out as a teacher."""
+"""Functions that lay out what a tenant can give as a teacher."""
 
 
 def lay_out_hub_model(stage: Stage, cache: Path, name: str = "evil/teacher") -> str:

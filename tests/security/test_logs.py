@@ -109,7 +109,7 @@ class House(Server):
 
     @contextmanager
     def following(self, job: Job, **params: Any) -> Iterator[bytearray]:
-        """What a follower has been sent so far; at the end the stream has ended by itself."""
+        """Yield what a follower has been sent so far; at the end the stream has ended by itself."""
         received, address = bytearray(), f"{self.url}/jobs/{job.id}/logs"
 
         def follow() -> None:

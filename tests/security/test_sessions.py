@@ -88,7 +88,7 @@ def test_the_raw_key_is_no_cookie(house: House, client: TestClient) -> None:
 
 
 def test_the_database_opens_nothing(house: House, client: TestClient, tmp_path: Path) -> None:
-    """Who reads the database (a backup, say) holds neither session ids nor keys."""
+    """A reader of the database (of a backup, say) holds neither session ids nor keys."""
     session = cookie(house.sign_in(client))[SESSION_COOKIE].value
     with sqlite3.connect(tmp_path / "test.db") as database:
         dump = "\n".join(database.iterdump())

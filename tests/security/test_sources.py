@@ -54,7 +54,7 @@ def read_rows(stage: Stage, name: Path | str, **options: Any) -> str:
 
 
 def read_model(stage: Stage, name: Path | str, workspace: Path) -> str:
-    """What a job of the tenant keeps of a model, once its spec is accepted: the text of its tokenizer's files."""
+    """Return what the tenant's job keeps of a model, once its spec is accepted: the text of its tokenizer's files."""
     from jobs.attempt.downloads import teacher_path
     from jobs.worker.prepare import load_student, load_tokenizer
 

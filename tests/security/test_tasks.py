@@ -33,7 +33,7 @@ def accept(stage: Stage, spec: JobSpec) -> None:
 
 
 def answer(stage: Stage, spec: JobSpec) -> None:
-    """What a worker does with the tasks of a spec, whoever accepted it."""
+    """Run the tasks of a spec as a worker does, whoever accepted it."""
     student = convert(stage.teacher, num_key_value_layers=3)
     run_tasks(student, byte_tokenizer(), resolve_tasks(spec.evaluation.tasks), batch_size=1, limit=1)
 
@@ -77,7 +77,7 @@ def test_a_worker_opens_no_file_that_is_called_like_a_task(
 
 
 def test_templates_of_the_harness_are_rendered_in_a_sandbox(stage: Stage) -> None:
-    """Of a task's own file, where the operator lets such run."""
+    """Templates of a task's own file, where the operator lets such a file run."""
     file = write_task(stage.root / "task.yaml", stage)
     text = "".join(line for line in file.read_text().splitlines(keepends=True) if "!function" not in line)
     file.write_text(text)

@@ -21,7 +21,7 @@ _CHECK_TIMEOUT_S = 10.0
 _KEEP_CHECK_S = 2.0
 _KEEP_PING_S = 30.0
 _KEEP_COUNTS_S = 10.0
-"""How old an answer may be: counting reads a whole index, a ping writes to the store, and no key is asked for."""
+"""Seconds that an answer is kept: counting reads a whole index, a ping writes to the store, no key is asked for."""
 
 
 @router.get("/healthz")
@@ -57,7 +57,7 @@ class Readiness:
         self._loops = loops
 
     async def complaints(self) -> dict[str, str | None]:
-        """What is wrong with each part, None for nothing; of the loops only those with which something is."""
+        """Return what is wrong with each part, None for nothing; of the loops only those with which something is."""
         found = await asyncio.gather(*(_complaint(check.get) for check in self.checks.values()))
         return dict(zip(self.checks, found, strict=True)) | {
             f"loop {loop.name}": "no step of it has come to its end for minutes; the log says why"

@@ -82,7 +82,7 @@ async def get_logs(
     offset: Annotated[int, Query(ge=0, le=_LARGEST, description="first byte that is sent")] = 0,
     limit: Annotated[int | None, Query(ge=1, le=_LARGEST, description="most bytes that are sent")] = None,
 ) -> Response:
-    """What the attempts have printed, one after the other, as it is read; the middle of a long one is left out."""
+    """Output of the attempts, one after the other, sent as it is read; the middle of a long one is left out."""
     job = await run_in_threadpool(parts.jobs.get, job_id, tenant=caller.tenant)
     if tail_lines is not None and (follow or offset or limit is not None):
         raise InvalidInputError(

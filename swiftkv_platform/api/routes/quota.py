@@ -15,7 +15,7 @@ router = APIRouter(tags=["operations"])
 
 
 class HeldAnswer(Answer):
-    """What jobs or deployments hold of the cluster."""
+    """GPUs and CPUs of the cluster that jobs or deployments hold."""
 
     gpus: float
     cpus: float
@@ -40,13 +40,13 @@ class QuotaAnswer(Answer):
     max_gpus: float | None
     max_cpus: float | None
     max_replicas: int | None
-    """Of its deployments together."""
+    """Most replicas of its deployments together."""
     queued_jobs: int
     """Jobs that wait or are paused."""
     running_jobs: int
     replicas: int
     gpus: float
-    """Of jobs and deployments together."""
+    """GPUs of jobs and deployments together."""
     cpus: float
     held_by_jobs: HeldAnswer
     held_by_deployments: HeldAnswer

@@ -249,8 +249,8 @@ def known(name: str) -> Any:
 
 
 def configurations(task: Task) -> list[Mapping[str, Any]]:
-    """What is written of a task or group, `!function` left unresolved where the harness holds it; of a tag, of all its
-    tasks."""
+    """Return the written configuration of a task or group, `!function` left unresolved where the harness holds it; for
+    a tag, those of all its tasks."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if isinstance(task.source, Mapping):

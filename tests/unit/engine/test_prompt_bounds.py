@@ -1,4 +1,4 @@
-"""How many bytes of text a token can stand for: what is longer than that times the context never fits."""
+"""Bound on the bytes of text that a token can stand for: what is longer than that times the context never fits."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ import swiftkv_platform.model  # noqa: F401 (registers the classes)
 from jobs.measure import measure_student
 from jobs.sources import StoreFiles, fetch_data
 from swiftkv_platform.attempts import MANIFEST, Manifest
+from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.distillation.data import prepare_data
 from swiftkv_platform.distillation.harness_tasks import resolve_tasks
 from swiftkv_platform.distillation.packing import PackedRows
 from swiftkv_platform.distillation.report import Report
 from swiftkv_platform.errors import DataError, ModelError
-from swiftkv_platform.model.config import SwiftKVConfigMixin
 from swiftkv_platform.spec_defaults import settle
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec
 

@@ -1,4 +1,4 @@
-"""The classes that vLLM's registry loads by name, one for each architecture. It knows heads and weights, no attention."""
+"""The classes that vLLM's registry loads by name, one an architecture. It knows heads and weights, no attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
-from swiftkv_platform.errors import ModelError
 from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, Family, architecture
 from swiftkv_platform.vllm.model import SwiftKVDecoder
 from swiftkv_platform.vllm.names import StudentNames
@@ -73,25 +72,13 @@ class SwiftKVForCausalLM(nn.Module):
         return loaded
 
 
-class _UnservedForCausalLM(nn.Module):
-    """An architecture that is refused at load (`checks.py`); it exists for vLLM's registry to find."""
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        model_type = vllm_config.model_config.hf_config.model_type
-        raise ModelError(UNSERVED[model_type.removesuffix("_swiftkv")], field="model_type", value=model_type)
-
-    embed_input_ids = SwiftKVForCausalLM.embed_input_ids
-    forward = SwiftKVForCausalLM.forward
-    compute_logits = SwiftKVForCausalLM.compute_logits
-
-
-def _define(name: str, base: type[nn.Module], **members: Any) -> None:
+def _define(name: str, **members: Any) -> None:
     """Make a subclass that is importable from this module as `name`."""
-    globals()[name] = type(name, (base,), {"__module__": __name__, **members})
+    globals()[name] = type(name, (SwiftKVForCausalLM,), {"__module__": __name__, **members})
 
 
 for _family in FAMILIES.values():
-    _define(_family.architecture, SwiftKVForCausalLM, family=_family)
+    _define(_family.architecture, family=_family)
 for _model_type in UNSERVED:
-    _define(architecture(_model_type), _UnservedForCausalLM)
+    # The registry inspects a class before `checks.py` can refuse the model; none of these is ever made.
+    _define(architecture(_model_type))

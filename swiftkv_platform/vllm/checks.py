@@ -15,6 +15,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.vllm.families import UNSERVED
 from swiftkv_platform.vllm.versions import check_version
 
+_REQUEST_CHECK = "swiftkv_platform.vllm.requests:RefusePromptLogprobs"
 _NATIVE = "this project's own engine"
 
 
@@ -34,7 +35,11 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         if family in UNSERVED:
             raise _refusal(f"{config.model_type} is not served by vLLM: {UNSERVED[family]}", "model_type", family)
         if model_config.runner_type != "generate":
-            raise _refusal("hidden states of skipped tokens do not exist; only runner=generate would do", "runner", model_config.runner_type)
+            raise _refusal(
+                "hidden states of skipped tokens do not exist; only runner=generate would do",
+                "runner",
+                model_config.runner_type,
+            )
         if not config.swiftkv and not config.swiftkv_teacher_weights:
             raise _refusal(
                 "teacher mode needs the teacher's projections, which this checkpoint was exported without",
@@ -54,6 +59,19 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
         config: Any = vllm_config.model_config.hf_config
         skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers
         vllm_config.cache_config.kv_sharing_fast_prefill = skips
+        if skips:
+            _refuse_prompt_logprobs(vllm_config)
+
+
+def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
+    """Have requests validated, where a logits processor costs nothing.
+
+    Beside speculative decoding vLLM takes no processors, and with one it gives up model runner V2; there vLLM's server
+    refuses such requests, and what slips through meets an assertion (V1) or comes out as NaN (V2).
+    """
+    if vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner:
+        config = vllm_config.model_config
+        config.logits_processors = [*(config.logits_processors or ()), _REQUEST_CHECK]
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:

@@ -1,4 +1,4 @@
-"""Decoder layers in vLLM's modules: those that compute their own KV, those that read a group's, and what a group stores.
+"""Decoder layers in vLLM's modules: those that compute their KV, those that read a group's, and what a group stores.
 
 An AcrossKV group has one `GroupKeyValue`, an attention layer that is written for all tokens and never attends; the
 group's layers share its KV cache. vLLM skips a prompt's tokens in the last layers that share KV, so all of a model's

@@ -56,9 +56,7 @@ def _run(
 class DenseDecoder(nn.Module):
     """All layers and the final norm: teacher mode, and students whose layers all compute their KV."""
 
-    def __init__(
-        self, *, vllm_config: VllmConfig, prefix: str = "", embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module
-    ) -> None:
+    def __init__(self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module) -> None:
         super().__init__()
         self.embed_tokens, self.layers, self.norm = embed_tokens, layers, norm
 
@@ -79,8 +77,6 @@ class LowerHalf(nn.Module):
     def __init__(
         self,
         *,
-        vllm_config: VllmConfig,
-        prefix: str = "",
         embed_tokens: nn.Module,
         layers: nn.ModuleList,
         norm: nn.Module,
@@ -104,7 +100,7 @@ class LowerHalf(nn.Module):
 class UpperHalf(nn.Module):
     """Layers >= l of a student, and the final norm."""
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", layers: nn.ModuleList, norm: nn.Module) -> None:
+    def __init__(self, *, layers: nn.ModuleList, norm: nn.Module) -> None:
         super().__init__()
         self.layers, self.norm = layers, norm
 
@@ -141,9 +137,7 @@ class SwiftKVDecoder(nn.Module):
             self._add_student(family, vllm_config, prefix)
         else:
             with set_model_tag("dense"):
-                self.dense = DenseDecoder(
-                    vllm_config=vllm_config, embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm
-                )
+                self.dense = DenseDecoder(embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm)
 
     def _add_student(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
@@ -167,20 +161,17 @@ class SwiftKVDecoder(nn.Module):
         first = layer_map.num_key_value_layers
         with set_model_tag("lower"):
             self.lower = LowerHalf(
-                vllm_config=vllm_config,
                 embed_tokens=self.embed_tokens,
                 layers=self.layers[:first],
                 norm=self.norm_swiftkv,
                 groups=self.groups,
             )
         with set_model_tag("upper"):
-            self.upper = UpperHalf(vllm_config=vllm_config, layers=self.layers[first:], norm=self.norm)
+            self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)
         # CUDA graphs of the upper half read their input where it was at capture.
         size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
         self.upper_positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self.upper_input = torch.zeros(
-            (size, config.hidden_size), dtype=vllm_config.model_config.dtype, device=device
-        )
+        self.upper_input = torch.zeros((size, config.hidden_size), dtype=vllm_config.model_config.dtype, device=device)
 
     def forward(
         self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None

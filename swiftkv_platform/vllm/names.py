@@ -93,6 +93,4 @@ class StudentNames:
             stacked[f".self_attn.{part}_proj."] = (".self_attn.qkv_proj.", part)
         for shard, part in enumerate(("gate", "up")):
             stacked[f".mlp.{part}_proj."] = (".mlp.gate_up_proj.", shard)
-        return WeightsMapper(
-            orig_to_new_regex=dropped, orig_to_new_substr=renamed, orig_to_new_stacked=stacked
-        )
+        return WeightsMapper(orig_to_new_regex=dropped, orig_to_new_substr=renamed, orig_to_new_stacked=stacked)

@@ -12,7 +12,9 @@ SHAPE = {"num_key_value_layers": 2, "key_value_group_size": 2}
 """Of 5 layers: the last group is short."""
 
 
-def make_student(directory: Path, name: str = "llama", *, shape: dict[str, int] = SHAPE, seed: int = 3, **changes: Any) -> Path:
+def make_student(
+    directory: Path, name: str = "llama", *, shape: dict[str, int] = SHAPE, seed: int = 3, **changes: Any
+) -> Path:
     """A student of `FAMILY_CONFIGS[name]` whose SwiftKV weights are not its teacher's."""
     student = disturb(convert(family_teacher(name, seed, **changes), **shape))
     student.save_pretrained(directory)

@@ -40,6 +40,14 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
                 "runner",
                 model_config.runner_type,
             )
+        heads = config.num_key_value_heads_swiftkv
+        if config.swiftkv and heads not in (None, config.num_key_value_heads):
+            raise _refusal(
+                f"num_key_value_heads_swiftkv is {heads}, but in vLLM layers that share a KV cache have the model's "
+                f"{config.num_key_value_heads} key-value heads; {_NATIVE} serves this student",
+                "num_key_value_heads_swiftkv",
+                heads,
+            )
         if not config.swiftkv and not config.swiftkv_teacher_weights:
             raise _refusal(
                 "teacher mode needs the teacher's projections, which this checkpoint was exported without",

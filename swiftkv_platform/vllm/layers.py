@@ -75,7 +75,8 @@ class Heads:
         """Fill heads up with zeros: [..., num * head_dim] -> [..., num * stored_dim]. Scores stay as they are."""
         if self.stored_dim == self.head_dim:
             return x
-        return F.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.stored_dim - self.head_dim)).flatten(-2)
+        padded = F.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.stored_dim - self.head_dim))
+        return padded.flatten(-2)
 
     def trim(self, x: torch.Tensor) -> torch.Tensor:
         """Drop what `pad` filled in: [..., num * stored_dim] -> [..., num * head_dim]."""
@@ -89,7 +90,7 @@ def _stored_dim(head_dim: int) -> int:
         return head_dim  # vLLM picks an attention backend that has the size
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
     larger = [size for size in sizes if size >= head_dim]
     if not larger:
         raise ModelError(
@@ -201,13 +202,14 @@ class SharedAttention(nn.Module):
 
 
 def _output_projection(family: Family, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str) -> nn.Module:
-    return RowParallelLinear(
+    projection: nn.Module = RowParallelLinear(
         heads.total_num_heads * heads.head_dim,
         config.hidden_size,
         bias=family.output_bias(config),
         quant_config=vllm_config.quant_config,
         prefix=f"{prefix}.o_proj",
     )
+    return projection
 
 
 class GroupKeyValue(Attention):
@@ -277,7 +279,8 @@ class GroupProjections(nn.Module):
         repeats = heads.num_kv_heads * heads.tp_size // heads.total_num_kv_heads
         if repeats == 1:
             return tensor
-        return tensor.unflatten(0, (-1, heads.head_dim)).repeat_interleave(repeats, dim=0).flatten(0, 1)
+        by_head = tensor.unflatten(0, (-1, heads.head_dim))
+        return by_head.repeat_interleave(repeats, dim=0).flatten(0, 1)
 
 
 class DecoderLayer(nn.Module):

@@ -144,7 +144,7 @@ class SwiftKVDecoder(nn.Module):
         windows = layer_windows(config)
         self.norm_swiftkv = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.groups = GroupProjections(family, vllm_config, len(layer_map.leaders), f"{prefix}.groups")
-        self.caches = nn.ModuleList(
+        self.writers = tuple(
             GroupKeyValue(
                 vllm_config,
                 self.groups.heads,
@@ -153,11 +153,13 @@ class SwiftKVDecoder(nn.Module):
             )
             for leader in layer_map.leaders
         )
+        self.caches = nn.ModuleList(self.writers)
         for layer in range(layer_map.num_key_value_layers, layer_map.num_hidden_layers):
             name = f"{prefix}.layers.{layer}"
             group = f"{prefix}.layers.{layer_map.leader(layer)}.group"
             attention = SharedAttention(family, vllm_config, layer, f"{name}.self_attn", group)
             self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
+        self.reader_name = attention.attn.layer_name
         first = layer_map.num_key_value_layers
         with set_model_tag("lower"):
             self.lower = LowerHalf(
@@ -181,7 +183,7 @@ class SwiftKVDecoder(nn.Module):
             dense: torch.Tensor = self.dense(input_ids, positions, inputs_embeds)
             return dense
         x, keys, values = self.lower(input_ids, positions, inputs_embeds)
-        for group, cache in enumerate(self.caches):
+        for group, cache in enumerate(self.writers):
             cache.write(keys[:, group], values[:, group])
         kept = self._kept_tokens()
         if kept is None:
@@ -200,11 +202,11 @@ class SwiftKVDecoder(nn.Module):
         if metadata is None:
             return None
         assert isinstance(metadata, dict)
-        upper = metadata[self.layers[-1].self_attn.attn.layer_name]
+        upper = metadata[self.reader_name]
         if not isinstance(upper, KVSharingFastPrefillMetadata) or upper.logits_indices_padded is None:
             return None
         assert upper.num_logits_indices
-        if upper.num_logits_indices == metadata[self.caches[0].layer_name].num_actual_tokens:
+        if upper.num_logits_indices == metadata[self.writers[0].layer_name].num_actual_tokens:
             return None
         return upper.logits_indices_padded, upper.num_logits_indices
 

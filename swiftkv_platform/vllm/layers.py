@@ -8,14 +8,11 @@ group's layers share its KV cache. vLLM skips a prompt's tokens in the last laye
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -25,100 +22,14 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
-from vllm.platforms import current_platform
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.vllm.families import Family
+from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding
 from swiftkv_platform.vllm.windows import layer_windows
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Counts and sizes of an attention layer's heads on one tensor-parallel rank."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    stored_dim: int
-    """Head size in the KV cache; larger than `head_dim` where the attention backend has no kernel for that."""
-    tp_size: int
-    total_num_heads: int
-    total_num_kv_heads: int
-
-    @classmethod
-    def of(cls, config: Any) -> Heads:
-        total, total_kv = config.num_attention_heads, config.num_key_value_heads
-        tp_size = get_tensor_model_parallel_world_size()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // total
-        if total % tp_size or (total_kv % tp_size and tp_size % total_kv):
-            raise ModelError(
-                f"tensor_parallel_size is {tp_size}; it must divide the {total} query heads, and divide the {total_kv} "
-                "key-value heads or be a multiple of them",
-                field="tensor_parallel_size",
-                value=tp_size,
-            )
-        return cls(
-            num_heads=total // tp_size,
-            num_kv_heads=max(1, total_kv // tp_size),
-            head_dim=head_dim,
-            stored_dim=_stored_dim(head_dim),
-            tp_size=tp_size,
-            total_num_heads=total,
-            total_num_kv_heads=total_kv,
-        )
-
-    def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """Fill heads up with zeros: [..., num * head_dim] -> [..., num * stored_dim]. Scores stay as they are."""
-        if self.stored_dim == self.head_dim:
-            return x
-        padded = F.pad(x.unflatten(-1, (-1, self.head_dim)), (0, self.stored_dim - self.head_dim))
-        return padded.flatten(-2)
-
-    def trim(self, x: torch.Tensor) -> torch.Tensor:
-        """Drop what `pad` filled in: [..., num * stored_dim] -> [..., num * head_dim]."""
-        if self.stored_dim == self.head_dim:
-            return x
-        return x.unflatten(-1, (-1, self.stored_dim))[..., : self.head_dim].flatten(-2)
-
-
-def _stored_dim(head_dim: int) -> int:
-    if not current_platform.is_cpu():
-        return head_dim  # vLLM picks an attention backend that has the size
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
-    larger = [size for size in sizes if size >= head_dim]
-    if not larger:
-        raise ModelError(
-            f"heads of {head_dim} dimensions are more than vLLM's CPU attention takes; up to {max(sizes)} would do",
-            field="head_dim",
-            value=head_dim,
-        )
-    return min(larger)
-
-
-class HeadNorm(RMSNorm):
-    """RMSNorm of each head by itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads * head_dim], normalised."""
-        normalised: torch.Tensor = super().forward(x.unflatten(-1, (-1, self.hidden_size)).contiguous())
-        return normalised.flatten(-2)
-
-
-def _head_norm(family: Family, config: Any, heads: Heads) -> nn.Module:
-    return HeadNorm(heads.head_dim, eps=config.rms_norm_eps) if family.head_norms else nn.Identity()
-
-
-def _rotary(config: Any, heads: Heads) -> nn.Module:
-    rotary: nn.Module = get_rope(
-        heads.head_dim, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters
-    )
-    return rotary
 
 
 class OwnAttention(nn.Module):
@@ -139,8 +50,8 @@ class OwnAttention(nn.Module):
             prefix=f"{prefix}.qkv_proj",
         )
         self.o_proj = _output_projection(family, config, heads, vllm_config, prefix)
-        self.q_norm, self.k_norm = _head_norm(family, config, heads), _head_norm(family, config, heads)
-        self.rotary_emb = _rotary(config, heads)
+        self.q_norm, self.k_norm = head_norm(family, config, heads), head_norm(family, config, heads)
+        self.rotary_emb = rotary_embedding(config, heads)
         self.attn = Attention(
             heads.num_heads,
             heads.stored_dim,
@@ -177,8 +88,8 @@ class SharedAttention(nn.Module):
             prefix=f"{prefix}.query",
         )
         self.o_proj = _output_projection(family, config, heads, vllm_config, prefix)
-        self.q_norm = _head_norm(family, config, heads)
-        self.rotary_emb = _rotary(config, heads)
+        self.q_norm = head_norm(family, config, heads)
+        self.rotary_emb = rotary_embedding(config, heads)
         self.attn = Attention(
             heads.num_heads,
             heads.stored_dim,
@@ -258,9 +169,9 @@ class GroupProjections(nn.Module):
             prefix=f"{prefix}.projection",
         )
         self.num_groups = num_groups
-        self.k_norms = nn.ModuleList(_head_norm(family, config, heads) for _ in range(num_groups))
+        self.k_norms = nn.ModuleList(head_norm(family, config, heads) for _ in range(num_groups))
         self.normalises_heads = family.head_norms
-        self.rotary_emb = _rotary(config, heads)
+        self.rotary_emb = rotary_embedding(config, heads)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_tokens, hidden_size] -> keys and values, each [num_tokens, num_groups, num_kv_heads, stored_dim]."""
@@ -279,7 +190,7 @@ class GroupProjections(nn.Module):
         repeats = heads.num_kv_heads * heads.tp_size // heads.total_num_kv_heads
         if repeats == 1:
             return tensor
-        by_head = tensor.unflatten(0, (-1, heads.head_dim))
+        by_head: torch.Tensor = tensor.unflatten(0, (-1, heads.head_dim))
         return by_head.repeat_interleave(repeats, dim=0).flatten(0, 1)
 
 

@@ -31,12 +31,14 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detoken
 @contextmanager
 def serving(directory: Path, **options: Any) -> Iterator[LLM]:
     """An engine that is taken down at the end, so that the next one in this process finds nothing of it."""
-    llm = LLM(model=str(directory), **(DEFAULTS | options))
+    llm = None
     try:
+        llm = LLM(model=str(directory), **(DEFAULTS | options))
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
         gc.collect()
         cleanup_dist_env_and_memory()
 

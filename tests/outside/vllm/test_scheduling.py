@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
+from tests.fakes.tokenizers import byte_tokenizer
 from tests.outside.vllm.engines import GREEDY, complete, expected, prompts, recorded_sizes, serving
 
 
@@ -57,6 +59,17 @@ def test_preemption(llama: Path) -> None:
         with recorded_sizes(llm) as sizes:
             assert complete(llm, batch, params) == texts
         assert _preemptions(sizes) > 0
+
+
+def test_structured_outputs(llama: Path, tmp_path: Path) -> None:
+    for file in llama.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    byte_tokenizer().save_pretrained(tmp_path)
+    choice = StructuredOutputsParams(choice=["left", "right"])
+    params = SamplingParams(max_tokens=8, temperature=0.0, structured_outputs=choice)
+    with serving(tmp_path, skip_tokenizer_init=False) as llm:
+        outputs = llm.generate(["turn", "which way is it"], params, use_tqdm=False)
+    assert {output.outputs[0].text for output in outputs} <= {"left", "right"}
 
 
 def _preemptions(sizes: list[tuple[int, int]]) -> int:

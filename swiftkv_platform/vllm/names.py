@@ -1,0 +1,96 @@
+"""From the names of a checkpoint to those of vLLM's modules, where projections of one input are fused.
+
+vLLM counts a fused tensor as loaded when one of its parts came, so the SwiftKV parts are counted here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.models.utils import WeightsMapper
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.planning import LayerMap
+from swiftkv_platform.vllm.families import Family
+
+_SHOWN = 3
+"""Names of tensors in a message."""
+_KEY_VALUE = re.compile(r"\.[kv]_proj_swiftkv\.")
+
+
+@dataclass(frozen=True)
+class StudentNames:
+    """The tensors of one checkpoint that are served."""
+
+    layer_map: LayerMap
+    """Of what is served: in teacher mode, no layer has a leader."""
+    expected: frozenset[str]
+    """Names of the SwiftKV tensors that the configuration promises; none in teacher mode."""
+    head_norms: bool
+
+    @classmethod
+    def of(cls, family: Family, config: Any, layer_map: LayerMap) -> StudentNames:
+        kinds = ("weight", "bias") if family.input_bias(config) else ("weight",)
+        layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers)
+        projections = [f"{layer}.self_attn.q_proj_swiftkv" for layer in layers]
+        projections += [f"{leader}.self_attn.{part}_proj_swiftkv" for leader in layer_map.leaders for part in "kv"]
+        expected = {f"model.layers.{name}.{kind}" for name in projections for kind in kinds}
+        if layer_map.leaders:
+            expected.add("model.norm_swiftkv.weight")
+        return cls(layer_map, frozenset(expected), family.head_norms)
+
+    def check(
+        self, weights: Iterable[tuple[str, torch.Tensor]], spread: Callable[[torch.Tensor], torch.Tensor] | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hand the tensors on; those of groups spread over the ranks by `spread`.
+
+        Raises:
+            ModelError: when they end, naming SwiftKV tensors that were missing or not expected.
+        """
+        seen = set()
+        for name, tensor in weights:
+            if "_swiftkv." in name:
+                seen.add(name)
+                if self.expected and name not in self.expected:
+                    continue  # named below, with all others
+            yield name, spread(tensor) if spread is not None and _KEY_VALUE.search(name) else tensor
+        for what, names in (("lacks", self.expected - seen), ("has no place for", seen - self.expected)):
+            if self.expected and names:
+                shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+                of = "the checkpoint" if what == "lacks" else "its config.json"
+                layer_map = self.layer_map
+                raise ModelError(
+                    f"{of} {what} {len(names)} SwiftKV tensors (num_key_value_layers={layer_map.num_key_value_layers}, "
+                    f"key_value_group_size={layer_map.key_value_group_size}): {shown}",
+                    field="model",
+                )
+
+    def mapper(self) -> WeightsMapper:
+        """The names in vLLM; None drops what the other mode runs, and exit heads."""
+        dropped = {re.compile(r"^exit_(norm|head)\."): None}
+        stacked: dict[str, tuple[str, str | int]] = {}
+        renamed = {}
+        leaders, first = self.layer_map.leaders, self.layer_map.num_key_value_layers
+        if leaders:
+            upper = "|".join(str(layer) for layer in range(first, self.layer_map.num_hidden_layers))
+            dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.[qkv]_proj\.")] = None
+            for group, leader in enumerate(leaders):
+                for part, shard in (("k", group), ("v", len(leaders) + group)):
+                    name = f"model.layers.{leader}.self_attn.{part}_proj_swiftkv."
+                    stacked[name] = ("model.groups.projection.", shard)
+                renamed[f"model.layers.{leader}.self_attn.k_norm."] = f"model.groups.k_norms.{group}."
+            followers = "|".join(str(i) for i in range(first, self.layer_map.num_hidden_layers) if i not in leaders)
+            if self.head_norms and followers:
+                dropped[re.compile(rf"^model\.layers\.({followers})\.self_attn\.k_norm\.")] = None
+            renamed[".q_proj_swiftkv."] = ".query."
+        else:
+            dropped[re.compile(r"_swiftkv\.")] = None
+        for part in "qkv":
+            stacked[f".self_attn.{part}_proj."] = (".self_attn.qkv_proj.", part)
+        for shard, part in enumerate(("gate", "up")):
+            stacked[f".mlp.{part}_proj."] = (".mlp.gate_up_proj.", shard)
+        return WeightsMapper(orig_to_new_regex=dropped, orig_to_new_substr=renamed, orig_to_new_stacked=stacked)

@@ -1,0 +1,41 @@
+"""What vLLM asks of each request to a student before it is queued: prompt log-probabilities are refused.
+
+The logits of skipped prompt tokens do not exist. vLLM itself would notice in the model runner, where the engine dies.
+A logits processor is the hook that sees a request's parameters; this one touches no logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+
+
+class RefusePromptLogprobs(LogitsProcessor):
+    """A logits processor that validates parameters and does nothing else."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Raise the error that vLLM's server answers with HTTP 400."""
+        if sampling_params.prompt_logprobs is not None:
+            raise VLLMValidationError(
+                f"prompt_logprobs is {sampling_params.prompt_logprobs}, but a SwiftKV model skips prompt tokens and "
+                "has no logits for them; leave it out, or serve the teacher with hf_overrides={'swiftkv': false}",
+                parameter="prompt_logprobs",
+                value=sampling_params.prompt_logprobs,
+            )
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        pass
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        pass

@@ -1,0 +1,43 @@
+"""Settings that vLLM reads at import: its CPU build in this process, on as many threads as the tests are given."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the tests look into the model runner
+
+from pathlib import Path
+
+import pytest
+
+from tests.outside.vllm.students import make_student
+from tests.tiny_models import save_teacher
+
+GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama student of 5 layers, l = 2, g = 2, with tied embeddings and Llama 3's RoPE."""
+    return make_student(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny dense Llama."""
+    return save_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(params=["llama-l4-g1", "llama-l6-g2-bias"])
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A directory that the reference implementation wrote, and the file of its outputs."""
+    source = GOLDEN / request.param
+    if not source.is_dir():
+        pytest.skip("the reference implementation's outputs are not on this machine")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(source / name)
+    return tmp_path, source / "expected.safetensors"

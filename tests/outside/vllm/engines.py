@@ -1,0 +1,97 @@
+"""vLLM engines over tiny SwiftKV directories, in this process and on this CPU, and the text they should give."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+import swiftkv_platform.model  # noqa: F401  # registers the reference forward's classes
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": True,
+    "seed": 0,
+}
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
+
+
+@contextmanager
+def serving(directory: Path, **options: Any) -> Iterator[LLM]:
+    """An engine that is taken down at the end, so that the next one in this process finds nothing of it."""
+    llm = None
+    try:
+        llm = LLM(model=str(directory), **(DEFAULTS | options))
+        yield llm
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def prompts(lengths: Sequence[int] = (3, 70, 17, 41), vocab_size: int = 250, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def complete(llm: LLM, batch: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """The tokens that follow each prompt."""
+    outputs = llm.generate([{"prompt_token_ids": list(ids)} for ids in batch], params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def expected(
+    directory: Path, batch: Sequence[Sequence[int]], *, swiftkv: bool = True, count: int = 12, **arguments: Any
+) -> list[list[int]]:
+    """The greedy tokens of the project's own forward pass through `generate()`, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(directory, swiftkv=swiftkv, **arguments)
+    model.generation_config.eos_token_id = None
+    completions = []
+    for ids in batch:
+        tokens = torch.tensor([ids])
+        generated = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+        completions.append(generated[0, len(ids) :].tolist())
+    return completions
+
+
+def runner(llm: LLM) -> Any:
+    """The model runner."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+@contextmanager
+def recorded_sizes(llm: LLM) -> Iterator[list[tuple[int, int]]]:
+    """For each step that follows: tokens through the lower half, and through the upper half."""
+    decoder = runner(llm).model.model
+    sizes: list[tuple[int, int]] = []
+    forward, upper = decoder.forward, decoder._upper
+
+    def count_lower(input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: Any) -> torch.Tensor:
+        sizes.append((positions.shape[0], 0))
+        return forward(input_ids, positions, inputs_embeds)
+
+    def count_upper(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        sizes[-1] = (sizes[-1][0], x.shape[0])
+        return upper(positions, x)
+
+    decoder.forward, decoder._upper = count_lower, count_upper
+    try:
+        yield sizes
+    finally:
+        del decoder.forward, decoder._upper

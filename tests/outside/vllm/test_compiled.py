@@ -1,0 +1,41 @@
+"""The compiled halves give the text of the eager ones. Compilation is slow, so few engines see many kinds of step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm import LLM
+from vllm.config import CompilationMode
+
+from tests.outside.vllm.engines import complete, expected, prompts, recorded_sizes, runner, serving
+from tests.outside.vllm.students import make_student
+
+COMPILED = {"enforce_eager": False, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+
+
+def halves_are_compiled(llm: LLM) -> bool:
+    decoder = runner(llm).model.model
+    mode = runner(llm).vllm_config.compilation_config.mode
+    return mode != CompilationMode.NONE and not (decoder.lower.do_not_compile or decoder.upper.do_not_compile)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-mixed", "qwen3_moe"])
+def test_text_of_the_compiled_halves(name: str, tmp_path: Path) -> None:
+    """One family of each kind: plain, biases with mixed windows, head norms with experts; chunks, mixed batches and
+    whole prompts in one run."""
+    make_student(tmp_path, name)
+    batch = prompts((100, 3, 41, 17))
+    with serving(tmp_path, **COMPILED) as llm, recorded_sizes(llm) as sizes:
+        assert halves_are_compiled(llm)
+        assert complete(llm, batch) == expected(tmp_path, batch)
+        assert complete(llm, batch[1:2]) == expected(tmp_path, batch[1:2])
+    assert {(lower > upper, upper > 1) for lower, upper in sizes} >= {(True, True), (True, False), (False, True)}
+
+
+def test_text_of_a_compiled_reference_checkpoint(golden: tuple[Path, Path]) -> None:
+    directory, _ = golden
+    batch = prompts((20, 70))
+    with serving(directory, **COMPILED) as llm:
+        assert halves_are_compiled(llm)
+        assert complete(llm, batch) == expected(directory, batch)

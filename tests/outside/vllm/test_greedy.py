@@ -1,0 +1,71 @@
+"""Greedy text of the plugin, eager and in float32, against the project's own forward pass and the reference's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from vllm import SamplingParams
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from swiftkv_platform.model import export
+from swiftkv_platform.vllm.families import FAMILIES
+from tests.outside.vllm.engines import complete, expected, prompts, recorded_sizes, runner, serving
+from tests.outside.vllm.students import make_student
+from tests.tiny_models import FAMILY_CONFIGS
+
+SERVED = [name for name in FAMILY_CONFIGS if name.split("-")[0] in FAMILIES]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_family(name: str, tmp_path: Path) -> None:
+    make_student(tmp_path, name)
+    batch = prompts()
+    with serving(tmp_path) as llm:
+        assert type(runner(llm)) is CPUModelRunner  # a runner of the first generation (V1)
+        with recorded_sizes(llm) as sizes:
+            assert complete(llm, batch) == expected(tmp_path, batch)
+    num_tokens = sum(map(len, batch))
+    assert sizes[0] == (num_tokens, len(batch)), "of a prompt, the last token alone enters the upper half"
+    assert set(sizes[1:]) == {(len(batch), len(batch))}, "a token that is decoded runs through all layers"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"num_key_value_layers": 1, "key_value_group_size": 1}, id="l1-g1"),
+        pytest.param({"num_key_value_layers": 2, "key_value_group_size": 3}, id="l2-g3"),
+        pytest.param({"num_key_value_layers": 4, "key_value_group_size": 1, "early_exit": True}, id="l4-g1-exit-head"),
+    ],
+)
+def test_layers_and_groups(shape: dict[str, Any], tmp_path: Path) -> None:
+    make_student(tmp_path, "qwen3", shape=shape)
+    batch = prompts()
+    with serving(tmp_path) as llm:
+        assert complete(llm, batch) == expected(tmp_path, batch)
+
+
+def test_teacher_mode_serves_the_teacher(llama: Path) -> None:
+    batch = prompts()
+    with serving(llama, hf_overrides={"swiftkv": False}) as llm:
+        assert not runner(llm).cache_config.kv_sharing_fast_prefill
+        taught = complete(llm, batch)
+    assert taught == expected(llama, batch, swiftkv=False)
+    assert taught != expected(llama, batch)
+
+
+def test_export_without_its_teacher(llama: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "served")
+    batch = prompts()
+    with serving(tmp_path / "served") as llm:
+        assert complete(llm, batch) == expected(llama, batch)
+
+
+def test_reference_checkpoints(golden: tuple[Path, Path]) -> None:
+    directory, outputs = golden
+    greedy = load_file(outputs)["greedy"]
+    params = SamplingParams(max_tokens=greedy.shape[1] - 20, temperature=0.0, ignore_eos=True, detokenize=False)
+    with serving(directory) as llm:
+        assert complete(llm, greedy[:, :20].tolist(), params) == greedy[:, 20:].tolist()

@@ -1,0 +1,111 @@
+"""What cannot be is refused, by name, before weights are read or before a request is queued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import export
+from tests.outside.vllm.engines import DEFAULTS, complete, expected, prompts, serving
+from tests.outside.vllm.students import make_student
+
+
+def configure(directory: Path, **options: Any) -> Any:
+    """vLLM's configuration of an engine, without the engine."""
+    return EngineArgs(model=str(directory), **(DEFAULTS | options)).create_engine_config()
+
+
+def test_fast_prefill_needs_no_flag(llama: Path) -> None:
+    assert configure(llama).cache_config.kv_sharing_fast_prefill
+    teacher = configure(llama, hf_overrides={"swiftkv": False}, kv_sharing_fast_prefill=True)
+    assert not teacher.cache_config.kv_sharing_fast_prefill
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"quantization": "fp8"}, "quantised with fp8"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
+        ({"runner": "pooling", "convert": "embed"}, "runner=generate would do"),
+    ],
+    ids=["pipeline", "lora", "quantization", "kv-connector", "pooling"],
+)
+def test_options(options: dict[str, Any], message: str, llama: Path) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        configure(llama, **options)
+    assert caught.value.field
+
+
+def test_drafts_from_a_second_model(llama: Path, tiny_teacher: Path) -> None:
+    speculative = {"method": "draft_model", "model": str(tiny_teacher), "num_speculative_tokens": 2}
+    with pytest.raises(ModelError, match=r"draft_model.*ngram would do"):
+        configure(llama, speculative_config=speculative)
+
+
+def test_drafts_from_hidden_states(llama: Path, tmp_path: Path) -> None:
+    config = json.loads((llama / "config.json").read_text()) | {"model_type": "llama", "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    speculative = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(ModelError, match=r"eagle.*ngram would do"):
+        configure(llama, speculative_config=speculative)
+
+
+def test_latent_attention_says_what_serves_it(tmp_path: Path) -> None:
+    make_student(tmp_path, "deepseek_v2")
+    with pytest.raises(ModelError, match=r"deepseek_v2_swiftkv .* this project's own engine serves DeepSeek-V2"):
+        configure(tmp_path)
+
+
+@pytest.mark.parametrize("sharing", ["mqa", "mha"])
+def test_shared_heads_of_another_count(sharing: str, tmp_path: Path) -> None:
+    make_student(tmp_path, shape={"num_key_value_layers": 2, "sharing": sharing})
+    with pytest.raises(ModelError, match=r"num_key_value_heads_swiftkv is (1|8)"):
+        configure(tmp_path)
+
+
+def test_teacher_mode_of_an_export_without_the_teacher(llama: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "served")
+    with pytest.raises(ModelError, match="exported without"):
+        configure(tmp_path / "served", hf_overrides={"swiftkv": False})
+
+
+@pytest.mark.parametrize("prompt_logprobs", [0, 3])
+def test_prompt_logprobs_are_refused_and_the_engine_lives_on(prompt_logprobs: int, llama: Path) -> None:
+    batch = prompts((20, 9))
+    with serving(llama) as llm:
+        params = SamplingParams(max_tokens=2, prompt_logprobs=prompt_logprobs, detokenize=False)
+        with pytest.raises(VLLMValidationError, match=r"prompt_logprobs is \d, but a SwiftKV model skips"):
+            complete(llm, batch, params)
+        assert complete(llm, batch) == expected(llama, batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.4.self_attn.v_proj_swiftkv.weight"), "lacks 1 SwiftKV"),
+        (
+            lambda tensors: tensors.update(
+                {"model.layers.3.self_attn.k_proj_swiftkv.weight": tensors["model.norm_swiftkv.weight"].clone()}
+            ),
+            "has no place for 1 SwiftKV",
+        ),
+    ],
+    ids=["missing", "unexpected"],
+)
+def test_tensors_of_another_layer_map(change: Any, message: str, llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    with pytest.raises(ModelError, match=message), serving(tmp_path):
+        pass

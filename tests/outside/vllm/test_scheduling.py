@@ -1,0 +1,93 @@
+"""Text that must not depend on how vLLM schedules: chunks, mixed batches, cached prefixes, preemption, speculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.outside.vllm.engines import GREEDY, complete, expected, prompts, recorded_sizes, serving
+
+
+def test_chunked_prefill_and_mixed_batches(llama: Path) -> None:
+    batch = prompts((100, 5, 61, 33))
+    with serving(llama, max_num_batched_tokens=32, max_num_seqs=4) as llm, recorded_sizes(llm) as sizes:
+        assert complete(llm, batch) == expected(llama, batch)
+    mixed = [(lower, upper) for lower, upper in sizes if 1 < upper < lower]
+    assert mixed, "some step held chunks of one prompt beside tokens that another decodes"
+    assert max(lower for lower, _ in sizes) <= 32
+
+
+def test_prompts_that_arrive_while_others_decode(llama: Path) -> None:
+    batch = prompts((40, 90, 7))
+    finished: dict[str, list[int]] = {}
+    with serving(llama) as llm:
+        engine, waiting = llm.llm_engine, list(enumerate(batch))
+        while waiting or engine.has_unfinished_requests():
+            if waiting:  # one a step
+                i, ids = waiting.pop(0)
+                engine.add_request(str(i), {"prompt_token_ids": ids}, GREEDY)
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = list(output.outputs[0].token_ids)
+    assert [finished[str(i)] for i in range(len(batch))] == expected(llama, batch)
+
+
+def test_cached_prefixes(llama: Path) -> None:
+    prefix, *endings = prompts((130, 4, 9))
+    batch = [prefix + ending for ending in endings]
+    texts = expected(llama, batch)
+    with serving(llama, block_size=32, enable_prefix_caching=True) as llm, recorded_sizes(llm) as sizes:
+        assert complete(llm, batch[:1]) == texts[:1]
+        sizes.clear()
+        (output,) = llm.generate([{"prompt_token_ids": batch[1]}], GREEDY, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == texts[1]
+    assert output.num_cached_tokens == 128
+    assert sizes[0] == (len(batch[1]) - 128, 1)
+
+
+def test_preemption(llama: Path) -> None:
+    batch = prompts((60, 62, 58, 61))
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, detokenize=False)
+    texts = expected(llama, batch, count=40)
+    # 2 blocks for each prompt, a third for what it generates: not all four fit.
+    with serving(llama, block_size=32, num_gpu_blocks_override=10, enable_prefix_caching=False) as llm:
+        with recorded_sizes(llm) as sizes:
+            assert complete(llm, batch, params) == texts
+        assert _preemptions(sizes) > 0
+
+
+def test_structured_outputs(llama: Path, tmp_path: Path) -> None:
+    for file in llama.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    byte_tokenizer().save_pretrained(tmp_path)
+    choice = StructuredOutputsParams(choice=["left", "right"])
+    params = SamplingParams(max_tokens=8, temperature=0.0, structured_outputs=choice)
+    with serving(tmp_path, skip_tokenizer_init=False) as llm:
+        outputs = llm.generate(["turn", "which way is it"], params, use_tqdm=False)
+    assert {output.outputs[0].text for output in outputs} <= {"left", "right"}
+
+
+def _preemptions(sizes: list[tuple[int, int]]) -> int:
+    """Steps after the first with more than a token for each sequence: a preempted one is read again."""
+    return sum(lower > upper for lower, upper in sizes[1:])
+
+
+@pytest.mark.parametrize("cache", ["float32", "fp8"])
+def test_speculation_by_ngrams(cache: str, llama: Path) -> None:
+    pattern = prompts((6,))[0]
+    batch = [pattern * 8, *prompts((30,))]
+    options: dict[str, Any] = {"kv_cache_dtype": "fp8"} if cache == "fp8" else {}
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    with serving(llama, **options) as llm:
+        plain = complete(llm, batch)
+    with serving(llama, speculative_config=speculative, **options) as llm, recorded_sizes(llm) as sizes:
+        drafted = complete(llm, batch)
+    assert drafted == plain
+    if cache == "float32":
+        assert plain == expected(llama, batch)
+    assert any(lower == upper > len(batch) for lower, upper in sizes), "drafts run through all layers"

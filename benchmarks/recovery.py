@@ -62,8 +62,8 @@ class _Quiet:
     def on_step(self, metrics: StepMetrics) -> None:
         """The table tells as much."""
 
-    def wish(self) -> Wish:
-        return Wish.NONE
+    def stop_request(self) -> StopRequest:
+        return StopRequest.NONE
 
 
 class Bench:

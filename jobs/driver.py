@@ -77,10 +77,10 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
         StoppedError: the attempt is to end first. Another one repeats the task.
     """
     while not ray.wait([task], timeout=LOOK_INTERVAL_S)[0]:
-        wish = look(store, request)
-        if wish in STOPPED:
+        stop_request = look(store, request)
+        if stop_request in STOPPED:
             ray.cancel(task, force=True)
-            raise StoppedError(STOPPED[wish])
+            raise StoppedError(STOPPED[stop_request])
     return ray.get(task)
 
 

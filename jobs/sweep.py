@@ -138,16 +138,16 @@ def _run_trials(
     running: dict[ray.ObjectRef, Trial] = {}
     # The task waits for the workers it starts, so it takes no core from them.
     task = ray.remote(run_trial).options(num_cpus=0, max_retries=0)
-    wish = Wish.NONE
+    stop_request = StopRequest.NONE
     with checkpoint_on_sigterm(store, request):
-        while running or (waiting and wish not in STOPPED):
-            while waiting and wish not in STOPPED and len(running) < sweep.max_concurrent:
+        while running or (waiting and stop_request not in STOPPED):
+            while waiting and stop_request not in STOPPED and len(running) < sweep.max_concurrent:
                 trial = waiting.pop(0)
                 running[task.remote(request, store.uri, trial)] = trial
             done, _ = ray.wait(list(running), timeout=LOOK_INTERVAL_S)
-            wished, wish = wish, max(wish, look(store, request))
-            for trial in running.values() if wish is not wished else ():
-                _pass_on(wish, AttemptStore(_trial_store(store, request, trial)), request)
+            before, stop_request = stop_request, max(stop_request, look(store, request))
+            for trial in running.values() if stop_request is not before else ():
+                _pass_on(stop_request, AttemptStore(_trial_store(store, request, trial)), request)
             for ended in done:
                 trial = running.pop(ended)
                 outcome = _outcome(ended)
@@ -158,15 +158,15 @@ def _run_trials(
                 if outcome.error is not None:
                     reporter.message(f"[{trial.name}] failed: {outcome.error}", level="warn")
     if waiting:
-        raise StoppedError(STOPPED[wish])
+        raise StoppedError(STOPPED[stop_request])
     return outcomes
 
 
-def _pass_on(wish: Wish, trial: AttemptStore, request: AttemptRequest) -> None:
+def _pass_on(stop_request: StopRequest, trial: AttemptStore, request: AttemptRequest) -> None:
     """Tell a running trial what is wanted of the job."""
-    if wish is Wish.PAUSE:
+    if stop_request is StopRequest.PAUSE:
         trial.request_pause(request.job_id, request.attempt)
-    elif wish is Wish.STOP:
+    elif stop_request is StopRequest.STOP:
         trial.announce_preemption(request.job_id, request.attempt)
 
 

@@ -55,8 +55,11 @@ class Outcome:
     """Reason for which the run ended before its last step, with a checkpoint of where it was."""
 
 
-STOPPED: dict[Wish, Literal["preempted", "paused"]] = {Wish.STOP: "preempted", Wish.PAUSE: "paused"}
-"""Reason for which an attempt ends, by the wish that ends it."""
+STOPPED: dict[StopRequest, Literal["preempted", "paused"]] = {
+    StopRequest.STOP: "preempted",
+    StopRequest.PAUSE: "paused",
+}
+"""Reason for which an attempt ends, by the stop request that ends it."""
 
 
 class StoppedError(Exception):

@@ -1,4 +1,4 @@
-"""Control of an attempt from outside: to pause, or to save before its machines go. Wishes are objects in the store,
+"""Control of an attempt from outside: to pause, or to save before its machines go. Stop requests are objects in the store,
 or SIGTERM: the driver's becomes such an object, a worker's is kept in its process. Knows no Ray Train.
 """
 
@@ -23,16 +23,16 @@ _told_to_leave = threading.Event()
 """SIGTERM flag of this process, a worker."""
 
 
-def look(store: ObjectStore, request: AttemptRequest) -> Wish:
-    """Read the wish for an attempt from the store; `NONE` while it is away."""
+def look(store: ObjectStore, request: AttemptRequest) -> StopRequest:
+    """Read the stop request for an attempt from the store; `NONE` while it is away."""
     attempts = AttemptStore(store)
     try:
         if attempts.pause_requested(request.job_id, request.attempt):
-            return Wish.PAUSE
-        return Wish.STOP if attempts.preemption_announced(request.job_id, request.attempt) else Wish.NONE
+            return StopRequest.PAUSE
+        return StopRequest.STOP if attempts.preemption_announced(request.job_id, request.attempt) else StopRequest.NONE
     except StorageError as error:
         get_logger().warning("control_unreadable", error=error.message)
-        return Wish.NONE
+        return StopRequest.NONE
 
 
 class ControlWatcher:
@@ -43,14 +43,14 @@ class ControlWatcher:
         self._request = request
         self._interval_s = interval_s
         self._closed = threading.Event()
-        self._wish = Wish.NONE
+        self._stop_request = StopRequest.NONE
         self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
         self._thread.start()
 
     @property
-    def wish(self) -> Wish:
-        """The largest wish seen so far."""
-        return self._wish
+    def stop_request(self) -> StopRequest:
+        """The largest stop request seen so far."""
+        return self._stop_request
 
     def close(self) -> None:
         self._closed.set()
@@ -58,7 +58,7 @@ class ControlWatcher:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._interval_s):
-            self._wish = max(self._wish, look(self._store, self._request))
+            self._stop_request = max(self._stop_request, look(self._store, self._request))
 
 
 @contextmanager

@@ -62,16 +62,16 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     checkpoints = AttemptCheckpoints(
         store, request, keep=spec.checkpoint.keep, on_commit=listener.on_commit, on_failure=listener.on_failure
     )
-    wish = Wish.NONE
+    stop_request = StopRequest.NONE
     try:
-        wish = _build_trainer(worker, checkpoints, listener).run()
+        stop_request = _build_trainer(worker, checkpoints, listener).run()
     except TrainingError as error:  # raised on every worker alike
         return Outcome(checkpoints.newest(), error)
     finally:
         listener.close()
-    if wish is Wish.LEAVE:
+    if stop_request is StopRequest.LEAVE:
         raise LeftError("a worker was told to end; its checkpoint is complete")
-    return Outcome(checkpoints.newest(), stopped=STOPPED.get(wish))
+    return Outcome(checkpoints.newest(), stopped=STOPPED.get(stop_request))
 
 
 def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listener: _Listener) -> Trainer:
@@ -148,8 +148,8 @@ class _Silent:
     def __init__(self) -> None:
         self._drain = _Drain()
 
-    def wish(self) -> Wish:
-        return self._drain.wish()
+    def stop_request(self) -> StopRequest:
+        return self._drain.stop_request()
 
     def on_start(self, progress: Progress) -> None:
         """Rank 0 reports for all."""
@@ -174,12 +174,12 @@ class _Drain:
     def __init__(self) -> None:
         self._watched = os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1") != "0"
 
-    def wish(self) -> Wish:
-        own = Wish.LEAVE if told_to_leave() else Wish.NONE
+    def stop_request(self) -> StopRequest:
+        own = StopRequest.LEAVE if told_to_leave() else StopRequest.NONE
         if not self._watched or ray.train.get_preemption_info() is None:
             return own
         self._watched = False  # Ray Train starts the workers again when the machine is gone
-        return max(own, Wish.SAVE)
+        return max(own, StopRequest.SAVE)
 
 
 class _RankZero:
@@ -197,8 +197,8 @@ class _RankZero:
         self._control = ControlWatcher(store, request)
         self._drain = _Drain()
 
-    def wish(self) -> Wish:
-        return max(self._drain.wish(), self._control.wish)
+    def stop_request(self) -> StopRequest:
+        return max(self._drain.stop_request(), self._control.stop_request)
 
     def on_start(self, progress: Progress) -> None:
         self._telemetry.begin(progress.tokens)

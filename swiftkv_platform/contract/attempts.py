@@ -2,7 +2,7 @@
 
     attempt.json                          what to do (`AttemptRequest`), written by the control plane before it submits
     events/{writer}/{sequence}.json       what happened (`AttemptEvent`), numbered from 1 by each writer without gaps
-    control/pause.json                    the control plane's wish that the attempt checkpoints and ends
+    control/pause.json                    the control plane's stop request that the attempt checkpoints and ends
     control/preempt.json                  the driver's, which has been told to stop: the same, and it ends as failed
     data/...                              prepared rows, until the job has ended; `manifest.json` is written last
     answers/{key}.jsonl                   what the teacher wrote to the prompts of its data, likewise

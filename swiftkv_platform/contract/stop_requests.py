@@ -1,12 +1,12 @@
-"""Wishes from outside a training run. Imports no torch."""
+"""Stop requests from outside a training run. Imports no torch."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 
-class Wish(IntEnum):
-    """Wish from outside a run; the largest wish of all workers counts."""
+class StopRequest(IntEnum):
+    """Stop request from outside a run; the largest stop request of all workers counts."""
 
     NONE = 0
     SAVE = 1

@@ -59,8 +59,8 @@ class TrainerListener(Protocol):
     def on_step(self, metrics: StepMetrics) -> None:
         """A step is done."""
 
-    def wish(self) -> Wish:
-        """Return the wish that this worker has been told since the last step."""
+    def stop_request(self) -> StopRequest:
+        """Return the stop request that this worker has been told since the last step."""
 
 
 class Trainer:
@@ -87,10 +87,10 @@ class Trainer:
         self._total_steps = total_steps
         self._listener = listener
 
-    def run(self) -> Wish:
+    def run(self) -> StopRequest:
         """Go on from the newest checkpoint to the last step, or until told to stop; a checkpoint says where that was.
 
-        Returns the wish that ended the run, `NONE` at the last step.
+        Returns the stop request that ended the run, `NONE` at the last step.
 
         Raises:
             LossNotFiniteError: on every worker alike; checkpoints stay.
@@ -98,15 +98,15 @@ class Trainer:
         """
         progress = self._checkpointer.restore()
         self._listener.on_start(progress)
-        wish = Wish.NONE
+        stop_request = StopRequest.NONE
         try:
-            while progress.step < self._total_steps and wish < Wish.LEAVE:
+            while progress.step < self._total_steps and stop_request < StopRequest.LEAVE:
                 metrics = self.train_step(progress)
                 progress = Progress(metrics.step, metrics.tokens)
                 self._listener.on_step(metrics)
-                wish = Wish(self._parallel.agree(self._listener.wish()))
+                stop_request = StopRequest(self._parallel.agree(self._listener.stop_request()))
                 last = progress.step == self._total_steps
-                if last or wish or progress.step % self._spec.checkpoint.every_steps == 0:
+                if last or stop_request or progress.step % self._spec.checkpoint.every_steps == 0:
                     self._checkpointer.save(progress)
         except BaseException as error:
             try:
@@ -115,7 +115,7 @@ class Trainer:
                 error.add_note(f"The last checkpoint is not stored: {unstored}")
             raise
         self._checkpointer.finish()
-        return wish if progress.step < self._total_steps else Wish.NONE
+        return stop_request if progress.step < self._total_steps else StopRequest.NONE
 
     def train_step(self, progress: Progress) -> StepMetrics:
         """One optimizer step over `training.batch_size` rows, shared by the workers and cut into micro batches.

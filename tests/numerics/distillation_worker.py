@@ -82,8 +82,8 @@ class Run:
     """Key of a checkpoint, or a pattern of keys that only one fits."""
     stop_after: int | None = None
     """Leave the loop, as if killed, once this number of steps is done."""
-    wishes: dict[int, Wish] = field(default_factory=dict)
-    """Wish that the last worker gets after a step."""
+    stop_requests: dict[int, StopRequest] = field(default_factory=dict)
+    """Stop request that the last worker gets after a step."""
     early_exit: bool = False
     family: str | None = None
     """Family among `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
@@ -125,9 +125,9 @@ class _KilledError(Exception):
 class _Recorder:
     """Keeps the metrics of every step, and ends the run after one of them."""
 
-    def __init__(self, stop_after: int | None, wishes: dict[int, Wish]) -> None:
+    def __init__(self, stop_after: int | None, stop_requests: dict[int, StopRequest]) -> None:
         self.steps: list[StepMetrics] = []
-        self._wishes = wishes
+        self._stop_requests = stop_requests
         self._stop_after = stop_after
 
     def on_start(self, progress: Progress) -> None:
@@ -138,8 +138,8 @@ class _Recorder:
         if metrics.step == self._stop_after:
             raise _KilledError
 
-    def wish(self) -> Wish:
-        return self._wishes.get(self.steps[-1].step, Wish.NONE)
+    def stop_request(self) -> StopRequest:
+        return self._stop_requests.get(self.steps[-1].step, StopRequest.NONE)
 
 
 def run(scenario: Run) -> Outcome:
@@ -174,7 +174,7 @@ def run(scenario: Run) -> Outcome:
     request = AttemptRequest(job_id="j", attempt=scenario.attempt, spec=spec, resume_from=_key(scenario), run_id="r")
     store = AttemptCheckpoints(open_store(scenario.store), request, keep=spec.checkpoint.keep)
     checkpointer = Checkpointer(parallel, store, local_rank=dist.get_rank())
-    told = scenario.wishes if dist.get_rank() == dist.get_world_size() - 1 else {}
+    told = scenario.stop_requests if dist.get_rank() == dist.get_world_size() - 1 else {}
     recorder = _Recorder(scenario.stop_after, told)
     total_steps = spec.training.max_steps or 0
     trainer = Trainer(parallel, tiny_rows(), checkpointer, spec, total_steps=total_steps, listener=recorder)

@@ -259,11 +259,13 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(process_group: N
         run(_run(tmp_path, "s"))
 
 
-@pytest.mark.parametrize("wish", [Wish.LEAVE, Wish.STOP, Wish.PAUSE])
-def test_a_run_told_to_end_saves_first_and_loses_no_step(process_group: None, tmp_path: Path, wish: Wish) -> None:
+@pytest.mark.parametrize("stop_request", [StopRequest.LEAVE, StopRequest.STOP, StopRequest.PAUSE])
+def test_a_run_told_to_end_saves_first_and_loses_no_step(
+    process_group: None, tmp_path: Path, stop_request: StopRequest
+) -> None:
     seldom = {"checkpoint": {"every_steps": 100}}
     whole = run(_run(tmp_path, "whole", spec=seldom))
-    first = run(_run(tmp_path, "cut", spec=seldom, wishes={1: Wish.SAVE, 3: wish}))
+    first = run(_run(tmp_path, "cut", spec=seldom, stop_requests={1: StopRequest.SAVE, 3: stop_request}))
     saved = sorted(path.name[:13] for path in (tmp_path / "cut" / checkpoints_prefix("j", 1)).iterdir())
     second = run(_run(tmp_path, "cut", spec=seldom))
 

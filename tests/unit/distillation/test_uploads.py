@@ -125,15 +125,15 @@ def test_a_defect_is_no_failure_of_the_store(tmp_path: Path) -> None:
 class _Alone:
     """The parts of a trainer that are not its checkpoints: one worker, which computes nothing and is told nothing."""
 
-    def agree(self, wish: int) -> int:
+    def agree(self, stop_request: int) -> int:
         return wish
 
     def on_start(self, progress: Progress) -> None: ...
 
     def on_step(self, metrics: StepMetrics) -> None: ...
 
-    def wish(self) -> Wish:
-        return Wish.NONE
+    def stop_request(self) -> StopRequest:
+        return StopRequest.NONE
 
 
 class _Checkpointer:

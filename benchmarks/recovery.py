@@ -37,7 +37,7 @@ from jobs.attempt.downloads import teacher_path
 from jobs.worker.measure import compare, teacher_kept_apart
 from jobs.worker.prepare import compute_dtype, load_student, load_tokenizer, prepare
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress

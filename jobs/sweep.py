@@ -21,7 +21,7 @@ from jobs.failures import explain, root_cause
 from jobs.tasks import evaluate_trial, publish_trial
 from jobs.values import STOPPED, StoppedError
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
-from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
 from swiftkv_platform.logs import configure_logging

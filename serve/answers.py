@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Asking:
+class RequestContext:
     """Context of a request: its caller, and how it is to be treated."""
 
     caller: Caller = field(default_factory=Caller)
@@ -44,7 +44,7 @@ class Answers:
     id: str
     prompts: Sequence[str | list[int]] = field(repr=False)
     num_choices: int
-    asking: Asking
+    context: RequestContext
     on_finished: Callable[[RequestOutput], None]
     """Called with every sample that is done."""
     on_closed: Callable[[Answers], None]
@@ -76,15 +76,15 @@ class Answers:
         engine: AsyncLLMEngine,
         prompts: Sequence[str | list[int]],
         params: SamplingParams,
-        asking: Asking,
+        context: RequestContext,
         on_finished: Callable[[RequestOutput], None],
         on_closed: Callable[[Answers], None],
     ) -> Answers:
         """Admit every prompt, or none. The caller has checked them. Raises as `AsyncLLMEngine.submit`."""
-        request_id = asking.request_id or f"gen_{ULID()}"
-        tenant, began_ns = asking.caller.tenant, time.time_ns()
+        request_id = context.request_id or f"gen_{ULID()}"
+        tenant, began_ns = context.caller.tenant, time.time_ns()
         now = asyncio.get_running_loop().time()
-        deadline = None if asking.timeout_s is None else now + asking.timeout_s
+        deadline = None if context.timeout_s is None else now + context.timeout_s
         streams: list[RequestStream] = []
         try:
             for number, prompt in enumerate(prompts):
@@ -92,7 +92,7 @@ class Answers:
                 name = f"{tenant}/{request_id}/{number}"
                 streams.append(
                     await engine.submit(
-                        prompt, params, name, priority=asking.priority, tenant=tenant, interval_s=asking.interval_s
+                        prompt, params, name, priority=context.priority, tenant=tenant, interval_s=context.interval_s
                     )
                 )
         except BaseException:
@@ -101,7 +101,7 @@ class Answers:
             raise
         num_choices = len(prompts) * params.n
         return cls(
-            request_id, prompts, num_choices, asking, on_finished, on_closed, began_ns, streams, params.n, deadline
+            request_id, prompts, num_choices, context, on_finished, on_closed, began_ns, streams, params.n, deadline
         )
 
     async def as_they_come(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -128,9 +128,9 @@ class Answers:
         except TimeoutError as error:
             self.outcome = DeadlineExceededError.code
             raise DeadlineExceededError(
-                f"the answer was not finished within timeout_s, {self.asking.timeout_s:g} s",
+                f"the answer was not finished within timeout_s, {self.context.timeout_s:g} s",
                 field="timeout_s",
-                value=self.asking.timeout_s,
+                value=self.context.timeout_s,
             ) from error
         except SwiftKVError as error:
             self.outcome = error.code

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from serve.access import Caller
-from serve.answers import Answers, Asking
+from serve.answers import Answers, RequestContext
 from serve.args import Served
 from serve.metrics import Metrics
 from serve.quotas import Reservation
@@ -174,10 +174,10 @@ class Current:
             yield version
 
     async def ask(
-        self, version: Version, prompts: Sequence[str | list[int]], params: SamplingParams, asking: Asking
+        self, version: Version, prompts: Sequence[str | list[int]], params: SamplingParams, context: RequestContext
     ) -> Answers:
         """Admit a request to a version. Raises as `AsyncLLMEngine.submit`, `RateLimitedError` and `ForbiddenError`."""
-        asking.caller.check_priority(asking.priority)
+        context.caller.check_priority(context.priority)
         self.metrics.asked(version.card.model)
         reservation, cost = Reservation(), 0
 
@@ -190,17 +190,17 @@ class Current:
                 version.shadow.consider(answers)
 
         try:
-            if asking.caller.quota is not None:
-                reservation = asking.caller.quota.reserve_tokens(_most_tokens(prompts, params))
+            if context.caller.quota is not None:
+                reservation = context.caller.quota.reserve_tokens(_most_tokens(prompts, params))
             version.engine.check(prompts, params)
             cost = _tokens_of_texts(prompts)
-            return await Answers.begin(version.engine, prompts, params, asking, self.metrics.finished, closed)
+            return await Answers.begin(version.engine, prompts, params, context, self.metrics.finished, closed)
         except (QueueFullError, InvalidInputError, RateLimitedError) as error:
             # Texts were read to find out that they are of no use; who finds a full queue is to come again.
             reservation.settle(cost if isinstance(error, InvalidInputError) else 0)
             self.metrics.refused(error)
             for observer in self._observers:
-                observer.refused(error, asking.caller, version.card)
+                observer.refused(error, context.caller, version.card)
             raise
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 from sse_starlette import EventSourceResponse
 
 from serve.access import AnswerHeaders, Door, Gate, TheCaller
-from serve.answers import Answers, Asking, whole
+from serve.answers import Answers, RequestContext, whole
 from serve.bodies import Bodies, BodyRoute, LimitedBodies
 from serve.chat import chat_prompt
 from serve.current import Current, Version
@@ -71,9 +71,9 @@ def create_http_app(
     async def generate(body: GenerateRequest, request: Request, caller: TheCaller) -> Response:
         """Continue prompts, or a conversation. A client that goes away frees the engine within one step."""
         interval_s = body.stream_interval_s if body.stream else math.inf
-        asking = Asking(caller, body.request_id, body.priority, body.timeout_s, interval_s)
+        context = RequestContext(caller, body.request_id, body.priority, body.timeout_s, interval_s)
         with current.entering() as version:
-            answers = await current.ask(version, await _prompts(body, version), body.sampling_params(), asking)
+            answers = await current.ask(version, await _prompts(body, version), body.sampling_params(), context)
         if body.stream:
             stream: Response = EventSourceResponse(_events(answers, version.card.model, request.url.path), sep="\n")
             return stream

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse
 
 from serve.access import Caller, TheCaller
-from serve.answers import Answers, Asking, whole
+from serve.answers import Answers, RequestContext, whole
 from serve.bodies import BodyRoute
 from serve.chat import chat_prompt
 from serve.openai_answers import chat_choice, chat_delta, completion_choice, usage
@@ -55,10 +55,10 @@ def openai_router(current: Current) -> APIRouter:
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request, caller: TheCaller) -> Response:
         """Continue one prompt or several."""
-        asking = _asking(caller, body)
+        context = _context(caller, body)
         with current.entering() as version:
             _check_model(body.model, version)
-            answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), asking)
+            answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), context)
         head = _head("cmpl", "text_completion", answers, version)
         tokenizer, echo = version.tokenizer, body.echo
         if body.stream:
@@ -81,12 +81,12 @@ def openai_router(current: Current) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
         """The assistant's next turn."""
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        asking = _asking(caller, body)
+        context = _context(caller, body)
         with current.entering() as version:
             _check_model(body.model, version)
             prompt = await chat_prompt(version.engine, messages)
             params = body.sampling_params(room=max(version.card.max_model_len - len(prompt), 1))
-            answers = await current.ask(version, [prompt], params, asking)
+            answers = await current.ask(version, [prompt], params, context)
         tokenizer, top = version.tokenizer, body.top_logprobs or 0
         if body.stream:
 
@@ -108,9 +108,9 @@ def openai_router(current: Current) -> APIRouter:
     return router
 
 
-def _asking(caller: Caller, body: OpenAIFields) -> Asking:
+def _context(caller: Caller, body: OpenAIFields) -> RequestContext:
     interval_s = None if body.stream else math.inf
-    return Asking(caller, priority=body.priority, timeout_s=body.timeout_s, interval_s=interval_s)
+    return RequestContext(caller, priority=body.priority, timeout_s=body.timeout_s, interval_s=interval_s)
 
 
 def _model(version: Version) -> dict[str, Any]:

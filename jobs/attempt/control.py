@@ -1,5 +1,5 @@
-"""Control of an attempt from outside: to pause, or to save before its machines go. Stop requests are objects in the store,
-or SIGTERM: the driver's becomes such an object, a worker's is kept in its process. Knows no Ray Train.
+"""Control of an attempt from outside: to pause, or to save before its machines go. Stop requests are objects in the
+store, or SIGTERM: the driver's becomes such an object, a worker's is kept in its process. Knows no Ray Train.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -24,7 +24,7 @@ from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec
-from swiftkv_platform.specs.defaults import settle
+from swiftkv_platform.specs.defaults import resolve_defaults
 
 _LONGEST_ROW = 2048
 """Tokens a row of other text than the job's, where the model's context allows them."""
@@ -103,7 +103,7 @@ def _rows(
         spec, seed = DataSpec(sources=sources, max_length=max_length, validation_fraction=0.0), 0
     elif job is not None:
         config = student.config
-        settled = settle(job, context_length=config.max_position_embeddings, hidden_size=config.hidden_size)
+        settled = resolve_defaults(job, context_length=config.max_position_embeddings, hidden_size=config.hidden_size)
         spec, seed = settled.data, job.training.seed
         if any(source.complete is not None for source in spec.sources):
             raise DataError(

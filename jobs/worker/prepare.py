@@ -35,7 +35,7 @@ from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.defaults import settle, settle_batch_size
+from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
 
 Helpers = Callable[[int], Iterator[CalibrationStatistics]]
 """Collects shares 1, 2, ... of a number elsewhere, from the rows as they are now; yields them as they arrive."""
@@ -86,7 +86,7 @@ def prepare(
         evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # better refused now than after training
         if calibrated is None and spec.swiftkv.initialization == "calibrated":
             calibrated = _calibrate(spec, student, data, helpers)
-    spec = settle_batch_size(spec, len(data.train))
+    spec = resolve_batch_size(spec, len(data.train))
     assert spec.training.batch_size is not None
     plan = Plan(
         spec=spec,
@@ -106,7 +106,7 @@ def prepare(
 
 def _settle(spec: JobSpec, config: Any) -> JobSpec:
     context_length = getattr(config, "max_position_embeddings", None)
-    return settle(spec, context_length=context_length, hidden_size=config.hidden_size)
+    return resolve_defaults(spec, context_length=context_length, hidden_size=config.hidden_size)
 
 
 def _calibrate(spec: JobSpec, student: Any, data: PreparedData, helpers: Helpers | None) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from jobs.values import STOPPED, Outcome, WorkerConfig
 from jobs.worker.prepare import compute_dtype, load_student, set_up_process, student_shape
 from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize

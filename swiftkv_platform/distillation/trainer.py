@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows, batch_rows, rank_rows
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.optimizer import learning_rate

@@ -11,7 +11,7 @@ from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.defaults import FULL_WIDTH, settle, settle_batch_size
+from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, resolve_defaults
 
 PROCESS_MEMORY = 710 << 20
 """Bytes of a worker's process beside its model, where none has been measured: Linux, torch 2.13 for CPUs."""
@@ -103,8 +103,8 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
 def _settled(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
     """Settle a spec as preparation will, but for the batch size of few data, which are not read here."""
     context_length, hidden_size = config.get("max_position_embeddings"), config.get("hidden_size")
-    settled = settle(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
-    return settle_batch_size(settled, num_rows=sys.maxsize)
+    settled = resolve_defaults(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
+    return resolve_batch_size(settled, num_rows=sys.maxsize)
 
 
 def _setup(spec: JobSpec) -> TrainingSetup:

@@ -27,6 +27,7 @@ from swiftkv_platform.errors import (
 )
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import DEFAULT_LIMITS, AttemptLimits
+from swiftkv_platform.orchestration.attempt_outcome import AttemptOutcomes
 from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.fair_queue import FairQueue
@@ -40,7 +41,6 @@ from swiftkv_platform.orchestration.ports import (
     Submission,
 )
 from swiftkv_platform.orchestration.reading import Reading, read
-from swiftkv_platform.orchestration.settlement import Settlement
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.sources import NO_RULES, SourceRules
@@ -105,7 +105,7 @@ class Reconciler:
         self._jobs = jobs
         self._cluster = cluster
         self._store = store
-        self._settlement = Settlement(store, digest, retry_delay_s)
+        self._outcomes = AttemptOutcomes(store, digest, retry_delay_s)
         self._clock = clock
         self._entrypoint = entrypoint
         self._max_running_jobs = max_running_jobs
@@ -234,7 +234,7 @@ class Reconciler:
         ended = reading.job
         if submission is not None:
             self._store.save_logs(ended.id, ended.attempt.number, self._cluster.logs(_submission_id(ended)))
-        model = self._settlement.settle(reading, submission)
+        model = self._outcomes.decide(reading, submission)
         settled = self._jobs.update(reading.job, events=reading.events, points=reading.points, model=model)
         self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
         if settled.status.is_terminal:

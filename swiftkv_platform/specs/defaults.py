@@ -17,7 +17,7 @@ SHARE_FOR_ALL_LAYERS = 1 / 3
 """Share of that rate where every layer is trained: the lower ones are good already."""
 
 
-def settle(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
+def resolve_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
     """The spec with what the model decides: rows are no longer than its context, and the learning rate, where none is
     given, is in inverse proportion to its hidden size, and lower where all layers are trained.
 
@@ -36,7 +36,7 @@ def settle(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> Jo
     )
 
 
-def settle_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:
+def resolve_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:
     """The spec with a batch size: 32, halved while `num_epochs` over the rows make fewer than 400 steps, and a multiple
     of what the workers take in one pass."""
     training = spec.training

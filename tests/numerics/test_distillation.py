@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from swiftkv_platform.contract.attempts import checkpoints_prefix
-from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from swiftkv_platform.contract.attempts import ManifestFile
-from swiftkv_platform.contract.stop_requests import Wish
+from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.uploads import Progress, Retries, Uploader
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
@@ -126,7 +126,7 @@ class _Alone:
     """The parts of a trainer that are not its checkpoints: one worker, which computes nothing and is told nothing."""
 
     def agree(self, stop_request: int) -> int:
-        return wish
+        return stop_request
 
     def on_start(self, progress: Progress) -> None: ...
 

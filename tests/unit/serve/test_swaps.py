@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from serve.answers import Asking
+from serve.answers import RequestContext
 from serve.args import Served
 from serve.current import Current, ModelCard, Version
 from serve.swaps import Swaps
@@ -69,7 +69,7 @@ async def test_running_requests_finish_on_the_old_version_which_is_then_closed(v
     swaps = Swaps(current, versions.load)
     await swaps.want(document("one"))
     with current.entering() as version:
-        answers = await current.ask(version, [[1, 2]], LONG, Asking(interval_s=0.0))
+        answers = await current.ask(version, [[1, 2]], LONG, RequestContext(interval_s=0.0))
     outputs = answers.as_they_come()
     await anext(outputs)
     with current.entering() as undecided:
@@ -79,7 +79,7 @@ async def test_running_requests_finish_on_the_old_version_which_is_then_closed(v
         assert current.version.card.model == "two"
         *_, (_, last) = [item async for item in outputs]
         assert (len(last.token_ids), last.finish_reason) == (50, "length")
-        late = await current.ask(undecided, [[3]], LONG, Asking())
+        late = await current.ask(undecided, [[3]], LONG, RequestContext())
     assert len((await late.all())[0].token_ids) == 50, "it had chosen before the swap"
     old = versions.loaded["one"].engine
     while not _is_closed(old):

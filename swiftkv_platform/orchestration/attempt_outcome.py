@@ -1,4 +1,4 @@
-"""Settlement of a job whose attempt has ended: success, another attempt, or the end. Knows ports, submits nothing."""
+"""Outcome of a job whose attempt has ended: success, another attempt, or the end. Knows ports, submits nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST_DELAY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Settlement:
+class AttemptOutcomes:
     """Decides what an ended attempt means."""
 
     store: AttemptStore
@@ -35,7 +35,7 @@ class Settlement:
     retry_delay_s: float
     """Pause before the second attempt; it doubles with every further one."""
 
-    def settle(self, reading: Reading, submission: Submission | None) -> Model | None:
+    def decide(self, reading: Reading, submission: Submission | None) -> Model | None:
         """Move the job of `reading` on; returns the model if it has made one.
 
         `submission` None means that Ray has forgotten it, as a restarted head does.

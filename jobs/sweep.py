@@ -145,8 +145,8 @@ def _run_trials(
                 trial = waiting.pop(0)
                 running[task.remote(request, store.uri, trial)] = trial
             done, _ = ray.wait(list(running), timeout=LOOK_INTERVAL_S)
-            before, stop_request = stop_request, max(stop_request, look(store, request))
-            for trial in running.values() if stop_request is not before else ():
+            known, stop_request = stop_request, max(stop_request, look(store, request))
+            for trial in running.values() if stop_request is not known else ():
                 _pass_on(stop_request, AttemptStore(_trial_store(store, request, trial)), request)
             for ended in done:
                 trial = running.pop(ended)

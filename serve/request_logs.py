@@ -27,8 +27,8 @@ class RequestLog:
         outputs = answers.outputs
         fields: dict[str, Any] = {
             "request_id": answers.id,
-            "tenant": answers.asking.caller.tenant,
-            "path": answers.asking.caller.path,
+            "tenant": answers.context.caller.tenant,
+            "path": answers.context.caller.path,
             "model": card.model,
             "manifest_digest": card.manifest_digest,
             "outcome": answers.outcome,

@@ -54,7 +54,7 @@ class Tracing:
         """An answer that was begun has ended, one way or another."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        caller, outputs = answers.asking.caller, answers.outputs
+        caller, outputs = answers.context.caller, answers.outputs
         parent = self._propagator.extract({"traceparent": caller.traceparent} if caller.traceparent else {})
         request = self._tracer.start_span(
             f"POST {caller.path}",

@@ -65,7 +65,7 @@ def measure_student(
             num_tokens=spec.continuation_tokens,
             batch_size=_PROMPTS_PER_BATCH,
         ),
-        tasks=tuple(run_tasks(student, tokenizer, tasks, batch_size=spec.task_batch_size, limit=spec.task_limit)),
+        tasks=run_tasks(student, tokenizer, tasks, spec),
         cost=measure_prefill(student, prompt_length=prompt_length, rounds=_PREFILL_ROUNDS),
         tokens_trained=tokens_trained,
     )

@@ -6,10 +6,12 @@ from typing import Self
 
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
-from swiftkv_platform.evaluation.harness.run import TaskScore
+from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Figures, Quality, TeacherQuality, Totals
 from swiftkv_platform.specs import EvaluationSpec
+
+NO_TASKS = TaskResults()
 
 
 class TimeToFirstToken(Figures):
@@ -80,7 +82,7 @@ class Report(Figures):
         calibrated: Totals | None = None,
         tokens_trained: int | None = None,
         continuations: ContinuationQuality | None = None,
-        tasks: tuple[TaskScore, ...] = (),
+        tasks: TaskResults = NO_TASKS,
     ) -> Self:
         """The report from what was measured on the same rows before and after training."""
         student, teacher = distilled.student, distilled.teacher
@@ -99,8 +101,8 @@ class Report(Figures):
             tokens_trained=tokens_trained,
             continuations=continuations,
             exit_head=_exit_bins(distilled.exit_head),
-            tasks=tasks,
-            gates=_gates(spec, student, ratio, tasks),
+            tasks=tasks.scores,
+            gates=_gates(spec, student, ratio, tasks.scores),
         )
 
     def check_gates(self) -> None:

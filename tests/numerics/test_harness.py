@@ -18,7 +18,7 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks, task_manager
 from swiftkv_platform.model import convert
-from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
+from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import random_teacher
 
@@ -131,7 +131,7 @@ def test_teacher_and_student_answer_a_local_task(student: Any, task_file: Path) 
     specs = [str(task_file), TaskSpec(name=str(task_file), metric="acc_norm")]
     student.swiftkv(False).train()
 
-    plain, normed = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), batch_size=2)
+    plain, normed = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), EvaluationSpec(task_batch_size=2)).scores
 
     assert student.training
     assert not student.model.swiftkv_enabled
@@ -165,7 +165,8 @@ def test_built_in_tasks_read_their_authors_files(student: Any, tmp_path: Path) -
         TaskSpec(name="builtin:mmlu", data_dir=str(tmp_path), num_fewshot=1),
         TaskSpec(name="builtin:gsm8k", data_dir=str(tmp_path), num_fewshot=1),
     ]
-    mmlu, gsm8k = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), batch_size=4, limit=2)
+    few = EvaluationSpec(task_batch_size=4, task_limit=2)
+    mmlu, gsm8k = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), few).scores
     assert (mmlu.task, mmlu.metric, mmlu.num_fewshot, mmlu.num_samples) == ("mmlu_local", "acc", 1, 4)
     assert 0 <= mmlu.student <= 1
     assert (gsm8k.task, gsm8k.metric, gsm8k.num_samples) == ("gsm8k_local", "exact_match,strict-match", 2)
@@ -235,7 +236,7 @@ def test_what_cannot_be_resolved_is_said(spec: TaskSpec, error: type[Exception],
 def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path, changes: dict[str, Any], message: str) -> None:
     spec = TaskSpec(name=str(task_file), **changes)
     with pytest.raises(InvalidInputError, match=message):
-        run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), batch_size=4, limit=1)
+        run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), EvaluationSpec(task_limit=1))
     assert student.model.swiftkv_enabled
     with pytest.raises(InvalidInputError, match=message):
         check_tasks([spec], byte_tokenizer())
@@ -243,7 +244,7 @@ def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path, changes: d
 
 def test_an_unknown_task_is_named(student: Any) -> None:
     with pytest.raises(InvalidInputError, match="cannot load 'no_such_task'"):
-        run_tasks(student, byte_tokenizer(), resolve_tasks(["no_such_task"]), batch_size=4)
+        run_tasks(student, byte_tokenizer(), resolve_tasks(["no_such_task"]), EvaluationSpec())
 
 
 def test_a_mistyped_task_is_refused_before_anything_runs() -> None:
@@ -312,7 +313,7 @@ def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
         check_tasks([unnamed], byte_tokenizer())
     check_tasks([named], byte_tokenizer())
 
-    (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([named]), batch_size=1)
+    (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([named]), EvaluationSpec(task_batch_size=1)).scores
 
     assert not score.higher_is_better
     assert score.drop == pytest.approx(100 * (score.student / score.teacher - 1), abs=1e-5)

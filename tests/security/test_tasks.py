@@ -12,7 +12,7 @@ from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.model import convert
 from swiftkv_platform.sources import SourceRules
-from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs import EvaluationSpec, JobSpec
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.security.hostile_sources import Stage, ssti, write_task
 
@@ -35,7 +35,9 @@ def accept(stage: Stage, spec: JobSpec) -> None:
 def answer(stage: Stage, spec: JobSpec) -> None:
     """Run the tasks of a spec as a worker does, whoever accepted it."""
     student = convert(stage.teacher, num_key_value_layers=3)
-    run_tasks(student, byte_tokenizer(), resolve_tasks(spec.evaluation.tasks), batch_size=1, limit=1)
+    run_tasks(
+        student, byte_tokenizer(), resolve_tasks(spec.evaluation.tasks), EvaluationSpec(task_batch_size=1, task_limit=1)
+    )
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "task", "task.YAML", "task.yaml"])

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from swiftkv_platform.evaluation.harness.tasks import (
     task_manager,
 )
 from swiftkv_platform.sources import OPEN, Access
-from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
+from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import points_lost
 
 _BOOTSTRAP_ITERATIONS = 1000
@@ -93,24 +94,28 @@ def check_tasks(
                 choose_metric(task.spec, name, metrics)
 
 
-def run_tasks(
-    model: Any, tokenizer: Any, tasks: Sequence[Task], *, batch_size: int, limit: int | None = None
-) -> list[TaskScore]:
-    """Let both modes of `model` answer every task.
+@dataclass(frozen=True)
+class TaskResults:
+    """Results of the tasks of a job."""
+
+    scores: tuple[TaskScore, ...] = ()
+
+
+def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[Task], spec: EvaluationSpec) -> TaskResults:
+    """Let both modes of `model` answer every task, as `spec` says.
 
     Log-likelihoods come from a forward pass of every token through every layer (no `logits_to_keep` is given), so
     nothing that SwiftKV skips in prefill is scored.
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; left in the mode it came in.
-        limit: samples of each task; None takes all.
 
     Raises:
         InvalidInputError: a task or metric that the harness does not know, or a chat template that the tokenizer lacks.
         ModelError: the model was exported without its teacher.
     """
     if not tasks:
-        return []
+        return TaskResults()
     from lm_eval.models.huggingface import HFLM
 
     mode, was_training = model.model.swiftkv_enabled, model.training
@@ -119,17 +124,19 @@ def run_tasks(
     try:
         with _quiet():
             manager = task_manager(any(isinstance(task.source, str) for task in tasks))
-            language_model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+            language_model = HFLM(
+                pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=spec.task_batch_size
+            )
             for task in tasks:
                 loaded = _load(manager, task)
                 answers = []
                 for enabled in (False, True):
                     model.swiftkv(enabled)
-                    answers.append(_answer(language_model, manager, task, loaded, limit))
+                    answers.append(_answer(language_model, manager, task, loaded, spec.task_limit))
                 scores += _scores(task, *answers)
     finally:
         model.swiftkv(mode).train(was_training)
-    return scores
+    return TaskResults(tuple(scores))
 
 
 def _load(manager: Any, task: Task) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.errors import QualityGateError
-from swiftkv_platform.evaluation.harness.run import TaskScore
+from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Totals
 from swiftkv_platform.evaluation.report import Report
@@ -30,7 +30,7 @@ def totals(kl: float, *, exit_head: ExitCounts | None = None) -> Totals:
 
 
 def report(kl: float = 0.25, *, tasks: tuple[TaskScore, ...] = (), **limits: Any) -> Report:
-    return Report.build(EvaluationSpec(**limits), distilled=totals(kl), cost=COST, tasks=tasks)
+    return Report.build(EvaluationSpec(**limits), distilled=totals(kl), cost=COST, tasks=TaskResults(tasks))
 
 
 def score(teacher: float, student: float, *, higher_is_better: bool = True) -> TaskScore:

@@ -69,6 +69,8 @@ class Report(Figures):
     exit_head: tuple[ExitBin, ...] | None = None
     """Figure D.1 of the paper; None for a model without an exit head."""
     tasks: tuple[TaskScore, ...] = ()
+    tasks_left_out: tuple[str, ...] = ()
+    """Tasks that `evaluation.max_minutes` left no time for; no gate judges them."""
     gates: tuple[Gate, ...] = ()
 
     @classmethod
@@ -102,6 +104,7 @@ class Report(Figures):
             continuations=continuations,
             exit_head=_exit_bins(distilled.exit_head),
             tasks=tasks.scores,
+            tasks_left_out=tasks.left_out,
             gates=_gates(spec, student, ratio, tasks.scores),
         )
 

@@ -100,9 +100,10 @@ def _continuations(report: Mapping[str, Any]) -> str:
 
 
 def _tasks(report: Mapping[str, Any]) -> tuple[str, ...]:
-    tasks = report["tasks"]
+    tasks, left_out = report["tasks"], report.get("tasks_left_out", ())
+    missing = (paragraph(f"Not measured within evaluation.max_minutes: {', '.join(left_out)}."),) if left_out else ()
     if not tasks:
-        return ()
+        return missing
     rows = [
         (
             task["task"],
@@ -121,7 +122,7 @@ def _tasks(report: Mapping[str, Any]) -> tuple[str, ...]:
         "Scores with standard errors; where a score is outside 0..1, or less of it is better, what is lost is percent "
         "of the teacher's"
     )
-    return figure(svg, "Bars: score; lines: standard error"), table(caption, columns, rows)
+    return *missing, figure(svg, "Bars: score; lines: standard error"), table(caption, columns, rows)
 
 
 def _points_lost(task: Mapping[str, Any]) -> float:

@@ -62,6 +62,9 @@ class EvaluationSpec(Spec):
     """Samples of each task, the first ones; default: all."""
     task_batch_size: Size = 8
     """Prompts a forward pass of a task."""
+    max_minutes: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Minutes after which no further task begins; the report names those left out, which no gate judges. null: none is
+    left out."""
     continuations: Annotated[int, Field(ge=0, le=1_000_000)] = 16
     """Held-out prompts that teacher and student continue greedily."""
     continuation_tokens: Size = 32

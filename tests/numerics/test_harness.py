@@ -242,6 +242,17 @@ def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path, changes: d
         check_tasks([spec], byte_tokenizer())
 
 
+def test_tasks_that_the_time_does_not_allow_are_named(
+    student: Any, task_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minutes = iter([0.0, 0.9, 1.0, 9.0])  # at the start, and before each task
+    monkeypatch.setattr("swiftkv_platform.evaluation.harness.run.time.monotonic", lambda: 60.0 * next(minutes))
+    tasks = [resolve_tasks([TaskSpec(name=str(task_file))])[0] for _ in range(3)]
+    found = run_tasks(student, byte_tokenizer(), tasks, EvaluationSpec(max_minutes=1.0, task_limit=1))
+    assert [score.task for score in found.scores] == ["trivia"]
+    assert found.left_out == (str(task_file), str(task_file))
+
+
 def test_an_unknown_task_is_named(student: Any) -> None:
     with pytest.raises(InvalidInputError, match="cannot load 'no_such_task'"):
         run_tasks(student, byte_tokenizer(), resolve_tasks(["no_such_task"]), EvaluationSpec())

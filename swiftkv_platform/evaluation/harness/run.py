@@ -5,7 +5,9 @@ read, not what they decide.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
@@ -99,10 +101,12 @@ class TaskResults:
     """Results of the tasks of a job."""
 
     scores: tuple[TaskScore, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Names of tasks that did not begin within `EvaluationSpec.max_minutes`."""
 
 
 def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[Task], spec: EvaluationSpec) -> TaskResults:
-    """Let both modes of `model` answer every task, as `spec` says.
+    """Let both modes of `model` answer every task, as `spec` says; after `max_minutes` none begins.
 
     Log-likelihoods come from a forward pass of every token through every layer (no `logits_to_keep` is given), so
     nothing that SwiftKV skips in prefill is scored.
@@ -121,6 +125,8 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[Task], spec: Evaluatio
     mode, was_training = model.model.swiftkv_enabled, model.training
     model.eval()
     scores: list[TaskScore] = []
+    left_out: list[str] = []
+    ends_at = math.inf if spec.max_minutes is None else time.monotonic() + 60.0 * spec.max_minutes
     try:
         with _quiet():
             manager = task_manager(any(isinstance(task.source, str) for task in tasks))
@@ -128,6 +134,9 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[Task], spec: Evaluatio
                 pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=spec.task_batch_size
             )
             for task in tasks:
+                if time.monotonic() >= ends_at:
+                    left_out.append(task.spec.name)
+                    continue
                 loaded = _load(manager, task)
                 answers = []
                 for enabled in (False, True):
@@ -136,7 +145,7 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[Task], spec: Evaluatio
                 scores += _scores(task, *answers)
     finally:
         model.swiftkv(mode).train(was_training)
-    return TaskResults(tuple(scores))
+    return TaskResults(tuple(scores), tuple(left_out))
 
 
 def _load(manager: Any, task: Task) -> Any:

@@ -150,6 +150,12 @@ def test_a_perplexity_that_grows_is_lost() -> None:
     assert "+2.00" in text
 
 
+def test_tasks_without_time_are_named_with_the_others_and_alone() -> None:
+    for tasks in (report()["tasks"], []):
+        text = "".join(read(evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)).text)
+        assert "Not measured within evaluation.max_minutes: gsm8k." in text
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     bare = report(
         rewired=None, calibrated=None, continuations=None, exit_head=None, tasks=[], gates=[], tokens_trained=None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import text
 
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.repository import SqlJobRepository
-from swiftkv_platform.errors import (
-    ConflictError,
-    NotFoundError,
-)
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.errors import ConflictError, NotFoundError, UnreadableRowError
 from swiftkv_platform.orchestration.job import (
     Model,
     new_id,
@@ -105,3 +104,20 @@ def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(catal
     catalog.set_deployment_state(after.id, DeploymentState(DeploymentStatus.DELETING))
     with pytest.raises(ConflictError, match="being deleted"):
         catalog.change_deployment(after.id, change, tenant=TENANT)
+
+
+@pytest.mark.parametrize("damage", ['\'{"not": "a deployment"}\'', "'[]'"])
+def test_a_deployment_that_cannot_be_read_hides_no_other(
+    database: Database, catalog: SqlCatalog, model: Model, damage: str
+) -> None:
+    damaged, sound = (catalog.create_deployment(make_deployment(model, path)) for path in ("/damaged", "/sound"))
+    with database.writing() as session:
+        session.execute(text(f"UPDATE deployments SET spec = {damage} WHERE id = :id"), {"id": damaged.spec.id})
+    assert catalog.all_deployments() == [sound]
+    listed = catalog.list_deployments(Page(), tenant=TENANT)
+    assert (listed.items, listed.left_out) == ([sound], [damaged.spec.id])
+    with pytest.raises(UnreadableRowError, match=damaged.spec.id):
+        catalog.get_deployment(damaged.spec.id, tenant=TENANT)
+    held: list[Holdings] = []
+    catalog.create_deployment(make_deployment(model, "/third"), admit=held.append)
+    assert held[0].deployments == [sound.spec]

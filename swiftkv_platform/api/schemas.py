@@ -29,15 +29,28 @@ class ListAnswer(Answer, Generic[Item]):
     has_more: bool
     first_id: str | None
     last_id: str | None
+    left_out: list[str] = []
+    """Ids of rows of this part that cannot be read, as another version of the program stored them."""
 
 
-def list_answer(found: Slice[T], make: Callable[[T], Item], cursor: Callable[[Item], str]) -> ListAnswer[Item]:
+def list_answer(
+    found: Slice[T], make: Callable[[T], Item], cursor: Callable[[Item], str], order: Literal["asc", "desc"] = "asc"
+) -> ListAnswer[Item]:
+    """The answer of a list.
+
+    Args:
+        order: of the list, where it may leave rows out: first and last are found among their ids too.
+    """
     data = [make(item) for item in found.items]
+    ids = [cursor(item) for item in data]
+    if found.left_out:
+        ids = sorted([*ids, *found.left_out], reverse=order == "desc")
     return ListAnswer(
         data=data,
         has_more=found.has_more,
-        first_id=cursor(data[0]) if data else None,
-        last_id=cursor(data[-1]) if data else None,
+        first_id=ids[0] if ids else None,
+        last_id=ids[-1] if ids else None,
+        left_out=list(found.left_out),
     )
 
 
@@ -126,24 +139,6 @@ class JobAnswer(Answer):
             metadata=job.spec.metadata,
             tenant=job.tenant,
             created_by=job.created_by,
-        )
-
-
-class JobListAnswer(ListAnswer[JobAnswer]):
-    """Part of the list of jobs."""
-
-    left_out: list[str] = []
-    """Ids of jobs of this part that cannot be read, as another version of the program stored them."""
-
-    @classmethod
-    def of(cls, found: Slice[Job], make: Callable[[Job], JobAnswer], order: Literal["asc", "desc"]) -> Self:
-        ids = sorted([*(job.id for job in found.items), *found.left_out], reverse=order == "desc")
-        return cls(
-            data=[make(job) for job in found.items],
-            has_more=found.has_more,
-            first_id=ids[0] if ids else None,
-            last_id=ids[-1] if ids else None,
-            left_out=list(found.left_out),
         )
 
 

@@ -44,7 +44,7 @@ class Client:
         serve_url: where `/generate` answers; None asks the control plane for the newest running deployment.
         timeout: seconds without a byte before a connection counts as broken.
         max_retries: further tries of a call after a connection error or a 503 that asks to wait.
-        outage_s: how long `jobs.wait` and `jobs.attempt.events` put up with a control plane that is away.
+        outage_s: how long `jobs.wait` and `jobs.events` put up with a control plane that is away.
         transport: replaces the network, for tests.
     """
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.database.paging import fetch, unknown_cursor
+from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, unreadable
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
 from swiftkv_platform.errors import ConflictError, NotFoundError
@@ -96,11 +96,13 @@ class SqlCatalog:
                     raise unknown_cursor(page.after)
             query = select(DeploymentRow).where(DeploymentRow.tenant == tenant)
             rows = fetch(session, query, DeploymentRow.id, page, after=page.after)
-            return Slice([read_deployment(row) for row in rows.items], rows.has_more)
+            deployments, left_out = readable(rows.items, read_deployment)
+            return Slice(deployments, rows.has_more, left_out)
 
     def all_deployments(self) -> Sequence[Deployment]:
         with self._database.reading() as session:
-            return [read_deployment(row) for row in session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))]
+            rows = session.scalars(select(DeploymentRow).order_by(DeploymentRow.id))
+            return readable(rows, read_deployment)[0]
 
     def change_deployment(self, deployment_id: str, change: DeploymentChange, *, tenant: str) -> Deployment:
         with self._database.writing() as session:
@@ -175,13 +177,21 @@ def read_model(row: ModelRow) -> Model:
 
 
 def _held_beside(session: Session, deployment_id: str, tenant: str) -> Holdings:
-    """Deployments that are being deleted count: their replicas have yet to go."""
-    jobs = select(JobRow.spec).where(JobRow.tenant == tenant, JobRow.status.in_(_ON_CLUSTER))
-    deployments = select(DeploymentRow.spec).where(DeploymentRow.tenant == tenant, DeploymentRow.id != deployment_id)
+    """Deployments that are being deleted count: their replicas have yet to go. Rows that cannot be read do not."""
+    jobs = select(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(_ON_CLUSTER))
+    deployments = select(DeploymentRow).where(DeploymentRow.tenant == tenant, DeploymentRow.id != deployment_id)
     return Holdings(
-        [JobSpec.model_validate(spec) for spec in session.scalars(jobs)],
-        [_SPEC.validate_python(spec) for spec in session.scalars(deployments)],
+        readable(session.scalars(jobs), _job_spec)[0],
+        [deployment.spec for deployment in readable(session.scalars(deployments), read_deployment)[0]],
     )
+
+
+def _job_spec(row: JobRow) -> JobSpec:
+    """Raises `UnreadableRowError`."""
+    try:
+        return JobSpec.model_validate(row.spec)
+    except (ValidationError, TypeError) as error:
+        raise unreadable("job", row.id, error) from error
 
 
 def _as_promoted(session: Session, spec: DeploymentSpec, tenant: str) -> DeploymentSpec:
@@ -200,7 +210,11 @@ def _state(document: dict[str, Any]) -> DeploymentState:
 
 
 def read_deployment(row: DeploymentRow) -> Deployment:
-    return Deployment(_SPEC.validate_python(row.spec), row.tenant, row.created_at, _state(row.state), row.version)
+    """Raises `UnreadableRowError`."""
+    try:
+        return Deployment(_SPEC.validate_python(row.spec), row.tenant, row.created_at, _state(row.state), row.version)
+    except (ValidationError, TypeError) as error:
+        raise unreadable("deployment", row.id, error) from error
 
 
 def write_deployment(row: DeploymentRow, spec: DeploymentSpec, state: DeploymentState) -> None:

@@ -8,6 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from swiftkv_platform.database.catalog import SqlCatalog, read_deployment, read_model, write_deployment
+from swiftkv_platform.database.paging import readable
 from swiftkv_platform.database.tables import DeploymentRow, ModelRow, PromotionRow
 from swiftkv_platform.orchestration.job import Model
 from swiftkv_platform.orchestration.ports import DeploymentStatus
@@ -39,8 +40,9 @@ class SqlRegistry(SqlCatalog):
             session.add(PromotionRow(**vars(promotion)))
             model = read_model(session.get_one(ModelRow, promotion.model))
             following = select(DeploymentRow).where(DeploymentRow.tenant == tenant).with_for_update()
-            for row in session.scalars(following).all():
-                deployment = read_deployment(row)
+            rows = {row.id: row for row in session.scalars(following)}
+            for deployment in readable(rows.values(), read_deployment)[0]:
+                row = rows[deployment.spec.id]
                 if deployment.spec.alias == alias and deployment.state.status is not DeploymentStatus.DELETING:
                     write_deployment(row, *change(deployment, model))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from swiftkv_platform.database.outbox import delivery_rows
-from swiftkv_platform.database.paging import fetch, unknown_cursor
+from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, unreadable
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, IdempotencyRow, JobRow, ModelRow, PointRow
 from swiftkv_platform.errors import (
@@ -21,9 +21,7 @@ from swiftkv_platform.errors import (
     NotFoundError,
     QuotaExceededError,
     StaleVersionError,
-    UnreadableRowError,
 )
-from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.orchestration.ports import Idempotency, JobFilter, Page, Slice
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
@@ -126,13 +124,13 @@ class SqlJobRepository:
                 if row is None or row.tenant != tenant:
                     raise unknown_cursor(page.after)
             rows = fetch(session, query, JobRow.id, page, after=page.after)
-            jobs, left_out = _readable(rows.items)
+            jobs, left_out = readable(rows.items, _job)
             return Slice(jobs, rows.has_more, left_out)
 
     def live(self) -> Sequence[Job]:
         query = select(JobRow).where(JobRow.status.in_(_LIVE)).order_by(JobRow.id)
         with self._database.reading() as session:
-            jobs, _ = _readable(session.scalars(query))
+            jobs, _ = readable(session.scalars(query), _job)
             return jobs
 
     def count_by_status(self) -> Mapping[JobStatus, int]:
@@ -217,31 +215,7 @@ def _job(row: JobRow) -> Job:
     try:
         return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
     except (ValidationError, TypeError) as error:
-        raise UnreadableRowError(
-            f"job {row.id} cannot be read, perhaps since another version of this program has stored it: "
-            f"{_first_problem(error)}; run that version, or cancel the job there",
-            field="job_id",
-            value=row.id,
-        ) from error
-
-
-def _first_problem(error: ValidationError | TypeError) -> str:
-    if isinstance(error, TypeError):
-        return "its state is no object"
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-
-
-def _readable(rows: Iterable[JobRow]) -> tuple[builtins.list[Job], builtins.list[str]]:
-    """The jobs, and the ids of the rows that cannot be read."""
-    jobs, left_out = builtins.list[Job](), builtins.list[str]()
-    for row in rows:
-        try:
-            jobs.append(_job(row))
-        except UnreadableRowError as error:
-            get_logger().error("row left out", job_id=row.id, reason=error.message)
-            left_out.append(row.id)
-    return jobs, left_out
+        raise unreadable("job", row.id, error) from error
 
 
 def _step(cursor: str) -> int:
@@ -252,7 +226,8 @@ def _step(cursor: str) -> int:
 
 
 def _event(row: EventRow) -> Event:
-    return Event(**{name: getattr(row, name) for name in Event.__dataclass_fields__})
+    values = {name: getattr(row, name) for name in Event.__dataclass_fields__}
+    return Event(**{**values, "data": values["data"] if isinstance(values["data"], dict) else {}})
 
 
 def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:

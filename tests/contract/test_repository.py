@@ -70,7 +70,7 @@ def test_an_update_of_an_old_version_changes_nothing(jobs: SqlJobRepository) -> 
     with pytest.raises(StaleVersionError):
         jobs.update(cancelled, events=[late], points=[MetricPoint(1, 1, 0.0, {})], model=make_model(read))
     assert jobs.get(read.id, tenant=TENANT) == stored
-    assert [item.data["status"] for item in jobs.attempt.events(read.id, Page(order="asc")).items] == [
+    assert [item.data["status"] for item in jobs.events(read.id, Page(order="asc")).items] == [
         "queued",
         "starting",
     ]
@@ -96,7 +96,7 @@ def test_of_updates_at_the_same_time_one_wins(jobs: SqlJobRepository) -> None:
     for thread in threads:
         thread.join()
     assert sorted(outcomes) == ["stale", "stale", "stale", "won"]
-    assert len(jobs.attempt.events(job.id, Page()).items) == 2
+    assert len(jobs.events(job.id, Page()).items) == 2
 
 
 def test_a_key_stands_for_one_job_of_its_tenant(jobs: SqlJobRepository) -> None:
@@ -171,13 +171,13 @@ def test_events_keep_the_order_in_which_they_were_stored(jobs: SqlJobRepository)
     job = store(jobs, make_job())
     for start_number in range(0, 60, 20):
         job = jobs.update(job, events=[message(job, str(n)) for n in range(start_number, start_number + 20)])
-    everything = jobs.attempt.events(job.id, Page(limit=100, order="asc")).items
+    everything = jobs.events(job.id, Page(limit=100, order="asc")).items
     assert [event.message for event in everything[1:]] == [str(number) for number in range(60)]
-    page = jobs.attempt.events(job.id, Page(after=everything[10].id, limit=5, order="asc"))
+    page = jobs.events(job.id, Page(after=everything[10].id, limit=5, order="asc"))
     assert page.items == everything[11:16]
     assert page.has_more
     with pytest.raises(InvalidInputError, match="after"):
-        jobs.attempt.events(job.id, Page(after=new_id("evt")))
+        jobs.events(job.id, Page(after=new_id("evt")))
 
 
 def test_a_repeated_step_replaces_the_earlier_one(jobs: SqlJobRepository) -> None:

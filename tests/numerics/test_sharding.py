@@ -18,6 +18,8 @@ import pytest
 from swiftkv_platform.contract.attempts import checkpoints_prefix
 from tests.numerics.distillation_worker import Outcome, Run, group_of_one, run, run_spawned, tiny_teacher
 
+pytestmark = pytest.mark.timeout(900)  # every strategy is trained once, before the first test
+
 SOAK = bool(os.environ.get("SWIFTKV_SOAK"))
 SHARDINGS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},

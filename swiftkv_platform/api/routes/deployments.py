@@ -61,7 +61,9 @@ def list_deployments(
 ) -> ListAnswer[DeploymentAnswer]:
     """Deployments, newest first."""
     found = parts.catalog.list_deployments(page, tenant=caller.tenant)
-    return list_answer(found, lambda item: DeploymentAnswer.of(item, settings.serve_url), lambda item: item.id)
+    return list_answer(
+        found, lambda item: DeploymentAnswer.of(item, settings.serve_url), lambda item: item.id, page.order
+    )
 
 
 @router.get("/{deployment_id}")

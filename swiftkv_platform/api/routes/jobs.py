@@ -21,7 +21,7 @@ from swiftkv_platform.api.dependencies import (
     source_rules,
     webhook_rules,
 )
-from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, JobListAnswer, ResumeRequest
+from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
@@ -90,11 +90,11 @@ def list_jobs(
     page: NewestFirst,
     status: Annotated[JobStatus | None, Query()] = None,
     model: Annotated[str | None, Query(description="the teacher's `name_or_path`")] = None,
-) -> JobListAnswer:
+) -> ListAnswer[JobAnswer]:
     """Jobs, newest first. `metadata.{key}={value}` filters by metadata."""
     where = JobFilter(status, model, _metadata_asked_for(request))
     found = parts.jobs.list(page, tenant=caller.tenant, where=where)
-    return JobListAnswer.of(found, present, page.order)
+    return list_answer(found, present, lambda job: job.id, page.order)
 
 
 def _metadata_asked_for(request: Request) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -147,10 +148,16 @@ async def test_one_request_too_many_is_refused_at_once(engine: AsyncLLMEngine) -
 async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:
     config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=4, max_waiting_prompt_tokens=40)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, config))
-    streams = [await engine.submit([number] * 60, GREEDY) for number in (1, 2)]
-    assert engine.engine.num_waiting_tokens >= 40
-    with pytest.raises(QueueFullError, match=r"prompt tokens wait to be read, 40 may"):
-        await engine.submit([3], GREEDY)
+    release = threading.Event()
+    held = asyncio.create_task(engine.between_steps(lambda: release.wait(60)))  # so that no step reads a prompt yet
+    arriving = [asyncio.create_task(engine.submit([number] * 30, GREEDY)) for number in (1, 2, 3)]
+    while engine._worker._work_queue.qsize() < len(arriving):
+        await asyncio.sleep(0.001)
+    release.set()
+    *streams, refused = await asyncio.gather(*arriving, return_exceptions=True)
+    assert isinstance(refused, QueueFullError)
+    assert re.search(r"60 prompt tokens wait to be read, 40 may", str(refused))
+    assert await held
     for stream in streams:
         assert [output async for output in stream][-1].finish_reason == "length"
     assert engine.engine.num_waiting_tokens == 0

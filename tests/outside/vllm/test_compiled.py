@@ -39,3 +39,10 @@ def test_text_of_a_compiled_reference_checkpoint(golden: tuple[Path, Path]) -> N
     with serving(directory, **COMPILED) as llm:
         assert halves_are_compiled(llm)
         assert complete(llm, batch) == expected(directory, batch)
+
+
+def test_text_of_the_compiled_teacher(llama: Path) -> None:
+    batch = prompts((70, 9))
+    with serving(llama, hf_overrides={"swiftkv": False}, **COMPILED) as llm:
+        assert not runner(llm).model.model.dense.do_not_compile
+        assert complete(llm, batch) == expected(llama, batch, swiftkv=False)

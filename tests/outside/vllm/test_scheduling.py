@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -77,6 +78,11 @@ def _preemptions(sizes: list[tuple[int, int]]) -> int:
     return sum(lower > upper for lower, upper in sizes[1:])
 
 
+@pytest.mark.xfail(
+    vllm.__version__.startswith("0.30."),
+    raises=TypeError,
+    reason="vLLM 0.30's CPU build verifies drafts in a Triton kernel, which it has not, for any model",
+)
 @pytest.mark.parametrize("cache", ["float32", "fp8"])
 def test_speculation_by_ngrams(cache: str, llama: Path) -> None:
     pattern = prompts((6,))[0]

@@ -12,8 +12,8 @@ import torch
 
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.training import plan_training
-from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import BATCH_SIZE
 
@@ -66,21 +66,8 @@ def training_flops_per_token(spec: JobSpec, config: Any) -> float | None:
     Args:
         config: the student's configuration.
     """
-    setup = TrainingSetup(
-        sequence_length=spec.data.max_length,
-        packing=spec.data.packing,
-        micro_batch_size=spec.training.micro_batch_size,
-        batch_size=spec.training.batch_size or BATCH_SIZE,
-        num_workers=spec.resources.max_workers,
-        sequence_parallel_size=spec.sharding.sequence_parallel_size,
-        gradient_checkpointing=spec.training.gradient_checkpointing,
-        early_exit=spec.swiftkv.early_exit,
-        trainable=spec.distillation.trainable,
-        objective=spec.distillation.objective,
-        hidden_loss=spec.distillation.hidden_loss_weight > 0,
-    )
     try:
-        flops = plan_training(config.to_dict(), setup).flops_per_token
+        flops = plan_training(config.to_dict(), training_setup(spec)).flops_per_token
     except ModelError:
         return None
     return flops.total - flops.recomputation

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared_key_value_heads
+from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.training import plan_training
-from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, resolve_defaults
 
@@ -63,7 +63,7 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         ModelError: a family without a row, or a configuration that lacks a key.
     """
     spec = _settled(spec, config)
-    setup, steps = _setup(spec), spec.training.max_steps
+    setup, steps = training_setup(spec), spec.training.max_steps
     tokens_per_step = setup.batch_size * setup.sequence_length
     max_tokens = None if steps is None else steps * tokens_per_step
     num_key_value_layers, group_size = _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size
@@ -105,29 +105,6 @@ def _settled(spec: JobSpec, config: dict[str, Any]) -> JobSpec:
     context_length, hidden_size = config.get("max_position_embeddings"), config.get("hidden_size")
     settled = resolve_defaults(spec, context_length=context_length, hidden_size=hidden_size or FULL_WIDTH)
     return resolve_batch_size(settled, num_rows=sys.maxsize)
-
-
-def _setup(spec: JobSpec) -> TrainingSetup:
-    device: Literal["cuda", "cpu"] = "cuda" if spec.resources.gpus_per_worker else "cpu"
-    assert spec.training.batch_size is not None
-    return TrainingSetup(
-        sequence_length=spec.data.max_length,
-        packing=spec.data.packing,
-        micro_batch_size=spec.training.micro_batch_size,
-        batch_size=spec.training.batch_size,
-        num_workers=spec.resources.max_workers,
-        dtype=spec.model.dtype,
-        strategy=spec.sharding.strategy,
-        zero_stage=spec.sharding.zero_stage,
-        cpu_offload=spec.sharding.cpu_offload,
-        sequence_parallel_size=spec.sharding.sequence_parallel_size,
-        gradient_checkpointing=spec.training.gradient_checkpointing,
-        early_exit=spec.swiftkv.early_exit,
-        trainable=spec.distillation.trainable,
-        objective=spec.distillation.objective,
-        hidden_loss=spec.distillation.hidden_loss_weight > 0,
-        device=device,
-    )
 
 
 def _num_key_value_layers(spec: JobSpec, config: dict[str, Any]) -> int:

@@ -1,0 +1,29 @@
+"""Settings of the training run that a job spec asks for."""
+
+from __future__ import annotations
+
+from swiftkv_platform.planning.training_setup import TrainingSetup
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.defaults import BATCH_SIZE
+
+
+def training_setup(spec: JobSpec) -> TrainingSetup:
+    """Return what of `spec` its plan depends on; without `training.batch_size`, for the default one."""
+    return TrainingSetup(
+        sequence_length=spec.data.max_length,
+        packing=spec.data.packing,
+        micro_batch_size=spec.training.micro_batch_size,
+        batch_size=spec.training.batch_size or BATCH_SIZE,
+        num_workers=spec.resources.max_workers,
+        dtype=spec.model.dtype,
+        strategy=spec.sharding.strategy,
+        zero_stage=spec.sharding.zero_stage,
+        cpu_offload=spec.sharding.cpu_offload,
+        sequence_parallel_size=spec.sharding.sequence_parallel_size,
+        gradient_checkpointing=spec.training.gradient_checkpointing,
+        early_exit=spec.swiftkv.early_exit,
+        trainable=spec.distillation.trainable,
+        objective=spec.distillation.objective,
+        hidden_loss=spec.distillation.hidden_loss_weight > 0,
+        device="cuda" if spec.resources.gpus_per_worker else "cpu",
+    )

@@ -21,11 +21,11 @@ lock:  # write constraints.txt again: the newest versions that pyproject.toml ad
 demo: install
 	$(BIN)/swiftkv demo
 
-# Two workers; tests that start Ray share one of them, so that no two clusters compete for the cores.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-test: install
-	$(PYTEST) --durations 25
+test: install  # tests that start Ray have the machine to themselves, one after the other
+	$(PYTEST) -m "not integration" --durations 10
+	$(BIN)/python -m pytest -m integration --durations 25
 
 quick: install  # what needs no service and takes no seconds of its own
 	$(PYTEST) -m "not integration and not slow" tests/unit tests/contract tests/security

@@ -26,26 +26,15 @@ settings.register_profile("repeatable", deadline=None, derandomize="SWIFTKV_SOAK
 settings.load_profile("repeatable")
 
 
-_SERVING = ("control_plane", "end_to_end", "hostile", "kills", "live_serving", "old_home", "serve", "up_down")
-"""Integration tests that are not of training, by a part of their file's name."""
 _SERVICES = ("postgres", "s3_server", "moto", "rclone", "browser")
 """Parts of the names of fixtures and parameters that start a server or a browser."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each file's tests to one of several workers, and those that start Ray to two groups: training first, for the
-    longest way to go, serving last."""
-    for item in items:
-        group = item.path.name
-        if item.get_closest_marker("integration"):
-            group = "serving" if any(part in item.path.name for part in _SERVING) else "training"
-        item.add_marker(pytest.mark.xdist_group(group))
-        names = [item.name, *getattr(item, "fixturenames", ())]
-        if any(service in name for service in _SERVICES for name in names):
-            item.add_marker("slow")
-    order = {"training": 0, "serving": 2}
-    items.sort(key=lambda item: order.get(item.get_closest_marker("xdist_group").args[0], 1))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark as slow what starts a service."""
+    names = [item.name, *getattr(item, "fixturenames", ())]
+    if any(service in name for service in _SERVICES for name in names):
+        item.add_marker("slow")
 
 
 _EXIT_STATUS = pytest.StashKey[int]()

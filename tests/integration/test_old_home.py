@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.client import Client
-from swiftkv_platform.client.errors import ServiceUnavailableError
+from swiftkv_platform.client.errors import ResourceNotFoundError, ServiceUnavailableError
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
 from tests.integration.planes import eventually
@@ -76,7 +76,7 @@ def test_the_deployment_returns_and_serves_the_old_artifact(client: Client) -> N
 
     def answer() -> list[int]:
         # The stored state is the old cluster's until a replica of the new one is up.
-        with suppress(ServiceUnavailableError):
+        with suppress(ServiceUnavailableError, ResourceNotFoundError):
             pieces = client.deployments.generate(deployment.id, "def add", max_tokens=4, ignore_eos=True)
             return [token for piece in pieces for token in piece.choices[0].token_ids]
         return []

@@ -1,4 +1,4 @@
-"""What vLLM runs on its configuration when it loads a SwiftKV model: refusals, and the fast prefill switched on.
+"""Checks of vLLM's configuration when it loads a SwiftKV model: refusals, and the fast prefill switched on.
 
 vLLM looks the class up by architecture in `MODELS_CONFIG_MAP`, before it reads weights or picks a model runner.
 """

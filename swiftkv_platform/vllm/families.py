@@ -25,7 +25,7 @@ def _attention_bias(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one family's decoder layers apart."""
+    """Differences of one family's decoder layers from the others'."""
 
     model_type: str
     """The teacher's `model_type`."""

@@ -27,7 +27,7 @@ class StudentNames:
     """The tensors of one checkpoint that are served."""
 
     layer_map: LayerMap
-    """Of what is served: in teacher mode, no layer has a leader."""
+    """Layer map of the served model; in teacher mode no layer has a leader."""
     expected: frozenset[str]
     """Names of the SwiftKV tensors that the configuration promises; none in teacher mode."""
     head_norms: bool

@@ -1,4 +1,4 @@
-"""What vLLM calls at start: it registers configurations, model classes and load-time checks by name.
+"""Entry point that vLLM calls at start: registers configurations, model classes and load-time checks by name.
 
 vLLM calls it in each of its processes, some of them more than once. A vLLM of an unknown version keeps serving other
 models: the refusal comes when a SwiftKV model is loaded.

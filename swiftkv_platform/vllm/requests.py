@@ -1,4 +1,4 @@
-"""What vLLM asks of each request to a student before it is queued: prompt log-probabilities are refused.
+"""Check of each request to a student before vLLM queues it: prompt log-probabilities are refused.
 
 The logits of skipped prompt tokens do not exist. vLLM itself would notice in the model runner, where the engine dies.
 A logits processor is the hook that sees a request's parameters; this one touches no logits.

@@ -1,4 +1,4 @@
-"""What the vLLM plugin knows without vLLM: versions, families, windows. The rest is in tests/outside."""
+"""The parts of the vLLM plugin that need no vLLM: versions, families, windows. The rest is in tests/outside."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from swiftkv_platform.model import convert
 from tests.tiny_models import disturb, family_teacher
 
 SHAPE = {"num_key_value_layers": 2, "key_value_group_size": 2}
-"""Of 5 layers: the last group is short."""
+"""l and g for 5 layers: the last group is short."""
 
 
 def make_student(

@@ -1,4 +1,4 @@
-"""What cannot be is refused, by name, before weights are read or before a request is queued."""
+"""Refusals by name, before weights are read or before a request is queued."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A home directory of version 0.1.0 opens: jobs listed, a paused one resumed, a deployment back, its artifact served.
 
 `tests/fixtures/home-0.1.0.tar.xz` was written by `swiftkv up` of that version below `/tmp/swiftkv-old`: a tiny random
-teacher, a job that ended, its model deployed, and a job paused at step 19.
+teacher, a job that ended, its model deployed, and a job paused at step 22.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "home-0.1.0.tar.xz"
 WRITTEN_AT = "/tmp/swiftkv-old"
-PAUSED_AT_STEP = 19
+PAUSED_AT_STEP = 22
 
 
 def unpack(directory: Path) -> Path:

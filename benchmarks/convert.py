@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.reports import benchmark_parser
 from swiftkv_platform.model import convert, convert_checkpoint
 from swiftkv_platform.model.directories import ShardWriter, write_index
 
@@ -70,8 +71,7 @@ def _peak() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--intermediate-size", type=int, default=14336)

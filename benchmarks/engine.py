@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.models import add_shape, random_llama
+from benchmarks.reports import benchmark_parser, write_report
 from benchmarks.vllm_client import VLLMWorker, add_vllm_python, engine_arguments
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, kernels
 from swiftkv_platform.engine.loading import LoadedModel, load_model
@@ -100,13 +101,11 @@ def main(argv: list[str] | None = None) -> None:
             print_table(name, results)
         if "vllm" in args.systems:
             report["vllm"]["idle_cpu_seconds"] = worker.idle_cpu_seconds
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, args.output)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--short", action="store_true", help="two rounds of each load")
     parser.add_argument("--loads", nargs="+", choices=["prefill", "decode"], default=["prefill", "decode"])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="all; vllm where --vllm-python is given")

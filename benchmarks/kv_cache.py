@@ -8,7 +8,6 @@ that the teacher was not trained on; float32 arithmetic, so that nothing but the
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 import swiftkv_platform.sources
+from benchmarks.reports import benchmark_parser, write_report
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.cache import cache_bytes, make_cache
 from swiftkv_platform.sources.corpus import standard_library_modules
@@ -56,8 +56,7 @@ def measure(model: Any, rows: torch.Tensor, kv_cache_dtype: str, *, swiftkv: boo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--num-key-value-layers", type=int, default=6)
     parser.add_argument("--key-value-group-size", type=int, default=2)
@@ -75,8 +74,7 @@ def main() -> None:
     ]
     for result in results:
         print(json.dumps(result))
-    if args.output:
-        args.output.write_text(json.dumps(results, indent=2))
+    write_report(results, args.output)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ Both modes alternate within each round, so that both see the same noise of the m
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from benchmarks.models import add_shape, random_llama
+from benchmarks.reports import benchmark_parser, conditions, write_report
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.model import convert
 
@@ -30,8 +27,7 @@ def row(cost: PrefillCost) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=5)
     add_shape(parser)
@@ -56,11 +52,7 @@ def main() -> None:
             f"{cost.flops_ratio:6.1%} {cost.kv_bytes_ratio:8.1%}",
             flush=True,
         )
-    if args.output:
-        machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        arguments = {key: value for key, value in vars(args).items() if key != "output"}
-        report = {"arguments": arguments, **machine, "results": rows}
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report({**conditions(args), "results": rows}, args.output)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ same in every run over the same rows, so it is computed once and kept in memory:
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.reports import benchmark_parser, write_report
 from jobs.attempt.checkpoints import AttemptCheckpoints
 from jobs.attempt.downloads import teacher_path
 from jobs.worker.measure import compare, teacher_kept_apart
@@ -218,7 +218,7 @@ def measure_tables(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("tables", nargs="+", choices=TABLES)
     parser.add_argument("--spec", type=Path, default=SPEC)
     parser.add_argument("--tokens", type=int, nargs="+", default=[50_000, 100_000, 200_000], help="budgets")
@@ -226,7 +226,6 @@ def main() -> None:
     parser.add_argument(
         "--other-text", type=Path, help="a file of text or chats that is not the training text's domain"
     )
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.seeds < 1:
         parser.error(f"--seeds is {args.seeds}; at least 1 would do")
@@ -239,8 +238,7 @@ def main() -> None:
         dist.destroy_process_group()
     for line in figures["spread"] if args.seeds > 1 else ():
         print(json.dumps(line))
-    if args.output:
-        args.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_report(figures, args.output)
 
 
 if __name__ == "__main__":

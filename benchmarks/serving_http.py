@@ -29,6 +29,7 @@ import httpx
 import torch
 
 from benchmarks.models import add_shape, random_llama
+from benchmarks.reports import benchmark_parser, write_report
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.model import convert
 
@@ -72,13 +73,11 @@ def main() -> None:
         with closing(_Deployment(Path(directory), config)) as deployment:
             report = asyncio.run(measure(args, engine, deployment.url))
     print(json.dumps(report, indent=1))
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, args.output)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of `cost`")
     parser.add_argument("--streams", type=int, default=8, help="requests at a time; the engine's max_num_seqs")
     parser.add_argument("--max-num-waiting", type=int, default=64, help="the engine's, in both parts")

@@ -35,6 +35,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import distilled
+from benchmarks.reports import benchmark_parser, write_report
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
@@ -88,15 +89,13 @@ def main() -> None:
                     f"{parted if row['num_other_texts'] else ''}",
                     flush=True,
                 )
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, args.output)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", type=Path, help="a student with an exit head and a tokenizer")
     parser.add_argument("--intermediate-size", type=int, help="neurons of each MLP; those beyond the model's are zero")
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="0: torch's own choice")
     parser.add_argument("--loads", nargs="+", default=["continue", "quote"], choices=["continue", "quote"])

@@ -11,12 +11,9 @@ alternate within each round, so that all see the same noise of the machine; figu
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +25,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import add_shape, random_llama
+from benchmarks.reports import benchmark_parser, conditions, write_report
 from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork, compile_layers
@@ -139,8 +137,7 @@ def measure(variants: dict[str, Variant], batch: Batch, rounds: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = benchmark_parser(__doc__)
     parser.add_argument(
         "--compile", action="store_true", help="compile the layers of both, which takes a minute or two"
     )
@@ -201,10 +198,7 @@ def report(
             f"{rate / rates[baseline]:7.2f}x {rate / rates['reference']:8.2f}x",
             flush=True,
         )
-    if args.output:
-        machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        arguments = {key: value for key, value in vars(args).items() if key != "output"}
-        args.output.write_text(json.dumps({"arguments": arguments, **machine, "results": results}, indent=1) + "\n")
+    write_report({**conditions(args), "results": results}, args.output)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.engine import compare, longest, print_table, save_models, vllm_system
 from benchmarks.models import add_shape
+from benchmarks.reports import benchmark_parser, write_report
 from benchmarks.vllm_client import VLLMWorker, add_vllm_python, engine_arguments
 
 KV_CACHE_BYTES = 240 << 20
@@ -49,13 +50,11 @@ def main(argv: list[str] | None = None) -> None:
         report["idle_cpu_seconds"] = {name: worker.idle_cpu_seconds for name, worker in workers.items()}
     report["ratios"] = ratios(report)
     print(json.dumps(report["ratios"]), flush=True)
-    if args.output:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(report, args.output)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--short", action="store_true", help="two rounds of each load")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--prompt-length", type=int, default=2048, help="of prefill")

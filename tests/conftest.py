@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,12 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.postgres import postgres_server
+from swiftkv_platform.database.session import Database
+from tests.postgres import emptied, postgres_server
 from tests.rays import become_a_driver
 
 become_a_driver()
@@ -67,12 +70,9 @@ def tiny_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An SQLite file with the newest schema, to be copied."""
-    from swiftkv_platform.database.session import Database
-
     path = tmp_path_factory.mktemp("database") / "empty.db"
-    database = Database(f"sqlite:///{path}")
-    database.upgrade()
-    database.close()
+    with closing(Database(f"sqlite:///{path}")) as database:
+        database.upgrade()
     return path
 
 
@@ -81,3 +81,22 @@ def postgres_url() -> Iterator[str]:
     """A PostgreSQL database; what is in it may be dropped."""
     with postgres_server() as url:
         yield url
+
+
+@pytest.fixture
+def sqlite_database(empty_database: Path, tmp_path: Path) -> Iterator[Database]:
+    """An empty SQLite database of the newest schema."""
+    shutil.copy(empty_database, tmp_path / "test.db")
+    with closing(Database(f"sqlite:///{tmp_path / 'test.db'}")) as database:
+        yield database
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest) -> Iterator[Database]:
+    """An empty database of each kind, with the newest schema."""
+    if request.param == "sqlite":
+        yield request.getfixturevalue("sqlite_database")
+        return
+    with closing(Database(emptied(request.getfixturevalue("postgres_url")))) as database:
+        database.upgrade()
+        yield database

@@ -53,14 +53,7 @@ class OwnAttention(nn.Module):
         self.q_norm, self.k_norm = head_norm(family, config, heads), head_norm(family, config, heads)
         self.rotary_emb = rotary_embedding(config, heads)
         self.attn = Attention(
-            heads.num_heads,
-            heads.stored_dim,
-            heads.head_dim**-0.5,
-            num_kv_heads=heads.num_kv_heads,
-            cache_config=vllm_config.cache_config,
-            quant_config=quant_config,
-            per_layer_sliding_window=layer_windows(config)[layer],
-            prefix=f"{prefix}.attn",
+            **_attention_arguments(vllm_config, heads, layer_windows(config)[layer]), prefix=f"{prefix}.attn"
         )
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -91,13 +84,7 @@ class SharedAttention(nn.Module):
         self.q_norm = head_norm(family, config, heads)
         self.rotary_emb = rotary_embedding(config, heads)
         self.attn = Attention(
-            heads.num_heads,
-            heads.stored_dim,
-            heads.head_dim**-0.5,
-            num_kv_heads=heads.num_kv_heads,
-            cache_config=vllm_config.cache_config,
-            quant_config=quant_config,
-            per_layer_sliding_window=layer_windows(config)[layer],
+            **_attention_arguments(vllm_config, heads, layer_windows(config)[layer]),
             prefix=f"{prefix}.attn",
             kv_sharing_target_layer_name=group,
         )
@@ -110,6 +97,19 @@ class SharedAttention(nn.Module):
         unread = query[..., : self.heads.num_kv_heads * self.heads.stored_dim]
         output: torch.Tensor = self.o_proj(self.heads.trim(self.attn(query, unread, unread)))[0]
         return output
+
+
+def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | None) -> dict[str, Any]:
+    """Arguments that the attention layers and KV caches of one model share."""
+    return {
+        "num_heads": heads.num_heads,
+        "head_size": heads.stored_dim,
+        "scale": heads.head_dim**-0.5,
+        "num_kv_heads": heads.num_kv_heads,
+        "cache_config": vllm_config.cache_config,
+        "quant_config": vllm_config.quant_config,
+        "per_layer_sliding_window": window,
+    }
 
 
 def _output_projection(family: Family, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str) -> nn.Module:
@@ -129,16 +129,7 @@ class GroupKeyValue(Attention):
     def __init__(self, vllm_config: VllmConfig, heads: Heads, windows: Sequence[int | None], prefix: str) -> None:
         # Layers of a group may differ in their windows: the cache keeps the longest, and each layer masks for itself.
         window = None if None in windows else max(window for window in windows if window is not None)
-        super().__init__(
-            heads.num_heads,
-            heads.stored_dim,
-            heads.head_dim**-0.5,
-            num_kv_heads=heads.num_kv_heads,
-            cache_config=vllm_config.cache_config,
-            quant_config=vllm_config.quant_config,
-            per_layer_sliding_window=window,
-            prefix=prefix,
-        )
+        super().__init__(**_attention_arguments(vllm_config, heads, window), prefix=prefix)
         if not hasattr(self.impl, "do_kv_cache_update"):
             raise ModelError(
                 f"the attention backend {self.attn_backend.get_name()} writes its KV cache only while it attends; "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
-from tests.postgres import emptied
 from tests.s3_servers import RcloneServer, S3Server, run_moto, run_rclone
 
 
@@ -24,15 +22,6 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneSe
 def moto_server() -> Iterator[S3Server]:
     with run_moto() as server:
         yield server
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else None
-    database = Database(url or emptied(request.getfixturevalue("postgres_url")))
-    database.upgrade()
-    yield database
-    database.close()
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.database.session import Database
-from tests.postgres import emptied
 from tests.security.deployment_planes import DeploymentPlane, at_once, deployment_plane
 
 TENANTS = """
@@ -20,15 +19,6 @@ tenants:
   acme: {max_gpus: 8, max_cpus: 16}
 """
 GPU = {"device": "cuda", "tensor_parallel_size": 2}
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else None
-    database = Database(url or emptied(request.getfixturevalue("postgres_url")))
-    database.upgrade()
-    yield database
-    database.close()
 
 
 @pytest.fixture

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.job import new_id
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec
-from tests.postgres import emptied
-from tests.security.deployment_planes import DeploymentPlane, at_once, deployment_plane
+from tests.security.deployment_planes import DeploymentPlane, at_once
 
 FIELDS: list[dict[str, Any]] = [
     {"model": ""},
@@ -45,15 +40,6 @@ FIELDS: list[dict[str, Any]] = [
     {"engine": {"num_threads": 2}},
 ]
 """Changes of as many different fields; the model's name is put in by the test."""
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def plane(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DeploymentPlane]:
-    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else None
-    database = Database(url or emptied(request.getfixturevalue("postgres_url")))
-    database.upgrade()
-    with deployment_plane(tmp_path, database) as plane:
-        yield plane
 
 
 def patch(plane: DeploymentPlane, deployment: str, body: Any, if_match: str | None = None) -> httpx.Response:

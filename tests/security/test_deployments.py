@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from swiftkv_platform.database.session import Database
 from tests.fakes.scripted_server import Script, json_answer, serve
-from tests.postgres import emptied
 from tests.security.deployment_planes import DeploymentPlane, at_once, deployment_plane
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    url = f"sqlite:///{tmp_path / 'test.db'}" if request.param == "sqlite" else None
-    database = Database(url or emptied(request.getfixturevalue("postgres_url")))
-    database.upgrade()
-    yield database
-    database.close()
-
-
-@pytest.fixture
-def plane(tmp_path: Path, database: Database) -> Iterator[DeploymentPlane]:
-    with deployment_plane(tmp_path, database) as plane:
-        yield plane
 
 
 @pytest.mark.parametrize(
@@ -78,22 +61,14 @@ def test_what_lies_outside_is_the_operators_to_give(tmp_path: Path, database: Da
     "pair", [("/a", "/a/generate"), ("/a", "/a/v1/chat"), ("/", "/v1"), ("/", "/metrics"), ("/", "/health/x")]
 )
 def test_no_deployment_takes_requests_of_another(
-    tmp_path: Path, empty_copy: Database, pair: tuple[str, str], first: int, keys: bool
+    tmp_path: Path, sqlite_database: Database, pair: tuple[str, str], first: int, keys: bool
 ) -> None:
-    with deployment_plane(tmp_path, empty_copy, keys=keys) as plane:
+    with deployment_plane(tmp_path, sqlite_database, keys=keys) as plane:
         holder = plane.deployed("default", route_prefix=pair[first])
         refused = plane.deploy("default", route_prefix=pair[1 - first])
         assert (refused.status_code, refused.json()["errors"][0]["field"]) == (409, "route_prefix")
         assert holder["id"] in refused.text, "its own deployment may be named"
         assert plane.deploy("default", route_prefix="/a/b").status_code == 201, "that takes nothing of either"
-
-
-@pytest.fixture
-def empty_copy(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path / 'test.db'}")
-    database.upgrade()
-    yield database
-    database.close()
 
 
 def test_of_many_who_want_a_route_at_once_one_gets_it(plane: DeploymentPlane) -> None:
@@ -131,11 +106,11 @@ def test_deployments_from_before_there_were_keys_keep_their_routes(tmp_path: Pat
     ],
 )
 def test_a_proxied_prompt_that_no_replica_could_read_is_refused(
-    tmp_path: Path, empty_copy: Database, body: str, field: str | None
+    tmp_path: Path, sqlite_database: Database, body: str, field: str | None
 ) -> None:
     script = Script()
     script.on("POST", "/t/acme/generate", json_answer({"detail": "no prompt"}, 422))
-    with serve(script) as serve_url, deployment_plane(tmp_path, empty_copy, serve_url=serve_url) as plane:
+    with serve(script) as serve_url, deployment_plane(tmp_path, sqlite_database, serve_url=serve_url) as plane:
         deployment = plane.deployed("acme")["id"]
         headers = {**plane.headers("acme"), "content-type": "application/json"}
         answer = plane.client.post(f"/deployments/{deployment}/generate", content=body, headers=headers)
@@ -147,10 +122,10 @@ def test_a_proxied_prompt_that_no_replica_could_read_is_refused(
 
 @pytest.mark.parametrize("number", ["Infinity", "1e999", "NaN", "-Infinity", "9" * 30])
 def test_an_engine_option_that_would_stop_everybodys_deployments_is_refused(
-    tmp_path: Path, empty_copy: Database, number: str
+    tmp_path: Path, sqlite_database: Database, number: str
 ) -> None:
     """All tenants' deployments go to Serve in one document, which cannot hold it."""
-    with deployment_plane(tmp_path, empty_copy) as plane:
+    with deployment_plane(tmp_path, sqlite_database) as plane:
         deployment, model = plane.deployed("acme")["id"], plane.model("acme")
         headers = {**plane.headers("acme"), "content-type": "application/json"}
         engine = f'"engine": {{"grammar_timeout_s": {number}}}'

@@ -118,28 +118,23 @@ def test_one_trial_may_wait_while_another_trains(plane: Plane, reconciler: Recon
     check_not_placed(plane, reconciler, job, NEEDS)
 
 
-def test_a_pause_reaches_an_attempt_that_waits_for_a_place(plane: Plane, reconciler: Reconciler) -> None:
+@pytest.mark.parametrize(
+    ("asked", "reached"),
+    [(JobStatus.PAUSING, JobStatus.PAUSED), (JobStatus.CANCELLING, JobStatus.CANCELLED)],
+)
+def test_a_user_reaches_an_attempt_that_waits_for_a_place(
+    plane: Plane, reconciler: Reconciler, asked: JobStatus, reached: JobStatus
+) -> None:
     job = started(plane, reconciler)
     worker = plane.worker(job)
     worker.say("status", status="running")
     worker.say("placement", phase="train", state="waiting", needs=NEEDS)
     reconciler.tick()
-    pausing, event = transition(plane.get(job), JobStatus.PAUSING, now=int(plane.clock()))
-    plane.jobs.update(pausing, events=[event])
+    stopping, event = transition(plane.get(job), asked, now=int(plane.clock()))
+    plane.jobs.update(stopping, events=[event])
     for _ in range(3):
         later(plane, reconciler, 1)
-    assert plane.get(job).status is JobStatus.PAUSED
-
-
-def test_a_cancel_reaches_an_attempt_that_waits_for_a_place(plane: Plane, reconciler: Reconciler) -> None:
-    job = started(plane, reconciler)
-    plane.worker(job).say("placement", phase="prepare", state="waiting", needs=NEEDS)
-    reconciler.tick()
-    cancelling, event = transition(plane.get(job), JobStatus.CANCELLING, now=int(plane.clock()))
-    plane.jobs.update(cancelling, events=[event])
-    for _ in range(3):
-        later(plane, reconciler, 1)
-    assert plane.get(job).status is JobStatus.CANCELLED
+    assert plane.get(job).status is reached
 
 
 def test_a_malformed_word_about_places_is_a_warning(plane: Plane, reconciler: Reconciler) -> None:

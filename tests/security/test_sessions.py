@@ -19,17 +19,10 @@ from swiftkv_platform.api.dependencies import SESSION_COOKIE, Components
 from swiftkv_platform.security.keys import Scope, create_key, revoke_key
 from swiftkv_platform.settings import Settings
 from tests.unit.api.conftest import control_plane, make_parts
+from tests.unit.orchestration.conftest import Clock
 
 URL = "https://swiftkv.example"
 LIFETIME_S = 3600
-
-
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass

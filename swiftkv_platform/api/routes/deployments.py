@@ -19,7 +19,6 @@ from swiftkv_platform.api.catalog_schemas import (
 )
 from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Parts, Reader, TheSettings, authorization
 from swiftkv_platform.api.preconditions import IfMatch, tag
-from swiftkv_platform.api.proxied_bodies import check_proxied
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
@@ -116,15 +115,13 @@ async def generate(
     deployment_id: str, body: dict[str, Any], request: Request, parts: Parts, caller: Asker, settings: TheSettings
 ) -> StreamingResponse:
     """Ask a deployment, as its own `POST /generate` does: for pages, which may ask no other server than this one."""
-    check_proxied(body)
     found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
     url = DeploymentAnswer.of(found, settings.serve_url).url
     client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
     try:
         key = authorization(request)  # replicas ask for it where they have the key file
-        headers = {"Content-Type": "application/json", **({} if key is None else {"Authorization": key})}
-        # As it came: what was parsed once need not be written again, which fails where it is nested deeply.
-        asked = client.build_request("POST", f"{url}/generate", content=await request.body(), headers=headers)
+        headers = {} if key is None else {"Authorization": key}
+        asked = client.build_request("POST", f"{url}/generate", json=body, headers=headers)
         answer = await client.send(asked, stream=True)
     except httpx.TransportError as error:
         await client.aclose()

@@ -76,6 +76,7 @@ def test_the_report_has_the_published_keys() -> None:
         "continuations": None,
         "exit_head": None,
         "tasks": [],
+        "tasks_left_out": [],
         "gates": [],
     }
     assert Report.model_validate_json(built.model_dump_json()) == built

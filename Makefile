@@ -77,7 +77,8 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
-outside: vllm-env  # the plugin in a real vLLM, on a CPU
+outside: install vllm-env  # the plugin in a real vLLM, on a CPU; benchmarks that start vLLM
+	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
 	$(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside
 
 clean:

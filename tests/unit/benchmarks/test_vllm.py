@@ -64,6 +64,18 @@ def test_answers_come_with_the_time_of_every_token(worker: VLLMWorker) -> None:
     assert ended(worker)
 
 
+def test_a_request_is_sent_when_it_is_due(worker: VLLMWorker) -> None:
+    first, second = worker.generate([[7] * 20, [8] * 20], [2, 2], arrivals=[0.3, 0.0])
+    assert min(first) >= 0.3
+    assert max(second) < min(first)
+
+
+def test_log_probabilities_are_those_of_the_answers(worker: VLLMWorker) -> None:
+    for token_ids, logprobs in worker.logprobs([[7] * 20, [8] * 9], [3, 3]):
+        assert len(token_ids) == len(logprobs) == 3
+        assert max(logprobs) < 0
+
+
 def test_what_vllm_refuses_ends_the_worker_with_its_reason(worker: VLLMWorker) -> None:
     with pytest.raises(WorkerError, match=r"(?s)exit status 1.*Traceback.*maximum context length"):
         worker.generate([[7] * 200], [4])

@@ -264,6 +264,16 @@ def test_a_list_is_read_over_all_its_pages(script: Script, client: Client) -> No
     assert script.requests[1].query["after"] == "job_2"
 
 
+def test_rows_that_the_server_cannot_read_are_named_and_end_no_list(
+    script: Script, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    unreadable = {"object": "list", "data": [], "has_more": True, "last_id": "job_2", "left_out": ["job_2"]}
+    script.on("GET", "/jobs", json_answer(unreadable), list_answer([job_row(id="job_1")]))
+    assert [job.id for job in client.jobs.list()] == ["job_1"]
+    assert script.requests[1].query["after"] == "job_2"
+    assert "job_2" in caplog.text
+
+
 def test_a_limit_ends_a_list(script: Script, client: Client) -> None:
     script.on("GET", "/jobs", list_answer([job_row(id="job_2"), job_row(id="job_1")], has_more=True))
     assert len(client.jobs.list(limit=2)) == 2

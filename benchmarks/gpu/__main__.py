@@ -50,18 +50,18 @@ class Loads:
     kv_cache_mib: int
     max_num_batched_tokens: int
     agreement_lengths: tuple[int, ...]
-    """Of the prompts whose answers are compared with PyTorch."""
+    """Prompt lengths of the answers that are compared with PyTorch."""
     lengths: tuple[int, ...]
-    """Of the prompts of figure 3."""
+    """Prompt lengths of figure 3."""
     total_tokens: int
-    """Of the prompts of each of its points together."""
+    """Prompt tokens of each of its points, all requests together."""
     output_tokens: int
     rate_input_tokens: int
     rates: tuple[float, ...]
-    """Requests a second of figure 4."""
+    """Arrival rates of figure 4, in requests a second."""
     rate_seconds: float
     memory_mib: tuple[int, ...]
-    """Of the KV cache, in table 5."""
+    """Limits of the KV cache in table 5."""
     memory_requests: int
     memory_input_tokens: int
     group_sizes: tuple[int, ...]

@@ -38,7 +38,7 @@ class Running:
 
     play: System
     answers: Callable[[Sequence[list[int]], int], list[Answer]]
-    """Greedy answers of so many tokens."""
+    """Greedy answers to prompts, each of a given number of tokens."""
     num_blocks: int
     block_size: int
 

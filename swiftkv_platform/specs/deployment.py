@@ -1,7 +1,7 @@
 """The deployment spec: the model to serve, and the replicas that serve it. Frozen; no I/O.
 
 Each field stands here once, with its bounds and its description. The bodies of `POST` and `PATCH /deployments`, their
-answers, the stored form and the arguments of replicas derive from these classes.
+answers, the stored form, the options of `swiftkv deploy` and the arguments of replicas derive from these classes.
 Engine options are those of `EngineConfig`.
 """
 

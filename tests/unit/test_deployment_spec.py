@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import typer
 
 from serve.args import ServeArgs, Served
 from swiftkv_platform.api.app import create_app
+from swiftkv_platform.cli.app import app as command_line
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 
@@ -71,3 +73,12 @@ def test_a_change_has_the_bounds_and_the_description_of_the_spec(document: dict[
 def test_every_field_is_stored_and_handed_to_replicas() -> None:
     assert present("stored", ResolvedDeployment.model_fields) == FIELDS
     assert present("replicas", {**ServeArgs.model_fields, **Served.model_fields}) == FIELDS
+
+
+def test_every_field_is_on_the_command_line_with_its_description() -> None:
+    command = typer.main.get_command(command_line).commands["deploy"]  # type: ignore[attr-defined]
+    parameters = {parameter.name: parameter for parameter in command.params}
+    assert present("command line", parameters) == FIELDS
+    for name in set(FIELDS) - {"model"}:
+        described = " ".join(str(DeploymentSpec.model_fields[name].description).split())
+        assert parameters[name].help.startswith(described)

@@ -13,11 +13,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.guards import RateLimit
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.web.rate_limits import RateLimit
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.api.conftest import SPEC, Server, control_plane
 

@@ -10,7 +10,7 @@ from ray.serve.config import RequestRouterConfig
 from serve.args import ReplicaArgs, ServeArgs
 from serve.deployment import Replica
 from serve.prefix_router import ROUTER
-from swiftkv_platform.contract.autoscaling import autoscaling_config
+from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
 
 MAX_ONGOING_REQUESTS = 4096
 """Requests Serve hands to a replica at once. Far more than an engine admits: the replica itself refuses what is too
@@ -40,10 +40,7 @@ def build_app(args: dict[str, Any]) -> Any:
 
 
 def _resources(args: ServeArgs) -> dict[str, float]:
-    """Resources that Ray reserves for a replica."""
-    ranks = args.engine.tensor_parallel_size
-    num_gpus = float(ranks * (args.engine.device == "cuda")) if args.num_gpus is None else args.num_gpus
-    return {
-        "num_cpus": ranks * (args.engine.num_threads or 1) if args.num_cpus is None else args.num_cpus,
-        "num_gpus": num_gpus,
-    }
+    """Resources that Ray reserves for a replica: those that the arguments name, else those that its engine needs."""
+    named = {"num_cpus": args.num_cpus, "num_gpus": args.num_gpus}
+    needed = replica_resources(args.engine.model_dump())
+    return {name: needed[name] if amount is None else amount for name, amount in named.items()}

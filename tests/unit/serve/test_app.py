@@ -46,6 +46,13 @@ def test_each_rank_of_a_replica_has_its_own_device() -> None:
     assert "api_keys_file" not in args
 
 
+def test_resources_that_are_named_go_before_those_that_the_engine_needs() -> None:
+    engine = {"num_threads": 2, "device": "cuda"}
+    named = deployment(engine=engine, num_cpus=0.5).ray_actor_options
+    assert (named["num_cpus"], named["num_gpus"]) == (0.5, 1)
+    assert deployment(engine=engine, num_gpus=0).ray_actor_options["num_gpus"] == 0
+
+
 def test_without_a_target_the_load_decides() -> None:
     policy = deployment()._deployment_config.autoscaling_config.policy
     assert policy.policy_function == POLICY

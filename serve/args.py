@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.frozen import FiniteModel
 
 HUB_PREFIX = "hf:"
 """Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class Candidate(BaseModel):
+class Candidate(FiniteModel):
     """A second model in every replica, with an engine of the same options, that answers some of the requests."""
-
-    model_config = _STRICT
 
     model: Annotated[str, Field(min_length=1)]
     """Answers that it gives carry its name."""
@@ -29,10 +25,8 @@ class Candidate(BaseModel):
     """Share of the requests, drawn for each; they may name either model."""
 
 
-class ShadowArgs(BaseModel):
+class ShadowArgs(FiniteModel):
     """Model that runs beside the one in service, to see how far it would have answered otherwise."""
-
-    model_config = _STRICT
 
     against: Literal["teacher", "candidate"]
     """`teacher`: that of the served student, loaded from the same artifact, once more in memory."""
@@ -40,10 +34,8 @@ class ShadowArgs(BaseModel):
     """Share of the answers, drawn for each."""
 
 
-class Served(BaseModel):
+class Served(FiniteModel):
     """The served model: Serve's `user_config`. A change of it alone is swapped in by the replicas that run."""
-
-    model_config = _STRICT
 
     model: Annotated[str, Field(min_length=1)]
     """`mdl_` id, or any name; answers carry it."""
@@ -76,10 +68,8 @@ class Served(BaseModel):
         return self.model_copy(update={"revision": "", "candidate": candidate, "shadow": shadow})
 
 
-class ReplicaArgs(BaseModel):
+class ReplicaArgs(FiniteModel):
     """Arguments of a replica that stay the same for as long as it lives."""
-
-    model_config = _STRICT
 
     id: Annotated[str, Field(min_length=1)]
     """`dep_` id."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.api.schemas import Answer
+from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.orchestration.job import Model
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec, DeploymentStatus
 
@@ -47,10 +48,8 @@ class ModelAnswer(Answer):
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class CandidateRequest(BaseModel):
+class CandidateRequest(FiniteModel):
     """A second model in every replica. It takes the memory of a model and a KV cache more."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     model: Annotated[str, Field(min_length=1)]
     """`mdl_` id; answers that it gives carry it."""
@@ -58,10 +57,8 @@ class CandidateRequest(BaseModel):
     """Share of the requests that it answers."""
 
 
-class ShadowRequest(BaseModel):
+class ShadowRequest(FiniteModel):
     """Another model's judgement of answers, as metrics of the replicas: KL and top-1 agreement."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     against: Literal["teacher", "candidate"]
     """`teacher`: the served student's own, which takes the memory of the weights once more."""
@@ -69,10 +66,8 @@ class ShadowRequest(BaseModel):
     """Share of the answers that are judged."""
 
 
-class DeploymentRequest(BaseModel):
+class DeploymentRequest(FiniteModel):
     """Request for a deployment: the model to serve, and how many replicas of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     model: Annotated[str, Field(min_length=1)]
     """`mdl_` id, the `job_` id of a job that succeeded, or an alias: what is promoted to it later is swapped in."""
@@ -120,10 +115,8 @@ class ShadowChange(ShadowRequest):
     """A new one needs it."""
 
 
-class DeploymentChange(BaseModel):
+class DeploymentChange(FiniteModel):
     """Changes of a deployment, as a JSON merge patch (RFC 7396); what is left out stays."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     # The defaults are never used: only what a body sets is changed.
     model: Annotated[str, Field(min_length=1)] = ""

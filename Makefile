@@ -30,7 +30,7 @@ test: install  # tests that start Ray have the machine to themselves, one after 
 quick: install  # what needs no service and takes no seconds of its own
 	$(PYTEST) -m "not integration and not slow" tests/unit tests/contract tests/security
 
-lint: install audit
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

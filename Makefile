@@ -27,8 +27,9 @@ test: install  # tests that start Ray have the machine to themselves, one after 
 	$(PYTEST) -m "not integration" --durations 10
 	$(BIN)/python -m pytest -m integration --durations 25
 
-quick: install  # what needs no service and takes no seconds of its own
-	$(PYTEST) -m "not integration and not slow" tests/unit tests/contract tests/security
+quick: install  # what needs no service and takes no seconds of its own; the fuzz tests' library alone takes seconds to import
+	$(PYTEST) -m "not integration and not slow" -p no:schemathesis --ignore-glob '*/test_fuzz.py' \
+	  tests/unit tests/contract tests/security
 
 lint: install
 	$(BIN)/ruff check .

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs.deployment import ReplicasSpec, ResolvedCandidate, ServedSpec
 
 HUB_PREFIX = "hf:"
 """Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""
-
-_STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
@@ -45,10 +44,8 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
         return self.model_copy(update={"revision": "", "candidate": candidate, "shadow": shadow})
 
 
-class ReplicaArgs(BaseModel):
+class ReplicaArgs(FiniteModel):
     """Arguments of a replica that stay the same for as long as it lives."""
-
-    model_config = _STRICT
 
     id: Annotated[str, Field(min_length=1)]
     """`dep_` id."""

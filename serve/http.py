@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic import BeforeValidator, FailFast
 from sse_starlette import EventSourceResponse
 
 from serve.access import AnswerHeaders, Door, Gate, TheCaller
@@ -24,6 +24,7 @@ from serve.rendering import rendered
 from serve.sampling import encodable, prompts_of
 from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.problems import problem_of
@@ -33,16 +34,12 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
 
 
-class TokenizeRequest(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class TokenizeRequest(FrozenModel, strict=True):
     prompt: Annotated[str, BeforeValidator(encodable)]
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class DetokenizeRequest(FrozenModel, strict=True):
     tokens: Annotated[list[int], FailFast()]
 
 

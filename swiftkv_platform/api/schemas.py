@@ -7,6 +7,7 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, Level, MetricPoint, Reason
 from swiftkv_platform.orchestration.ports import Page, Slice
@@ -142,10 +143,8 @@ class JobAnswer(Answer):
         )
 
 
-class ResumeRequest(BaseModel):
+class ResumeRequest(FiniteModel):
     """Terms on which a paused job goes on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Replaces `limits.cost_cap`."""

@@ -24,7 +24,7 @@ from swiftkv_platform.client.models import (
     Promotion,
     Quota,
 )
-from swiftkv_platform.client.sse import iter_events
+from swiftkv_platform.client.streams import iter_events
 from swiftkv_platform.client.transport import Transport
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
@@ -131,7 +131,7 @@ class Client:
 
 def _generate_stream(serve: Transport, body: dict[str, Any], path: str = "/generate") -> Iterator[Generation]:
     with serve.stream("POST", path, json=body) as response:
-        for message in iter_events(response.iter_bytes()):
+        for message in iter_events(response):
             if message.data == "[DONE]":
                 return
             document = json.loads(message.data)

@@ -16,7 +16,7 @@ from ulid import ULID
 
 from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, WaitTimeoutError
 from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint
-from swiftkv_platform.client.sse import iter_events, iter_lines
+from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
 from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.specs import JobSpec
@@ -217,7 +217,7 @@ class Jobs:
     def _live_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
         with self._transport.stream("GET", f"/jobs/{job_id}/events", headers=headers) as response:
-            for message in iter_events(response.iter_bytes()):
+            for message in iter_events(response):
                 # Anything else on the stream (a keep-alive, a newer server's own) is not ours.
                 with suppress(ValidationError):
                     yield JobEvent.model_validate_json(message.data)

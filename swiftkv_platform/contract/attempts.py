@@ -21,18 +21,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
 MANIFEST = "manifest.json"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class AttemptRequest(_Record):
+class AttemptRequest(FrozenModel):
     """Work of one attempt."""
 
     job_id: str
@@ -51,7 +48,7 @@ class AttemptRequest(_Record):
     """Whether tasks of the evaluation may run the code that a model writes."""
 
 
-class AttemptEvent(_Record):
+class AttemptEvent(FrozenModel):
     """Event that a worker or the driver reports.
 
     `data` by type:
@@ -80,7 +77,7 @@ class AttemptEvent(_Record):
 ManifestKind = Literal["artifact", "checkpoint", "data"]
 
 
-class ManifestFile(_Record):
+class ManifestFile(FrozenModel):
     """One file of an artifact or checkpoint."""
 
     size: Annotated[int, Field(ge=0)]
@@ -88,7 +85,7 @@ class ManifestFile(_Record):
     sha256: str
 
 
-class Manifest(_Record):
+class Manifest(FrozenModel):
     """List of the files of a directory of objects, which makes it complete: it is written after every file it names."""
 
     format_version: Literal[1] = 1

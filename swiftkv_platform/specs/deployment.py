@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from swiftkv_platform.frozen import FiniteModel
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,7 @@ ModelName = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class CandidateSpec(_Part):
+class CandidateSpec(FiniteModel):
     """A second model in every replica. It takes the memory of a model and a KV cache more."""
 
     model: ModelName
@@ -40,7 +38,7 @@ class CandidateSpec(_Part):
     """Share of the requests that it answers, drawn for each; they may name either model."""
 
 
-class ShadowSpec(_Part):
+class ShadowSpec(FiniteModel):
     """Another model's judgement of answers, as metrics of the replicas: KL and top-1 agreement."""
 
     against: Literal["teacher", "candidate"]
@@ -53,7 +51,7 @@ Engine = TypeVar("Engine")
 Candidate = TypeVar("Candidate", bound=CandidateSpec)
 
 
-class ServedSpec(_Part, Generic[Engine, Candidate]):
+class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     """The models of a deployment. Replicas that run swap a change of these in."""
 
     model: Annotated[ModelName, Change("Loaded beside the model that serves, and swapped in without a failed request.")]
@@ -88,7 +86,7 @@ class ServedSpec(_Part, Generic[Engine, Candidate]):
         return self
 
 
-class ScalingSpec(_Part):
+class ScalingSpec(FiniteModel):
     """Bounds of a deployment's number of replicas. The names are those of Ray Serve's `autoscaling_config`."""
 
     min_replicas: Annotated[int, Field(ge=0)] = 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.limits import (
     MAX_GRAMMAR_BYTES,
     MAX_SEED,
@@ -13,10 +14,8 @@ from swiftkv_platform.specs.limits import (
 )
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(FrozenModel):
     """Settings for loading and running a model. Unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in memory; `auto` keeps the checkpoint's."""

@@ -98,8 +98,8 @@ def test_the_control_plane_image_installs_no_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     installed = {path.name: re.findall(r"'\.\[([\w,]+)\]'", path.read_text()) for path in DOCKERFILES}
-    assert installed == {"Dockerfile.cluster": ["train,eval,serve"], "Dockerfile.control-plane": ["postgres"]}
-    light = [*project["dependencies"], *extras["postgres"]]
+    assert installed == {"Dockerfile.cluster": ["train,eval,serve"], "Dockerfile.control-plane": ["platform,postgres"]}
+    light = [*project["dependencies"], *extras["platform"], *extras["postgres"]]
     assert not [requirement for requirement in light if re.match(r"(torch|transformers|datasets|swiftkv)", requirement)]
 
 

@@ -22,6 +22,9 @@ REAL = os.environ.get("SWIFTKV_TEST_VLLM_PYTHON")
 REASON = "SWIFTKV_TEST_VLLM_PYTHON names no interpreter; vLLM's dependencies differ from ours"
 
 
+pytestmark = pytest.mark.slow  # the worker is an interpreter of its own
+
+
 @pytest.fixture(scope="module")
 def fake_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This interpreter, with the stand-in on its path."""

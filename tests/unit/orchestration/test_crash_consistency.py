@@ -169,6 +169,7 @@ SCENARIOS: list[tuple[Callable[[World, int, int], None], JobStatus, int]] = [
 ]
 
 
+@pytest.mark.slow  # runs a job once for each place of a kill
 @pytest.mark.parametrize(
     ("script", "outcome", "attempts"), SCENARIOS, ids=[script.__name__ for script, *_ in SCENARIOS]
 )

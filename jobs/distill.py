@@ -37,7 +37,8 @@ from jobs.failures import Failure, explain, root_cause
 from jobs.sweep import run_sweep
 from jobs.tasks import evaluate
 from jobs.values import StoppedError
-from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     configure_logging(job_id=options.job_id, attempt=options.attempt)
     store = open_store(options.store)
-    request = AttemptStore(store).read_request(options.job_id, options.attempt)
+    request = AttemptStore(store).read_request(AttemptId(options.job_id, options.attempt))
     _set_ray_train_environment()
     ray.init()
     signal.signal(signal.SIGTERM, _stop)  # after ray.init, which sets a handler of its own
@@ -112,7 +113,7 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
         say_waiting(reporter, request.spec, "evaluate")
         task = as_task(evaluate, request.spec.resources)
         manifest = wait_for(task.remote(request, store.uri, checkpoint, prepared), store, request)
-    reporter.artifact(artifact_prefix(request.job_id, request.attempt), manifest)
+    reporter.artifact(request.attempt_id.artifact_prefix, manifest)
     _clean_up(store, request)
     return manifest
 
@@ -122,7 +123,7 @@ def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
     that is away does not undo that success."""
     attempts = AttemptStore(store)
     try:
-        if not attempts.is_superseded(request.job_id, request.attempt):
+        if not attempts.is_superseded(request.attempt_id):
             attempts.discard_inputs(request.job_id)
             attempts.discard_trial_checkpoints(request.job_id)
     except StorageError as error:
@@ -161,7 +162,7 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
                 if cause is None:
                     raise
                 raise cause from error
-        fetch_directory(store, artifact_prefix(name, 1), output)
+        fetch_directory(store, request.attempt_id.artifact_prefix, output)
     return output
 
 

@@ -20,7 +20,8 @@ from jobs.driver import as_task, train, wait_for
 from jobs.failures import explain, root_cause
 from jobs.tasks import evaluate_trial, publish_trial
 from jobs.values import STOPPED, StoppedError
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
+from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
@@ -55,7 +56,7 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
         "sweep.html": sweep_page(request.spec.name, report),
     }
     for name, text in files.items():
-        store.put_bytes(f"{attempt_prefix(request.job_id, request.attempt)}/{name}", text.encode())
+        store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
     reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)
     trial = _choose(report, trials)
     reporter.message(f"trial {trial.name} is the cheapest within the budget")
@@ -107,7 +108,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
             if not _is_a_result(error):
                 raise
             message = explain(error).message
-            trial_store.put_bytes(_failure_key(request.job_id, request.attempt), message.encode())
+            trial_store.put_bytes(_failure_key(request.attempt_id), message.encode())
             return Outcome(None, message)
         say_waiting(reporter, own.spec, "evaluate")
         task = as_task(evaluate_trial, trial.spec.resources)
@@ -165,9 +166,9 @@ def _run_trials(
 def _pass_on(stop_request: StopRequest, trial: AttemptStore, request: AttemptRequest) -> None:
     """Tell a running trial what is wanted of the job."""
     if stop_request is StopRequest.PAUSE:
-        trial.request_pause(request.job_id, request.attempt)
+        trial.request_pause(request.attempt_id)
     elif stop_request is StopRequest.STOP:
-        trial.announce_preemption(request.job_id, request.attempt)
+        trial.announce_preemption(request.attempt_id)
 
 
 def _outcome(task: ray.ObjectRef) -> Outcome | None:
@@ -186,18 +187,18 @@ def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> O
 def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -> Outcome | None:
     """Return the trial's outcome under whichever attempt ended it."""
     trial_store = _trial_store(store, request, trial)
-    for attempt in range(request.attempt, 0, -1):
-        manifest = AttemptStore(trial_store).artifact_manifest(request.job_id, attempt)
+    for attempt in reversed(request.attempt_id.so_far()):
+        manifest = AttemptStore(trial_store).artifact_manifest(attempt)
         if manifest is not None:
             return Outcome(manifest)
-        failure = _failure_key(request.job_id, attempt)
+        failure = _failure_key(attempt)
         if trial_store.head(failure) is not None:
             return Outcome(None, trial_store.get_bytes(failure).decode())
     return None
 
 
-def _failure_key(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/failed.txt"
+def _failure_key(attempt: AttemptId) -> str:
+    return f"{attempt.prefix}/failed.txt"
 
 
 def _point(trial: Trial, outcome: Outcome) -> Point:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.specs import JobSpec
@@ -53,7 +54,7 @@ def start(
 
 
 def events(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[AttemptEvent]:
-    return [stored.event for stored in AttemptStore(store).read_events(job_id, attempt, {})]
+    return [stored.event for stored in AttemptStore(store).read_events(AttemptId(job_id, attempt), {})]
 
 
 def starts(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[int]:

@@ -32,7 +32,7 @@ class Reporter:
     """
 
     def __init__(self, store: ObjectStore, request: AttemptRequest, role: str) -> None:
-        self._writer = EventWriter(store, request.job_id, request.attempt, f"{role}-{ULID()}")
+        self._writer = EventWriter(store, request.attempt_id, f"{role}-{ULID()}")
         self._lock = threading.Lock()
 
     def status(self, status: Literal["running", "evaluating", "paused"]) -> None:

@@ -35,7 +35,7 @@ def following(
     def look() -> bool:
         """Whether all there was has been handed on."""
         try:
-            for stored in store.read_events(request.job_id, request.attempt, cursor):
+            for stored in store.read_events(request.attempt_id, cursor):
                 _tell(on_event, stored.event)
                 cursor[stored.writer] = stored.sequence
         except StorageError as error:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.specs import JobSpec
 
 MANIFEST = "manifest.json"
@@ -49,6 +50,10 @@ class AttemptRequest(_Record):
     """Organisations of the hub whose models and data the tenant may name; None opens the hub."""
     code_tasks: bool = False
     """Whether tasks of the evaluation may run the code that a model writes."""
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return AttemptId(self.job_id, self.attempt)
 
 
 class AttemptEvent(_Record):
@@ -107,78 +112,3 @@ class Manifest(_Record):
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files.values())
-
-
-def attempt_prefix(job_id: str, attempt: int) -> str:
-    return f"jobs/{job_id}/attempts/{attempt}"
-
-
-def request_key(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/attempt.json"
-
-
-def preempt_key(job_id: str, attempt: int) -> str:
-    """The object whose existence says that the attempt's machines are taken away."""
-    return f"{attempt_prefix(job_id, attempt)}/control/preempt.json"
-
-
-def pause_key(job_id: str, attempt: int) -> str:
-    """The object whose existence asks an attempt to pause."""
-    return f"{attempt_prefix(job_id, attempt)}/control/pause.json"
-
-
-def events_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/events"
-
-
-def event_key(job_id: str, attempt: int, writer: str, sequence: int) -> str:
-    return f"{events_prefix(job_id, attempt)}/{writer}/{sequence:08d}.json"
-
-
-def checkpoints_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/checkpoints"
-
-
-def data_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/data"
-
-
-def answers_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/answers"
-
-
-def answers_key(job_id: str, attempt: int, key: str) -> str:
-    return f"{answers_prefix(job_id, attempt)}/{key}.jsonl"
-
-
-def starts_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/starts"
-
-
-def start_prefix(job_id: str, attempt: int, name: str) -> str:
-    """Return the prefix of the calibrated start of the spec `name`: the job's own, or that of a sweep's trial. Trials
-    keep theirs in one store."""
-    return f"{starts_prefix(job_id, attempt)}/{name}"
-
-
-def trials_prefix(job_id: str) -> str:
-    """Return the prefix below which every trial of a sweep has, by its name, a store of its own, laid out like the
-    job's."""
-    return f"jobs/{job_id}/trials"
-
-
-def artifact_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/artifact"
-
-
-def tracking_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/tracking"
-
-
-def logs_key(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/logs.txt"
-
-
-def submission_id(job_id: str, attempt: int) -> str:
-    """Ray's id of an attempt: one a try, so that a second submission of the same try is refused by Ray."""
-    return f"{job_id}-{attempt}"

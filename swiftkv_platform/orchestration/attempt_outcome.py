@@ -49,7 +49,7 @@ class AttemptOutcomes:
         if ended_well or (unexplained and not cancelling):
             # The manifest is written last: with it the work is done, whatever became of the process afterwards.
             try:
-                manifest = self.store.artifact_manifest(job.id, job.attempt.number)
+                manifest = self.store.artifact_manifest(job.attempt_id)
             except ArtifactCorruptError as error:
                 damage = Failure(Reason(error.code, error.message), retryable=True)
             else:
@@ -107,7 +107,7 @@ class AttemptOutcomes:
             job_id=job.id,
             attempt=job.attempt.number,
             created_at=reading.now,
-            artifact_uri=self.store.artifact_uri(job.id, job.attempt.number),
+            artifact_uri=self.store.artifact_uri(job.attempt_id),
             manifest_digest=self.digest(manifest),
             size=manifest.size,
             lineage=dict(manifest.lineage),

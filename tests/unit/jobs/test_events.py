@@ -24,7 +24,7 @@ REQUEST = AttemptRequest(job_id="job", attempt=1, spec=JobSpec(name="n"), run_id
 
 
 def _said(store: ObjectStore) -> list[AttemptEvent]:
-    return [stored.event for stored in AttemptStore(store).read_events("job", 1, {})]
+    return [stored.event for stored in AttemptStore(store).read_events(REQUEST.attempt_id, {})]
 
 
 def _point(step: int) -> dict[str, float]:
@@ -67,7 +67,7 @@ def test_a_restarted_process_has_a_name_of_its_own(tmp_path: Path) -> None:
     for _ in range(2):
         Reporter(store, REQUEST, "rank0").message("hello")
 
-    stored = AttemptStore(store).read_events("job", 1, {})
+    stored = AttemptStore(store).read_events(REQUEST.attempt_id, {})
     assert [event.sequence for event in stored] == [1, 1]
     assert len({event.writer for event in stored}) == 2
     assert all(event.writer.startswith("rank0-") for event in stored)
@@ -90,7 +90,7 @@ def test_threads_of_a_process_never_share_a_number(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(reporter.message, (str(number) for number in range(40))))
 
-    stored = AttemptStore(store).read_events("job", 1, {})
+    stored = AttemptStore(store).read_events(REQUEST.attempt_id, {})
     assert [event.sequence for event in stored] == list(range(1, 41))
     assert sorted(int(event.event.message) for event in stored) == list(range(40))
 

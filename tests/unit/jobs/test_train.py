@@ -12,6 +12,7 @@ import torch
 
 from jobs.values import WorkerConfig
 from jobs.worker.train import _RankZero
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress
@@ -54,7 +55,7 @@ def step(number: int) -> StepMetrics:
 
 
 def said(store: ObjectStore) -> list[AttemptEvent]:
-    return [stored.event for stored in AttemptStore(store).read_events("job", 1, {})]
+    return [stored.event for stored in AttemptStore(store).read_events(AttemptId("job", 1), {})]
 
 
 def steps(events: list[AttemptEvent]) -> list[int]:

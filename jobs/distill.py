@@ -39,6 +39,7 @@ from jobs.tasks import evaluate
 from jobs.values import StoppedError
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
@@ -81,10 +82,10 @@ def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
     try:
         distill(store, request)
     except StoppedError as stopped:
-        if stopped.reason == "paused":
+        if stopped.reason is ReasonCode.PAUSED:
             Reporter(store, request, "driver").status("paused")
             return None
-        failure = Failure("preempted", "told to stop while it trained; a checkpoint of that step is complete")
+        failure = Failure(stopped.reason, "told to stop while it trained; a checkpoint of that step is complete")
         driver = Reporter(store, request, "driver")
         driver.error(failure.message, code=failure.code, field=None, value=None, retryable=True)
         sys.exit(_TERMINATED)

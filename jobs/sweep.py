@@ -22,6 +22,7 @@ from jobs.tasks import evaluate_trial, publish_trial
 from jobs.values import STOPPED, StoppedError
 from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
 from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
@@ -121,7 +122,7 @@ def _is_a_result(error: Exception) -> bool:
     cause = root_cause(error)
     if isinstance(cause, InvalidInputError):
         return cause.field == GROUP_SIZE_FIELD  # too large for this trial's l
-    return isinstance(cause, TrainingError) or explain(error).code == "out_of_memory"
+    return isinstance(cause, TrainingError) or explain(error).code == ReasonCode.OUT_OF_MEMORY
 
 
 def _run_trials(

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.errors import ArtifactCorruptError
+from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.errors import ArtifactCorruptError, StorageError
 from swiftkv_platform.orchestration.costs import measured_speed
 from swiftkv_platform.orchestration.job import (
     Failure,
@@ -20,8 +21,6 @@ from swiftkv_platform.orchestration.job import (
 from swiftkv_platform.orchestration.ports import AttemptStore, Submission, SubmissionStatus
 from swiftkv_platform.orchestration.reading import Reading
 
-PREEMPTED = "preempted"
-"""Reason code of an attempt that was stopped from outside."""
 _LONGEST_DELAY_S = 60.0
 
 
@@ -62,7 +61,7 @@ class AttemptOutcomes:
         elif submission is None and unexplained and damage is None:
             # Ray does not follow the attempt any more. That is no fault of the job's and uses up no retry.
             message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
-            self._requeue(reading, Reason("worker_lost", message), counts=False)
+            self._requeue(reading, Reason(ReasonCode.WORKER_LOST, message), counts=False)
         else:
             self._settle_failure(reading, damage or _cause(job, submission))
         return None
@@ -78,7 +77,7 @@ class AttemptOutcomes:
 
     def _settle_failure(self, reading: Reading, failure: Failure) -> None:
         retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
-        preempted = failure.reason.code == PREEMPTED  # the cluster's doing, so no retry is used up
+        preempted = failure.reason.code == ReasonCode.PREEMPTED  # the cluster's doing, so no retry is used up
         if failure.retryable and (retries_left or preempted):
             self._requeue(reading, failure.reason, counts=not preempted)
         else:
@@ -136,12 +135,13 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
     match submission.status:
         case SubmissionStatus.SUCCEEDED:
             message = f"{name} ended well, but its artifact has no manifest, so it is not complete"
-            return Failure(Reason("storage_error", message), retryable=False)
+            return Failure(Reason(StorageError.code, message), retryable=False)
         case SubmissionStatus.STOPPED:
-            return Failure(Reason(PREEMPTED, f"{name} was stopped, not by this control plane"), retryable=True)
+            message = f"{name} was stopped, not by this control plane"
+            return Failure(Reason(ReasonCode.PREEMPTED, message), retryable=True)
         case _:
             # The log's tail follows in Ray's message; the whole log is kept beside the attempt.
             explanation = submission.message.partition("\n")[0].strip() or "no reason given"
             return Failure(
-                Reason("worker_lost", f"{name} failed without saying why; Ray: {explanation}"), retryable=True
+                Reason(ReasonCode.WORKER_LOST, f"{name} failed without saying why; Ray: {explanation}"), retryable=True
             )

@@ -76,7 +76,7 @@ class Reason:
     """Reason for a job's status."""
 
     code: str
-    """`worker_lost`, `data_error`, ...: the codes of `errors.py` and those only the cluster can cause."""
+    """A `ReasonCode`, or the code of an error of `errors.py`."""
     message: str
     field: str | None = None
     """Dotted path of the spec's field to blame."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,
@@ -179,7 +180,8 @@ class Reconciler:
             self._cluster.stop(latest.attempt.submission_id)
         causes = self._surprises[job.id]
         message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
-        failed, event = transition(latest, JobStatus.FAILED, now=int(self._clock()), reason=Reason("internal", message))
+        reason = Reason(ReasonCode.INTERNAL, message)
+        failed, event = transition(latest, JobStatus.FAILED, now=int(self._clock()), reason=reason)
         self._log.error("given up", job_id=job.id, causes=causes)
         return self._jobs.update(failed, events=[event])
 
@@ -273,7 +275,7 @@ class Reconciler:
         if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
             return
         message = f"it has cost {cost:.2f} and may cost {cap:.2f}; resume it with a higher limits.cost_cap"
-        reading.move(JobStatus.PAUSING, Reason("cost_cap", message, field="limits.cost_cap"))
+        reading.move(JobStatus.PAUSING, Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap"))
 
     def _seen_by_ray(self, job: Job) -> Job:
         if job.attempt.submitted_at is not None:

@@ -38,7 +38,8 @@ from jobs.sweep import run_sweep
 from jobs.tasks import evaluate
 from jobs.values import StoppedError
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger

@@ -21,7 +21,8 @@ from jobs.failures import explain, root_cause
 from jobs.tasks import evaluate_trial, publish_trial
 from jobs.values import STOPPED, StoppedError
 from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent, MessageEvent, MetricsEvent, PlacementEvent, TrackingEvent
 from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
@@ -91,16 +92,18 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
     num_trials = len(expand(request.spec))
 
     def forward(event: AttemptEvent) -> None:
-        if event.type == "metrics":
-            total = int(event.data["total_steps"])
-            points = [
-                {**p, "step": trial.index * total + p["step"], "trial": trial.index} for p in event.data["points"]
-            ]
-            reporter.metrics(points, num_trials * total)
-        elif event.type == "placement":
-            reporter.placement(**event.data)
-        elif event.type in ("message", "tracking"):
-            reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
+        match event:
+            case MetricsEvent():
+                total = event.data["total_steps"]
+                points = [
+                    {**point, "step": trial.index * total + point["step"], "trial": trial.index}
+                    for point in event.data["points"]
+                ]
+                reporter.metrics(points, num_trials * total)
+            case PlacementEvent():
+                reporter.placement(event.data)
+            case MessageEvent() | TrackingEvent():
+                reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
 
     with following(attempts, own, forward):
         try:

@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory

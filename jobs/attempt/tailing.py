@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -21,6 +21,7 @@ from jobs.worker.measure import compare, measure_student, teacher_kept_apart
 from jobs.worker.prepare import load_student, load_tokenizer, set_up_process, task_device
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import MetricsEvent
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import load_trained
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
@@ -174,7 +175,7 @@ def _report_files(
     points: dict[float, dict[str, float]] = {}
     for attempt in request.attempt_id.so_far():  # a step that was repeated counts as it was last
         for stored in AttemptStore(store).read_events(attempt, {}):
-            if stored.event.type == "metrics":
+            if isinstance(stored.event, MetricsEvent):
                 points |= {point["step"]: point for point in stored.event.data["points"]}
     return {
         "evaluation.json": report.model_dump_json(indent=2) + "\n",

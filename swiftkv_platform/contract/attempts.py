@@ -1,7 +1,7 @@
 """The contract between control plane and training cluster: objects below `jobs/{id}/attempts/{n}/`. No I/O here.
 
     attempt.json                          what to do (`AttemptRequest`), written by the control plane before it submits
-    events/{writer}/{sequence}.json       what happened (`AttemptEvent`), numbered from 1 by each writer without gaps
+    events/{writer}/{sequence}.json       what happened (`contract.events`), numbered from 1 by each writer without gaps
     control/pause.json                    the control plane's stop request that the attempt checkpoints and ends
     control/preempt.json                  the driver's, which has been told to stop: the same, and it ends as failed
     data/...                              prepared rows, until the job has ended; `manifest.json` is written last
@@ -54,32 +54,6 @@ class AttemptRequest(_Record):
     @property
     def attempt_id(self) -> AttemptId:
         return AttemptId(self.job_id, self.attempt)
-
-
-class AttemptEvent(_Record):
-    """Event that a worker or the driver reports.
-
-    `data` by type:
-
-    - `status`: `{"status": "running" | "evaluating"}`, sent by the driver when that phase begins, or
-      `{"status": "paused"}`: the attempt has been asked to pause, its checkpoint is complete, and it ends.
-    - `metrics`: `{"points": [{"step", "tokens", "logits_loss", "loss", "lr", "grad_norm", "tokens_per_second", ...}],
-      "total_steps": int}`; several steps may share an event.
-    - `checkpoint`: `{"step": int, "key": str, "size": int, "sha256": str}` (of its manifest).
-    - `artifact`: `{"key": str, "sha256": str, "size": int, "metrics": {...}}`; the attempt has done its work.
-    - `tracking`: `{"provider": "wandb", "run_id", "url", "mode"}`.
-    - `placement`: `{"phase": str, "state": "waiting", "needs": str}` of the driver, before it asks the cluster for
-      workers: what they need and what there is, in words; `{"phase": str, "state": "placed"}` of one of them.
-    - `error`: `{"code": str, "field": str | None, "value": Any, "retryable": bool}`; the attempt has failed.
-    - `message`: free.
-    """
-
-    time: float
-    """Unix seconds."""
-    level: Literal["info", "warn", "error"] = "info"
-    type: Literal["message", "status", "metrics", "checkpoint", "artifact", "tracking", "placement", "error"]
-    message: str
-    data: dict[str, Any] = {}
 
 
 ManifestKind = Literal["artifact", "checkpoint", "data"]

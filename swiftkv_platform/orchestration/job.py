@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ulid import ULID
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.events import Level
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.specs import JobSpec
 
@@ -208,7 +209,6 @@ class Job:
 
 
 EventType = Literal["status", "message", "metrics", "checkpoint"]
-Level = Literal["info", "warn", "error"]
 
 
 @dataclass(frozen=True)

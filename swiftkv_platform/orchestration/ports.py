@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.specs import JobSpec
 

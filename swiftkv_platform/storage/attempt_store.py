@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempt_id import AttemptId, attempts_prefix, trials_prefix
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent, parse_event
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
@@ -115,13 +116,7 @@ class AttemptStore:
             if sequence != expected:
                 return
             expected += 1
-            data = self._store.get_bytes(key)
-            try:
-                event = AttemptEvent.model_validate_json(data)
-            except ValidationError as error:
-                # A worker of another version must not keep its job from being followed or cancelled.
-                message = f"event {key!r} cannot be understood: {error.errors(include_url=False)[0]['msg']}"
-                event = AttemptEvent(time=time.time(), level="warn", type="message", message=message)
+            event = parse_event(self._store.get_bytes(key), name=key, now=time.time())
             yield StoredEvent(writer, sequence, event)
 
     def discard_inputs(self, job_id: str) -> None:

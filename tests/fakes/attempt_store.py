@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptEvent, Manifest, ManifestFile
+from swiftkv_platform.contract.attempts import Manifest, ManifestFile
+from swiftkv_platform.contract.events import ATTEMPT_EVENT
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.attempt_store import EventWriter
 from swiftkv_platform.storage.object_store import ObjectStore
 
 METRICS = {"distilled": {"kl": 0.1}}
+
+
+class _Unchecked(BaseModel):
+    time: float = 0.0
+    type: str
+    message: str = "nonsense"
+    data: dict[str, Any]
 
 
 class FakeWorker:
@@ -21,8 +31,14 @@ class FakeWorker:
         self._attempt = AttemptId(job_id, attempt)
         self._events = EventWriter(store, self._attempt, writer)
 
-    def say(self, kind: Any, message: str = "", *, time: float = 0.0, level: Any = "info", **data: Any) -> None:
-        self._events.write(AttemptEvent(time=time, level=level, type=kind, message=message or kind, data=data))
+    def say(self, kind: str, message: str = "", *, time: float = 0.0, level: str = "info", **data: Any) -> None:
+        """Write an event of the contract."""
+        document = {"time": time, "level": level, "type": kind, "message": message or kind, "data": data}
+        self._events.write(ATTEMPT_EVENT.validate_python(document))
+
+    def say_nonsense(self, kind: str, **data: Any) -> None:
+        """Write an event that the contract does not have."""
+        self._events.write(_Unchecked(type=kind, data=data))  # type: ignore[arg-type]
 
     def step(self, *steps: int, time: float, total: int = 10) -> None:
         """Metrics of these steps in one event."""

@@ -13,7 +13,8 @@ import torch
 from jobs.values import WorkerConfig
 from jobs.worker.train import _RankZero
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.specs import JobSpec

@@ -314,8 +314,8 @@ def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
     reconciler = plane.reconciler()
     reconciler.tick()
     worker = plane.worker(job)
-    worker.say("metrics", points="none")
-    worker.say("status", status="dancing")
+    worker.say_nonsense("metrics", points="none")
+    worker.say_nonsense("status", status="dancing")
     worker.say("metrics", points=[{"step": 1, "loss": float("nan"), "name": "a\0b"}])
     reconciler.tick()
     warnings = [event for event in plane.events(job) if event.level == "warn"]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent, MessageEvent
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -30,7 +31,7 @@ def attempts(store: InMemoryObjectStore) -> AttemptStore:
 
 
 def event(time: float, message: str = "") -> AttemptEvent:
-    return AttemptEvent(time=time, type="message", message=message)
+    return MessageEvent(time=time, message=message)
 
 
 def read(attempts: AttemptStore, cursor: dict[str, int]) -> list[tuple[str, int]]:

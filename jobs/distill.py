@@ -84,25 +84,28 @@ def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
         distill(store, request)
     except StoppedError as stopped:
         if stopped.reason is ReasonCode.PAUSED:
-            Reporter(store, request, "driver").status("paused")
+            Reporter(store, request.attempt_id, "driver").status("paused")
             return None
         failure = Failure(stopped.reason, "told to stop while it trained; a checkpoint of that step is complete")
-        driver = Reporter(store, request, "driver")
-        driver.error(failure.message, code=failure.code, field=None, value=None, retryable=True)
+        _report(failure, store, request.attempt_id)
         sys.exit(_TERMINATED)
     except Exception as error:
         failure = explain(error)
         get_logger().error("attempt_failed", code=failure.code, error=failure.message, exc_info=error)
-        Reporter(store, request, "driver").error(
-            failure.message, code=failure.code, field=failure.field, value=failure.value, retryable=failure.retryable
-        )
+        _report(failure, store, request.attempt_id)
         return failure
     return None
 
 
+def _report(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
+    Reporter(store, attempt, "driver").error(
+        failure.message, code=failure.code, field=failure.field, value=failure.value, retryable=failure.retryable
+    )
+
+
 def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
     """The phases of an attempt; returns the manifest of the published model."""
-    reporter = Reporter(store, request, "driver")
+    reporter = Reporter(store, request.attempt_id, "driver")
     reporter.status("running")
     refuse_unshared_store(store)
     warn_if_too_large(reporter, request.spec)

@@ -78,7 +78,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
     before it."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, trial=trial.name)
     store = open_store(store_uri)
-    reporter = Reporter(store, request, f"trial-{trial.name}")
+    reporter = Reporter(store, request.attempt_id, f"trial-{trial.name}")
     trial_store = _trial_store(store, request, trial)
     attempts = AttemptStore(trial_store)
     own = request.model_copy(
@@ -107,7 +107,9 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
 
     with following(attempts, own, forward):
         try:
-            checkpoint, prepared = train(trial_store, own, Reporter(trial_store, own, "driver"), rows_store=store)
+            checkpoint, prepared = train(
+                trial_store, own, Reporter(trial_store, own.attempt_id, "driver"), rows_store=store
+            )
         except Exception as error:
             if not _is_a_result(error):
                 raise

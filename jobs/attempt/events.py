@@ -12,7 +12,8 @@ from typing import Any
 
 from ulid import ULID
 
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.events import (
     ArtifactData,
     ArtifactEvent,
@@ -46,8 +47,8 @@ class Reporter:
         role: first part of that name, e.g. `driver`.
     """
 
-    def __init__(self, store: ObjectStore, request: AttemptRequest, role: str) -> None:
-        self._writer = EventWriter(store, request.attempt_id, f"{role}-{ULID()}")
+    def __init__(self, store: ObjectStore, attempt: AttemptId, role: str) -> None:
+        self._writer = EventWriter(store, attempt, f"{role}-{ULID()}")
         self._lock = threading.Lock()
 
     def status(self, status: AttemptStatus) -> None:

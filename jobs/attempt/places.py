@@ -17,7 +17,7 @@ def say_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: i
 
 def say_placed(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
     """Tell that a worker of the phase, the one that calls this, has found a place."""
-    Reporter(store, request, phase).placement({"phase": _name(request.spec, phase), "state": "placed"})
+    Reporter(store, request.attempt_id, phase).placement({"phase": _name(request.spec, phase), "state": "placed"})
 
 
 def _name(spec: JobSpec, phase: str) -> str:

@@ -56,7 +56,7 @@ class HangingStore(InMemoryObjectStore):
 
 @contextmanager
 def metrics_buffer(store: ObjectStore, *, interval_s: float) -> Iterator[MetricsBuffer]:
-    buffer = MetricsBuffer(Reporter(store, REQUEST, "rank0"), total_steps=9, interval_s=interval_s)
+    buffer = MetricsBuffer(Reporter(store, REQUEST.attempt_id, "rank0"), total_steps=9, interval_s=interval_s)
     try:
         yield buffer
     finally:
@@ -66,7 +66,7 @@ def metrics_buffer(store: ObjectStore, *, interval_s: float) -> Iterator[Metrics
 def test_a_restarted_process_has_a_name_of_its_own(tmp_path: Path) -> None:
     store = LocalObjectStore(tmp_path)
     for _ in range(2):
-        Reporter(store, REQUEST, "rank0").message("hello")
+        Reporter(store, REQUEST.attempt_id, "rank0").message("hello")
 
     stored = AttemptStore(store).read_events(REQUEST.attempt_id, {})
     assert [event.sequence for event in stored] == [1, 1]
@@ -76,7 +76,7 @@ def test_a_restarted_process_has_a_name_of_its_own(tmp_path: Path) -> None:
 
 def test_an_error_carries_what_the_control_plane_decides_by(tmp_path: Path) -> None:
     store = LocalObjectStore(tmp_path)
-    Reporter(store, REQUEST, "driver").error(
+    Reporter(store, REQUEST.attempt_id, "driver").error(
         "no rows", code="data_error", field="data.sources", value="x", retryable=False
     )
 
@@ -87,7 +87,7 @@ def test_an_error_carries_what_the_control_plane_decides_by(tmp_path: Path) -> N
 
 def test_threads_of_a_process_never_share_a_number(tmp_path: Path) -> None:
     store = LocalObjectStore(tmp_path)
-    reporter = Reporter(store, REQUEST, "rank0")
+    reporter = Reporter(store, REQUEST.attempt_id, "rank0")
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(reporter.message, (str(number) for number in range(40))))
 
@@ -169,7 +169,7 @@ def test_a_store_that_is_back_gets_the_points_without_another_step() -> None:
 def test_the_end_tries_once_more_and_says_what_is_lost() -> None:
     store = HangingStore()
     store.error = StorageError("away")
-    buffer = MetricsBuffer(Reporter(store, REQUEST, "rank0"), total_steps=9, interval_s=3600.0)
+    buffer = MetricsBuffer(Reporter(store, REQUEST.attempt_id, "rank0"), total_steps=9, interval_s=3600.0)
     with capture_logs() as lines:
         buffer.add(_point(1))
         buffer.close()

@@ -40,6 +40,7 @@ from jobs.values import StoppedError
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Manifest
 from swiftkv_platform.contract.events import AttemptEvent
+from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION, refusal
 from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
@@ -65,10 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--job-id", required=True)
     parser.add_argument("--attempt", required=True, type=int)
     parser.add_argument("--store", required=True, help="object store: a directory or s3://bucket/prefix")
+    parser.add_argument(PROTOCOL_OPTION, type=int, default=1, help="version of the control plane's protocol")
     options = parser.parse_args(arguments)
     configure_logging(job_id=options.job_id, attempt=options.attempt)
-    store = open_store(options.store)
-    request = AttemptStore(store).read_request(AttemptId(options.job_id, options.attempt))
+    store, attempt = open_store(options.store), AttemptId(options.job_id, options.attempt)
+    if options.protocol > PROTOCOL:
+        message = refusal(workers=PROTOCOL, control_plane=options.protocol)
+        get_logger().error("attempt_refused", error=message)
+        failure = Failure(ReasonCode.PROTOCOL_MISMATCH, message, value=options.protocol, retryable=False)
+        _report(failure, store, attempt)
+        return 1
+    request = AttemptStore(store).read_request(attempt)
     _set_ray_train_environment()
     ray.init()
     signal.signal(signal.SIGTERM, _stop)  # after ray.init, which sets a handler of its own

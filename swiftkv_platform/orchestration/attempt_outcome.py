@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swiftkv_platform.contract.attempts import Manifest
+from swiftkv_platform.contract.protocol import PROTOCOL, is_from_protocol_1, refusal
 from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import ArtifactCorruptError, StorageError
 from swiftkv_platform.orchestration.costs import measured_speed
@@ -131,7 +132,10 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
     if job.attempt.failure is not None:
         return job.attempt.failure
     assert submission is not None, "a forgotten submission without a known failure is not a failure"
-    name = job.attempt.submission_id
+    name, said_nothing = job.attempt.submission_id, not job.attempt.cursor
+    if said_nothing and is_from_protocol_1(submission.message):
+        message = refusal(workers=1, control_plane=PROTOCOL)
+        return Failure(Reason(ReasonCode.PROTOCOL_MISMATCH, message), retryable=False)
     match submission.status:
         case SubmissionStatus.SUCCEEDED:
             message = f"{name} ended well, but its artifact has no manifest, so it is not complete"

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION
 from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
@@ -68,7 +69,7 @@ class Entrypoint:
     def shell(self, attempt: AttemptId) -> str:
         """Join the command and its arguments to one line for a shell."""
         arguments = ["--job-id", attempt.job_id, "--attempt", str(attempt.number), "--store", self.store_uri]
-        return shlex.join([*self.command, *arguments])
+        return shlex.join([*self.command, *arguments, PROTOCOL_OPTION, str(PROTOCOL)])
 
 
 class Reconciler:

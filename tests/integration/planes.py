@@ -69,7 +69,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.addresses import open_store
 from tests.fakes.attempt_store import FakeWorker
 arguments = argparse.ArgumentParser()
-for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str)):
+for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str), ("--protocol", int)):
     arguments.add_argument(name, type=kind)
 given = arguments.parse_args()
 store = open_store(given.store)

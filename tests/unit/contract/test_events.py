@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +16,8 @@ from swiftkv_platform.contract.events import (
     PlacementEvent,
     parse_event,
 )
+from tests.old_home import old_attempts
 
-OLD_HOME = Path(__file__).parents[2] / "fixtures" / "home-0.1.0.tar.xz"
 NOW = 1000.0
 
 
@@ -27,15 +25,8 @@ def parsed(**document: Any) -> AttemptEvent:
     return parse_event(json.dumps({"time": 1.0, "message": "m", **document}).encode(), name="e", now=NOW)
 
 
-def stored_by_version_0_1() -> list[bytes]:
-    with tarfile.open(OLD_HOME) as archive:
-        members = [member for member in archive if "/events/" in member.name and member.isfile()]
-        files = [archive.extractfile(member) for member in members]
-        return [file.read() for file in files if file is not None]
-
-
 def test_events_of_version_0_1_are_written_as_they_were_read() -> None:
-    stored = stored_by_version_0_1()
+    stored = [data for attempt in old_attempts().values() for key, data in attempt.items() if key.startswith("events/")]
     events = [parse_event(event, name="e", now=NOW) for event in stored]
     assert {event.type for event in events} == {"status", "message", "metrics", "checkpoint", "artifact"}
     assert [event.model_dump_json().encode() for event in events] == stored

@@ -6,6 +6,7 @@ import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import MANIFEST
+from swiftkv_platform.contract.protocol import PROTOCOL
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
@@ -19,7 +20,8 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     reconciler.tick()
     assert plane.get(job).status is JobStatus.STARTING
     submission = plane.cluster.submissions[f"{job.id}-1"]
-    assert submission.entrypoint == f"python -m jobs.distill --job-id {job.id} --attempt 1 --store memory://test"
+    arguments = f"--job-id {job.id} --attempt 1 --store memory://test --protocol {PROTOCOL}"
+    assert submission.entrypoint == f"python -m jobs.distill {arguments}"
     assert submission.env == {"OMP_NUM_THREADS": "1"}
     request = plane.store.read_request(AttemptId(job.id, 1))
     assert (request.spec, request.resume_from, request.run_id) == (job.spec, None, job.id)

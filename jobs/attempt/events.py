@@ -25,6 +25,7 @@ from swiftkv_platform.contract.events import (
     ErrorEvent,
     Level,
     MessageEvent,
+    MetricsData,
     MetricsEvent,
     PlacementData,
     PlacementEvent,
@@ -58,10 +59,9 @@ class Reporter:
         self._write(lambda time: MessageEvent(time=time, level=level, message=message, data=data))
 
     def metrics(self, points: list[dict[str, float]], total_steps: int) -> None:
-        message, told = f"step {int(points[-1]['step'])} of {total_steps}", [*points]
-        self._write(
-            lambda time: MetricsEvent(time=time, message=message, data={"points": told, "total_steps": total_steps})
-        )
+        data: MetricsData = {"points": points, "total_steps": total_steps}
+        message = f"step {int(points[-1]['step'])} of {total_steps}"
+        self._write(lambda time: MetricsEvent(time=time, message=message, data=data))
 
     def checkpoint(self, key: str, manifest: Manifest, step: int) -> None:
         data: CheckpointData = {"step": step, "key": key, "size": manifest.size, "sha256": manifest_digest(manifest)}
@@ -78,7 +78,7 @@ class Reporter:
         self._write(lambda time: TrackingEvent(time=time, message=message, data=data))
 
     def placement(self, data: PlacementData) -> None:
-        """See `jobs.attempt.places`, which says it."""
+        """Tell of a place that is waited for, or found; see `jobs.attempt.places`."""
         message = f"{data['phase']}: {data['state']}"
         self._write(lambda time: PlacementEvent(time=time, message=message, data=data))
 

@@ -1,5 +1,5 @@
 """Events that a running attempt reports: one frozen model a kind, written by driver and workers and read by the control
-plane. Stored as JSON: what is added to an event stays optional, and a key that a reader does not know is kept. No I/O.
+plane. They are stored: what is added to one is optional, and readers keep the keys of `data` that they do not know.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class MessageEvent(_Event):
 
 
 class StatusEvent(_Event):
-    """A phase of the attempt begins, or it has paused. The driver's."""
+    """Beginning of a phase, or pause, of the attempt; the driver's."""
 
     type: Literal["status"] = "status"
     data: StatusData
@@ -137,35 +137,35 @@ class MetricsEvent(_Event):
 
 
 class CheckpointEvent(_Event):
-    """A checkpoint is complete."""
+    """A complete checkpoint."""
 
     type: Literal["checkpoint"] = "checkpoint"
     data: CheckpointData
 
 
 class ArtifactEvent(_Event):
-    """The attempt has done its work."""
+    """The published model: the attempt has done its work."""
 
     type: Literal["artifact"] = "artifact"
     data: ArtifactData
 
 
 class TrackingEvent(_Event):
-    """The attempt is tracked elsewhere."""
+    """The attempt's run at a tracker."""
 
     type: Literal["tracking"] = "tracking"
     data: TrackingData
 
 
 class PlacementEvent(_Event):
-    """Workers of a phase wait for a place on the cluster, or one has found it."""
+    """Workers of a phase that wait for a place on the cluster, or one that has found it."""
 
     type: Literal["placement"] = "placement"
     data: PlacementData
 
 
 class ErrorEvent(_Event):
-    """The attempt has failed."""
+    """Failure of the attempt."""
 
     type: Literal["error"] = "error"
     data: ErrorData

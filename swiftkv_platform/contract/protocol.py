@@ -18,7 +18,7 @@ PROTOCOL_OPTION = "--protocol"
 """Option of the driver: the control plane's version, 1 where it is not given."""
 
 _UNKNOWN_OPTION = f"unrecognized arguments: {PROTOCOL_OPTION}"
-"""What `argparse` prints in a driver of protocol 1."""
+"""Text that `argparse` prints in a driver of protocol 1."""
 
 
 def refusal(*, workers: int, control_plane: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, assert_never
 
 from swiftkv_platform.contract.events import (
     ArtifactEvent,
@@ -88,6 +88,8 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
             _record(reading, event, "message")
         case MessageEvent() | ArtifactEvent():
             _record(reading, event, "message")
+        case _:
+            assert_never(event)
 
 
 def _advance(reading: Reading, status: AttemptStatus) -> None:

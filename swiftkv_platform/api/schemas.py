@@ -7,9 +7,10 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from swiftkv_platform.contract.events import Level
 from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.orchestration.costs import Prices
-from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, Level, MetricPoint, Reason
+from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, MetricPoint, Reason
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Literal, Protocol, TypeVar
 
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -261,11 +263,11 @@ class AttemptStore(Protocol):
         """Write `attempt.json`; writing the same request again changes nothing."""
         ...
 
-    def request_pause(self, job_id: str, attempt: int) -> None:
+    def request_pause(self, attempt: AttemptId) -> None:
         """Ask the attempt to checkpoint and end; asking again changes nothing."""
         ...
 
-    def read_events(self, job_id: str, attempt: int, cursor: Mapping[str, int]) -> Sequence[StoredEvent]:
+    def read_events(self, attempt: AttemptId, cursor: Mapping[str, int]) -> Sequence[StoredEvent]:
         """Events after `cursor` (last sequence number read, by writer), each writer's in order and without gaps."""
         ...
 
@@ -273,13 +275,13 @@ class AttemptStore(Protocol):
         """Key of the newest complete checkpoint of the attempts before `before_attempt` (of all, if None)."""
         ...
 
-    def artifact_manifest(self, job_id: str, attempt: int) -> Manifest | None:
+    def artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
         """None: the artifact is not complete."""
         ...
 
-    def artifact_uri(self, job_id: str, attempt: int) -> str: ...
+    def artifact_uri(self, attempt: AttemptId) -> str: ...
 
-    def save_logs(self, job_id: str, attempt: int, pieces: Iterable[bytes]) -> None:
+    def save_logs(self, attempt: AttemptId, pieces: Iterable[bytes]) -> None:
         """Keep the log of an attempt that has ended."""
         ...
 

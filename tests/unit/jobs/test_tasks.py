@@ -20,7 +20,8 @@ from jobs.values import Plan
 from jobs.worker.evaluate import evaluate_and_publish
 from jobs.worker.prepare import collect_share, load_student
 from jobs.worker.prepare import prepare as prepare_in
-from swiftkv_platform.contract.attempts import AttemptRequest, artifact_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.distillation import calibration_text
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, QualityGateError
@@ -85,7 +86,7 @@ def _checkpoint(store: ObjectStore, spec: JobSpec, teacher: Path, tmp_path: Path
 def _evaluate(spec: JobSpec, store: ObjectStore, checkpoint: str, prepared: Prepared, destination: Path) -> Any:
     request = AttemptRequest(job_id="job", attempt=1, spec=spec, run_id="run")
     manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
-    fetch_directory(store, artifact_prefix("job", 1), destination)
+    fetch_directory(store, AttemptId("job", 1).artifact_prefix, destination)
     return manifest
 
 
@@ -231,7 +232,7 @@ def test_the_gate_keeps_a_bad_student_from_being_published(
 
     with pytest.raises(QualityGateError, match="max_kl"):
         _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
-    assert not is_complete(store, artifact_prefix("job", 1))
+    assert not is_complete(store, AttemptId("job", 1).artifact_prefix)
     report = json.loads(store.get_bytes("jobs/job/attempts/1/evaluation.json"))
     assert [(gate["field"], gate["passed"]) for gate in report["gates"]] == [("evaluation.max_kl", False)]
     assert b">failed<" in store.get_bytes("jobs/job/attempts/1/evaluation.html")

@@ -64,6 +64,8 @@ class Served(BaseModel):
             raise ValueError(f"a hub model has no manifest; artifact_uri {self.artifact_uri!r} needs verify: false")
         if self.shadow is not None and self.shadow.against == "candidate" and self.candidate is None:
             raise ValueError("shadow.against is 'candidate', and there is none; give a candidate, or 'teacher'")
+        if self.shadow is not None and self.engine.backend == "vllm":
+            raise ValueError("shadow needs backend native, and engine.backend is 'vllm'; leave one of them out")
         return self
 
     def loads_the_same_as(self, other: Served) -> bool:

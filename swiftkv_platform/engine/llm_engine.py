@@ -69,8 +69,14 @@ class LLMEngine:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
-        """Load a Hugging Face directory or hub id. Raises `ModelError`."""
+        """Load a Hugging Face directory or hub id. Raises `ModelError`, and for another backend `InvalidInputError`."""
         config = config or EngineConfig()
+        if config.backend == "vllm":
+            raise InvalidInputError(
+                "backend is 'vllm', and this is the native engine; native and auto are accepted",
+                field="backend",
+                value=config.backend,
+            )
         if config.tensor_parallel_size == 1:
             return cls(load_model(path, config), config)
         check_sharding(path, config)

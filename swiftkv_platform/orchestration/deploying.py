@@ -214,3 +214,10 @@ def _check(spec: DeploymentSpec) -> None:
             field="shadow.against",
             value="candidate",
         )
+    if spec.shadow is not None and spec.engine.get("backend") == "vllm":
+        raise InvalidInputError(
+            "shadow compares distributions, which backend native alone gives, and engine.backend is 'vllm'; leave one "
+            "of them out",
+            field="shadow",
+            value=dict(spec.shadow),
+        )

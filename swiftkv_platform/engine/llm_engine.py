@@ -13,7 +13,7 @@ from ulid import ULID
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
-from swiftkv_platform.engine.loading import LoadedModel, check_sharding, load_model
+from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
 from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import RequestOutput, StepResult
@@ -34,9 +34,10 @@ class LLMEngine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, leader: Leader | None = None) -> None:
         self.config = config
         self._leader = leader
+        self.description: ModelDescription = loaded
         self.max_model_len = loaded.context_length
         """Tokens of prompt and answer together."""
-        self.model_config = loaded.model.config
+        self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         """transformers' own; None where the model's directory has none."""
         cache = make_cache(loaded, config)

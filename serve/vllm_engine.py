@@ -190,20 +190,25 @@ class VLLMEngine(EngineFrontend):
             self._put(sequence, StepResult(error=f"vLLM could not answer: {error!r}"))
 
     def _take(self, sequence: Sequence, output: VLLMOutput) -> None:
-        """Take what is new: vLLM hands over deltas."""
+        """Take what is new: vLLM hands over deltas, of several tokens where they came faster than they were read."""
         [completion] = output.outputs
-        result = StepResult(
-            token_ids=list(completion.token_ids), logprobs=list(map(_values, completion.logprobs or ()))
-        )
+        token_ids, logprobs = list(completion.token_ids), [_values(entry) for entry in completion.logprobs or ()]
+        results = [StepResult(token_ids=[token], logprobs=logprobs[at : at + 1]) for at, token in enumerate(token_ids)]
+        results = results or [StepResult()]
         if sequence in self._unread:
             self._unread.discard(sequence)
             num_cached_tokens, stats = output.num_cached_tokens or 0, output.metrics
             waited_s = None if stats is None else max(stats.scheduled_ts - stats.queued_ts, 0.0)
             sequence.start(num_cached_tokens=num_cached_tokens, waited_s=waited_s)
-            result.prompt_logprobs = [_values(entry) for entry in (output.prompt_logprobs or ())[1:]]
+            results[0].prompt_logprobs = [_values(entry) for entry in (output.prompt_logprobs or ())[1:]]
             if self._skips_prompts:  # as if the prompt was read in one step: each lets one of its tokens through
-                result.num_skipped_tokens = sequence.num_prompt_tokens - num_cached_tokens - 1
-        self._put(sequence, result, ended=completion.finish_reason)
+                results[0].num_skipped_tokens = sequence.num_prompt_tokens - num_cached_tokens - 1
+        *before, last = results
+        for result in before:
+            self._put(sequence, result)
+            if sequence.finish_reason is not None:
+                return
+        self._put(sequence, last, ended=completion.finish_reason)
 
     def _put(self, sequence: Sequence, result: StepResult, *, ended: str | None = None) -> None:
         """Give a result to the sequence, and its output to the stream."""

@@ -16,6 +16,7 @@ from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.limits import MAX_LOGPROBS
+from swiftkv_platform.vllm.frontend import announce_frontend
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to vLLM's authors from a replica
@@ -26,6 +27,7 @@ _NATIVE = "backend native has it, and this deployment's engine is vllm"
 
 def set_environment(config: EngineConfig) -> None:
     """Set what vLLM's processes read from the environment when they start; what an operator has set stays."""
+    announce_frontend()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if config.num_threads is not None:

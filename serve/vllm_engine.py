@@ -26,14 +26,12 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from serve.vllm_options import check_params, engine_args, set_environment, vllm_params
 from swiftkv_platform.engine import EngineConfig, Prompt, SamplingParams
-from swiftkv_platform.engine.constraint import Constraint
-from swiftkv_platform.engine.frontend import EngineFrontend
+from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription, describe_model
 from swiftkv_platform.engine.outputs import EngineState, FinishReason, StepResult, TokenLogprobs
-from swiftkv_platform.engine.requests import ReadRequest, RequestReader
+from swiftkv_platform.engine.requests import RequestReader
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
-from swiftkv_platform.engine.streams import RequestStream
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs.engine import Backend
@@ -133,20 +131,15 @@ class VLLMEngine(EngineFrontend):
             self._break_down(self.llm.dead_error)
         super().check_health()
 
-    async def _begin(
-        self,
-        request: ReadRequest,
-        stream: RequestStream,
-        *,
-        priority: int,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> None:
+    async def _begin(self, admitted: Admitted) -> None:
         self._check_waiting_tokens()
-        request_id, salt = stream.request_id, {"cache_salt": tenant} if tenant else {}
-        prompt = TokensPrompt(prompt_token_ids=list(request.token_ids), **salt)
-        sequences = self.reader.sequences(request_id, request, priority=priority, tenant=tenant, constraint=constraint)
-        stream.open()
+        request_id, tenant = admitted.stream.request_id, admitted.tenant
+        salt = {"cache_salt": tenant} if tenant else {}
+        prompt = TokensPrompt(prompt_token_ids=list(admitted.request.token_ids), **salt)
+        sequences = self.reader.sequences(
+            request_id, admitted.request, priority=admitted.priority, tenant=tenant, constraint=admitted.constraint
+        )
+        admitted.stream.open()
         tasks = self._tasks[request_id] = set()
         for sequence in sequences:
             self._unfinished.add(sequence)

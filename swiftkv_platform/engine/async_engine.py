@@ -7,12 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from swiftkv_platform.engine.constraint import Constraint
-from swiftkv_platform.engine.frontend import EngineFrontend
+from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
 from swiftkv_platform.engine.llm_engine import LLMEngine
 from swiftkv_platform.engine.outputs import EngineState
-from swiftkv_platform.engine.requests import ReadRequest
-from swiftkv_platform.engine.streams import RequestStream
 from swiftkv_platform.specs.engine import Backend
 
 if TYPE_CHECKING:
@@ -60,18 +57,8 @@ class AsyncLLMEngine(EngineFrontend):
         """Run `call` where nothing else touches the engine; steps wait for it. Raises `EngineDeadError`."""
         return await self._in_worker(call)
 
-    async def _begin(
-        self,
-        request: ReadRequest,
-        stream: RequestStream,
-        *,
-        priority: int,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> None:
-        await self._in_worker(
-            lambda: self._add(request, stream, priority=priority, tenant=tenant, constraint=constraint)
-        )
+    async def _begin(self, admitted: Admitted) -> None:
+        await self._in_worker(lambda: self._add(admitted))
 
     def _abort(self, request_id: str) -> None:
         self._worker.submit(self.engine.abort, request_id)  # behind whatever the worker is doing
@@ -105,17 +92,19 @@ class AsyncLLMEngine(EngineFrontend):
         self._halted = True
         super()._break_down(error)
 
-    def _add(
-        self, request: ReadRequest, stream: RequestStream, *, priority: int, tenant: str, constraint: Constraint | None
-    ) -> None:
+    def _add(self, admitted: Admitted) -> None:
         """Add the request, in the worker: requests of the same step have come in between."""
         self._check_waiting_tokens()
         self.engine.add_read_request(
-            request, stream.request_id, priority=priority, tenant=tenant, constraint=constraint
+            admitted.request,
+            admitted.stream.request_id,
+            priority=admitted.priority,
+            tenant=admitted.tenant,
+            constraint=admitted.constraint,
         )
         # In line with `_deliver`: what still comes of an aborted request of the same id is not for this stream.
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(stream.open)
+        self._loop.call_soon_threadsafe(admitted.stream.open)
         if not self._stepping:
             self._stepping = True
             self._worker.submit(self._step)

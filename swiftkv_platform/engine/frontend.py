@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from ulid import ULID
 
@@ -24,6 +25,18 @@ from swiftkv_platform.specs.sampling import SamplingParams
 
 MAX_COMPILING = 8
 """Requests whose grammars are being compiled, or wait for that; one more is refused at once."""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that has been read and is to be answered."""
+
+    request: ReadRequest
+    stream: RequestStream
+    priority: int
+    tenant: str
+    constraint: Constraint | None
+    """Compiled from `request.params.structured_outputs`."""
 
 
 class EngineFrontend(ABC):
@@ -50,16 +63,8 @@ class EngineFrontend(ABC):
         """Requests and memory at the moment. Takes no time."""
 
     @abstractmethod
-    async def _begin(
-        self,
-        request: ReadRequest,
-        stream: RequestStream,
-        *,
-        priority: int,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> None:
-        """Hand an admitted request to the engine, whose outputs go to `stream`, once that is open."""
+    async def _begin(self, admitted: Admitted) -> None:
+        """Hand a request to the engine, whose outputs go to its stream, once that is open."""
 
     @abstractmethod
     def _abort(self, request_id: str) -> None:
@@ -117,7 +122,7 @@ class EngineFrontend(ABC):
         try:
             constraint = await self._constraint(params)
             request = await self.readers.run(lambda: self.reader.read(prompt, params), len(prompt))
-            await self._begin(request, stream, priority=priority, tenant=tenant, constraint=constraint)
+            await self._begin(Admitted(request, stream, priority, tenant, constraint))
             self.check_health()
         except BaseException:
             stream.close()

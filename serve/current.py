@@ -21,7 +21,7 @@ from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError, RateLimitedError, SwiftKVError
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine import AsyncLLMEngine
+    from serve.engines import Engine
 
 _DRAIN_POLL_S = 0.05
 
@@ -59,7 +59,7 @@ class SwapState(BaseModel):
 class Version:
     """One model in service. A request keeps the version it began with."""
 
-    engine: AsyncLLMEngine
+    engine: Engine
     card: ModelCard
     created: int
     """Unix seconds."""
@@ -105,7 +105,7 @@ class Version:
 
     @property
     def tokenizer(self) -> Any:
-        return self.engine.engine.tokenizer
+        return self.engine.model.tokenizer
 
     async def drain(self) -> None:
         """Return when no request uses it any more, the engine closed."""
@@ -147,7 +147,7 @@ class Current:
         """Serve's name of this replica."""
         self._observers = observers
         self.metrics = metrics or Metrics()
-        self.metrics.follow(lambda: None if self._version is None else self._version.engine.engine, replica)
+        self.metrics.follow(lambda: None if self._version is None else self._version.engine, replica)
 
     @property
     def is_empty(self) -> bool:
@@ -176,7 +176,7 @@ class Current:
     async def ask(
         self, version: Version, prompts: Sequence[str | list[int]], params: SamplingParams, context: RequestContext
     ) -> Answers:
-        """Admit a request to a version. Raises as `AsyncLLMEngine.submit`, `RateLimitedError` and `ForbiddenError`."""
+        """Admit a request to a version. Raises as `Engine.submit`, `RateLimitedError` and `ForbiddenError`."""
         context.caller.check_priority(context.priority)
         self.metrics.asked(version.card.model)
         reservation, cost = Reservation(), 0

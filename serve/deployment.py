@@ -6,10 +6,13 @@ Building the application imports this module too, so the engine, and torch with 
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +34,9 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 
 if TYPE_CHECKING:
-    from swiftkv_platform.engine import LLMEngine
+    from serve.backends import Surroundings
+    from serve.engines import Engine
+    from swiftkv_platform.engine import AsyncLLMEngine
 
 
 @ray_serve.ingress()
@@ -69,10 +74,10 @@ class Replica:
         """Load that `contract.autoscaling.replicas_by_load` goes by."""
         if self._current.is_empty:
             return {WAITING_STEPS: 0.0, KV_CACHE_USAGE: 0.0}
-        engine = self._current.version.engine.engine
+        engine, state = self._current.version.engine, self._current.version.engine.state
         return {
-            WAITING_STEPS: engine.num_waiting_tokens / engine.config.max_num_batched_tokens,
-            KV_CACHE_USAGE: 1.0 - engine.num_free_blocks / engine.num_blocks,
+            WAITING_STEPS: state.num_waiting_tokens / engine.config.max_num_batched_tokens,
+            KV_CACHE_USAGE: state.kv_cache_usage,
         }
 
     async def _load(self, served: Served) -> Version:
@@ -89,25 +94,35 @@ async def load_version(
     """
     version, teacher = await _load_one(args, served)
     if served.candidate is not None:
-        update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None, "shadow": None}
+        update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None}
+        update["shadow"] = None if served.shadow is None else served.shadow.model_copy(update={"against": "candidate"})
         version.candidate, _ = await _load_one(args, served.model_copy(update=update))
         version.candidate.names, version.names = frozenset({served.model}), frozenset({served.candidate.model})
         version.candidate_share = served.candidate.share
     if served.shadow is not None:
         judge: Judge = ModelJudge(teacher)
         if version.candidate is not None and served.shadow.against == "candidate":
-            judge = EngineJudge(version.candidate.engine)
-        version.shadow = Shadow(version.engine, judge, served.shadow.share, compared)
+            judge = EngineJudge(_judging(version.candidate))
+        version.shadow = Shadow(_judging(version), judge, served.shadow.share, compared)
     return version
+
+
+def _judging(version: Version) -> AsyncLLMEngine:
+    """The version's engine, which gives distributions: no other backend is chosen beside a shadow."""
+    from swiftkv_platform.engine import AsyncLLMEngine
+
+    assert isinstance(version.engine, AsyncLLMEngine), f"a shadow beside backend {version.engine.backend}"
+    return version.engine
 
 
 async def _load_one(args: ReplicaArgs, served: Served) -> tuple[Version, Any]:
     """A version by itself, and its teacher where that is to judge it."""
     loaded = await asyncio.to_thread(load, served)
-    from swiftkv_platform.engine import AsyncLLMEngine
-
-    get_logger().info("model_loaded", model=served.model, manifest_digest=loaded.manifest_digest)
-    version = Version(AsyncLLMEngine(loaded.engine), model_card(args, served, loaded), created=int(time.time()))
+    await _check_speaks(loaded.engine, served)
+    get_logger().info(
+        "model_loaded", model=served.model, manifest_digest=loaded.manifest_digest, backend=loaded.engine.backend
+    )
+    version = Version(loaded.engine, model_card(args, served, loaded), created=int(time.time()))
     return version, loaded.teacher
 
 
@@ -115,7 +130,7 @@ async def _load_one(args: ReplicaArgs, served: Served) -> tuple[Version, Any]:
 class Loaded:
     """A loaded model and what it was loaded from."""
 
-    engine: LLMEngine
+    engine: Engine
     manifest_digest: str | None
     """None: not verified."""
     teacher: Any = None
@@ -123,17 +138,27 @@ class Loaded:
 
 
 def load(served: Served) -> Loaded:
-    """Fetch the artifact, check every byte against its manifest, load it and let it speak. Blocks.
+    """Fetch the artifact, check every byte against its manifest, and load it. Blocks.
 
     Raises:
-        ModelError: no manifest, a model that cannot be loaded, or one that puts out no numbers.
+        ModelError: no manifest, a model that cannot be loaded, or by the backend that was asked for.
         InvalidInputError: an engine too small for any request.
         ArtifactCorruptError: a file differs from the manifest.
         StorageError: the object store does not answer.
     """
+    with _fetched(served) as (directory, digest):
+        teacher = _load_teacher(directory, served)
+        return Loaded(_load_engine(directory, served), digest, teacher)
+
+
+@contextmanager
+def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
+    """(directory of the model, digest of its manifest), for as long as it takes to load it."""
     if not served.verify:
-        path = served.artifact_uri.removeprefix(HUB_PREFIX)
-        return Loaded(_load_engine(path, served), None, _load_teacher(path, served))
+        from swiftkv_platform.engine.loading import local_directory
+
+        yield local_directory(served.artifact_uri.removeprefix(HUB_PREFIX)), None
+        return
     with tempfile.TemporaryDirectory(prefix="swiftkv-model-") as workspace:
         directory = Path(workspace) / "model"
         try:
@@ -145,24 +170,61 @@ def load(served: Served) -> Loaded:
                 field="artifact_uri",
                 value=served.artifact_uri,
             ) from error
-        return Loaded(_load_engine(directory, served), manifest_digest(manifest), _load_teacher(directory, served))
+        yield directory, manifest_digest(manifest)
 
 
-def _load_engine(path: str | Path, served: Served) -> LLMEngine:
-    """Raises `ModelError` also for a model whose first token is no number."""
-    from swiftkv_platform.engine import LLMEngine, SamplingParams
+def _load_engine(directory: Path, served: Served) -> Engine:
+    """The engine that `choose_backend` names, on the model."""
+    from serve.backends import choose_backend
 
-    engine = LLMEngine.from_pretrained(path, served.engine)
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    [answer] = engine.generate([[0]], params, progress=False)
-    if answer.finish_reason == "error":
+    if choose_backend(served.engine, _surroundings(directory, served)) == "vllm":
+        from serve.vllm_engine import load_vllm
+
+        return load_vllm(directory, served.engine)
+    from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
+
+    return AsyncLLMEngine(LLMEngine.from_pretrained(directory, served.engine.model_copy(update={"backend": "native"})))
+
+
+def _surroundings(directory: Path, served: Served) -> Surroundings:
+    import torch
+
+    from serve.backends import Surroundings
+    from swiftkv_platform.engine.loading import read_served_config
+
+    config, has_cuda = read_served_config(directory, served.engine), torch.cuda.is_available()
+    heads = getattr(config, "num_key_value_heads_swiftkv", None)
+    return Surroundings(
+        device=("cuda" if has_cuda else "cpu") if served.engine.device == "auto" else served.engine.device,
+        has_vllm=find_spec("vllm") is not None,
+        model_type=config.model_type,
+        has_exit_head=bool(getattr(config, "early_exit", False)),
+        has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
+        is_judged=served.shadow is not None,
+    )
+
+
+async def _check_speaks(engine: Engine, served: Served) -> None:
+    """Raises `ModelError`, the engine closed, for a model whose first token is no number."""
+    from swiftkv_platform.engine import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=0)
+    try:
+        *_, answer = [output async for output in await engine.submit([0], params, interval_s=math.inf)]
+    except BaseException:
+        await engine.aclose()
+        raise
+    logprobs = [logprob for entry in answer.logprobs or () for logprob in entry.values()]
+    if answer.finish_reason == "error" or not all(map(math.isfinite, logprobs)):
+        await engine.aclose()
         raise ModelError(
-            f"model {served.model!r} cannot generate: {answer.error}", field="artifact_uri", value=served.artifact_uri
+            f"model {served.model!r} cannot generate: {answer.error or 'its log-probabilities are no numbers'}",
+            field="artifact_uri",
+            value=served.artifact_uri,
         )
-    return engine
 
 
-def _load_teacher(path: str | Path, served: Served) -> Any:
+def _load_teacher(path: Path, served: Served) -> Any:
     """Load the teacher; None where no teacher is to judge. Raises `ModelError` for a model that has none."""
     if served.shadow is None or served.shadow.against != "teacher":
         return None
@@ -181,8 +243,7 @@ def _load_teacher(path: str | Path, served: Served) -> Any:
 
 def model_card(args: ReplicaArgs, served: Served, loaded: Loaded) -> ModelCard:
     """Description of a replica's model, for `/health`."""
-    config = loaded.engine.model_config
-    swiftkv = None
+    config, swiftkv = loaded.engine.model.config, None
     if config.num_key_value_layers < config.num_hidden_layers:  # a dense model computes KV in all of them
         keys = ("num_hidden_layers", "num_key_value_layers", "key_value_group_size")
         swiftkv = {key: getattr(config, key) for key in keys}
@@ -191,5 +252,5 @@ def model_card(args: ReplicaArgs, served: Served, loaded: Loaded) -> ModelCard:
         model=served.model,
         manifest_digest=loaded.manifest_digest,
         swiftkv=swiftkv,
-        max_model_len=loaded.engine.max_model_len,
+        max_model_len=loaded.engine.model.context_length,
     )

@@ -89,7 +89,7 @@ def create_http_app(
         """Text to token ids."""
         version, text = current.version, body.prompt
         tokenizer = _tokenizer(version)
-        version.engine.engine.reader.check_text(text)
+        version.engine.reader.check_text(text)
 
         def encode() -> Response:
             encoded = tokenizer(text, add_special_tokens=body.add_special_tokens, return_attention_mask=False)
@@ -102,7 +102,7 @@ def create_http_app(
     async def detokenize(body: DetokenizeRequest, _caller: TheCaller) -> Response:
         """Token ids to text."""
         version, tokens = current.version, body.tokens
-        tokenizer, at_most = _tokenizer(version), version.engine.engine.max_model_len
+        tokenizer, at_most = _tokenizer(version), version.engine.model.context_length
         if len(tokens) > at_most:
             raise InvalidInputError(
                 f"tokens has {len(tokens)} ids; {at_most} are accepted, the context of the model",

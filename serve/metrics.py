@@ -14,8 +14,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from swiftkv_platform.errors import SwiftKVError
 
 if TYPE_CHECKING:
+    from serve.engines import Engine
     from serve.shadow import Comparison
-    from swiftkv_platform.engine import LLMEngine, RequestOutput
+    from swiftkv_platform.engine import RequestOutput
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 
@@ -25,7 +26,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._engine: Callable[[], LLMEngine | None] = lambda: None
+        self._engine: Callable[[], Engine | None] = lambda: None
         self._replica = ""
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -56,7 +57,7 @@ class Metrics:
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self._registry.register(_EngineState(self))
 
-    def follow(self, engine: Callable[[], LLMEngine | None], replica: str) -> None:
+    def follow(self, engine: Callable[[], Engine | None], replica: str) -> None:
         """Set the engine whose state is read when the metrics are, and Serve's name of its replica."""
         self._engine, self._replica = engine, replica
 
@@ -65,7 +66,7 @@ class Metrics:
         return self._replica
 
     @property
-    def engine(self) -> LLMEngine | None:
+    def engine(self) -> Engine | None:
         return self._engine()
 
     def swapped(self, outcome: str) -> None:
@@ -134,17 +135,17 @@ class _EngineState:
         engine = self._metrics.engine
         if engine is None:
             return
-        config = engine.model_config
+        state = engine.state
         values = {
-            "num_requests_running": ("Sequences that run.", engine.num_requests_running),
-            "num_requests_waiting": ("Sequences that wait.", engine.num_requests_waiting),
-            "num_prompt_tokens_waiting": ("Prompt tokens that are not read yet.", engine.num_waiting_tokens),
-            "num_preemptions": ("Sequences pushed out of the KV cache so far.", engine.num_preemptions),
-            "kv_cache_usage_perc": (
-                "Share of the KV cache in use, 0 to 1.",
-                1 - engine.num_free_blocks / engine.num_blocks,
+            "num_requests_running": ("Sequences that run.", state.num_running),
+            "num_requests_waiting": ("Sequences that wait.", state.num_waiting),
+            "num_prompt_tokens_waiting": ("Prompt tokens that are not read yet.", state.num_waiting_tokens),
+            "num_preemptions": ("Sequences pushed out of the KV cache so far.", state.num_preemptions),
+            "kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1.", state.kv_cache_usage),
+            "exit_layer": (
+                "l: layers that compute their own KV.",
+                getattr(engine.model.config, "num_key_value_layers", None),
             ),
-            "exit_layer": ("l: layers that compute their own KV.", getattr(config, "num_key_value_layers", None)),
         }
         for name, (what, value) in values.items():
             if value is not None:

@@ -54,8 +54,7 @@ class EngineJudge:
 
     async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
         """Raises `EngineDeadError` when the engine is closed."""
-        engine = self._engine.engine
-        return await self._engine.between_steps(lambda: engine.score(token_ids, num_positions))
+        return await self._engine.score(token_ids, num_positions)
 
 
 class ModelJudge:

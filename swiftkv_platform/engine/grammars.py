@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swiftkv_platform.engine.constraint import Constraint
-from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.errors import QueueFullError
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.structured_outputs import StructuredOutputs
@@ -38,10 +38,10 @@ _stack_lock = threading.Lock()
 class GrammarCompiler:
     """Compiles for one model. Any thread may ask."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self._tokenizer = loaded.tokenizer
-        self._vocab_size: int = loaded.model.config.get_text_config().vocab_size
-        self._eos_token_ids = loaded.eos_token_ids
+    def __init__(self, model: ModelDescription, config: EngineConfig) -> None:
+        self._tokenizer = model.tokenizer
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._eos_token_ids = model.eos_token_ids
         self._max_bytes = config.max_grammar_bytes
         self._timeout_s = config.grammar_timeout_s
         self._places = threading.Semaphore(MAX_COMPILING)

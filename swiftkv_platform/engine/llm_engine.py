@@ -13,7 +13,7 @@ from ulid import ULID
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
-from swiftkv_platform.engine.loading import LoadedModel, check_sharding, load_model
+from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
 from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import RequestOutput, StepResult
@@ -34,9 +34,10 @@ class LLMEngine:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, leader: Leader | None = None) -> None:
         self.config = config
         self._leader = leader
+        self.description: ModelDescription = loaded
         self.max_model_len = loaded.context_length
         """Tokens of prompt and answer together."""
-        self.model_config = loaded.model.config
+        self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         """transformers' own; None where the model's directory has none."""
         cache = make_cache(loaded, config)
@@ -69,8 +70,14 @@ class LLMEngine:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: EngineConfig | None = None) -> Self:
-        """Load a Hugging Face directory or hub id. Raises `ModelError`."""
+        """Load a Hugging Face directory or hub id. Raises `ModelError`, and for another backend `InvalidInputError`."""
         config = config or EngineConfig()
+        if config.backend == "vllm":
+            raise InvalidInputError(
+                "backend is 'vllm', and this is the native engine; native and auto are accepted",
+                field="backend",
+                value=config.backend,
+            )
         if config.tensor_parallel_size == 1:
             return cls(load_model(path, config), config)
         check_sharding(path, config)

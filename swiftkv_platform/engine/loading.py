@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.ranks import Ranks, rank_device
@@ -24,16 +25,24 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """Parts of a checkpoint that the engine needs."""
+class ModelDescription:
+    """Parts of a checkpoint, its weights apart, that requests are read with."""
 
-    model: PreTrainedModel
+    config: Any
+    """transformers' configuration of the model that runs: of a teacher, or a dense model, l is all layers."""
     tokenizer: Any | None
     """Tokenizer; None where the directory has none: only token-id prompts can be served."""
     eos_token_ids: frozenset[int]
     """Tokens that end an answer."""
     context_length: int
-    """Tokens of prompt and answer together that the model's positions allow."""
+    """Tokens of prompt and answer together that are accepted: `max_model_len`, or what the model's positions allow."""
+
+
+@dataclass(frozen=True)
+class LoadedModel(ModelDescription):
+    """A checkpoint that the native engine can run."""
+
+    model: PreTrainedModel
     digest: str
     """Names the weights, for what is cached of them."""
 
@@ -46,36 +55,65 @@ def load_model(path: str | Path, config: EngineConfig, ranks: Ranks | None = Non
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    directory = _local_directory(str(path))
+    directory = local_directory(str(path))
     try:
         with nullcontext() if ranks is None else ranks.in_turn():
             model = _read_model(directory, config)
             if ranks is not None:
                 shard(model, ranks)
-        tokenizer = AutoTokenizer.from_pretrained(directory) if _has_tokenizer(directory) else None
+        tokenizer = _read_tokenizer(directory)
     except ModelError:
         raise
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(path, error) from error
-    context_length = _context_length(model)
-    if config.max_model_len is not None and config.max_model_len > context_length:
-        raise ModelError(
-            f"max_model_len is {config.max_model_len}; model {str(path)!r} accepts 2..{context_length}",
-            field="max_model_len",
-            value=config.max_model_len,
-        )
+    context_length = _context_length(path, model.config, config)
     return LoadedModel(
-        model=_prepared(model, config, None if ranks is None else ranks.device),
+        config=model.config,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(model, tokenizer),
-        context_length=config.max_model_len or context_length,
+        eos_token_ids=_eos_token_ids(model.generation_config, model.config, tokenizer),
+        context_length=context_length,
+        model=_prepared(model, config, None if ranks is None else ranks.device),
         digest=_digest(directory),
     )
 
 
+def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
+    """Read what a Hugging Face directory holds beside its weights, as another engine than the native one serves it.
+
+    Raises:
+        ModelError: as `load_model`.
+    """
+    model_config = read_served_config(directory, config)
+    try:
+        generation_config = None
+        if (directory / GENERATION_CONFIG_NAME).is_file():
+            generation_config = GenerationConfig.from_pretrained(directory)
+        tokenizer = _read_tokenizer(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(directory, error) from error
+    return ModelDescription(
+        config=model_config,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(generation_config, model_config, tokenizer),
+        context_length=_context_length(directory, model_config, config),
+    )
+
+
+def read_served_config(directory: Path, config: EngineConfig) -> Any:
+    """The configuration of what a directory's model is served as. Raises `ModelError`."""
+    try:
+        model_config: Any = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(directory, error) from error
+    if not (config.swiftkv and model_config.model_type.endswith("_swiftkv")):
+        model_config.num_key_value_layers, model_config.early_exit = model_config.num_hidden_layers, False
+        model_config.num_key_value_heads_swiftkv = None
+    return model_config
+
+
 def check_sharding(path: str | Path, config: EngineConfig) -> None:
     """Raises `ModelError` where `tensor_parallel_size` does not divide the model, or there are too few devices."""
-    directory = _local_directory(str(path))
+    directory = local_directory(str(path))
     try:
         model_config = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError) as error:
@@ -119,7 +157,8 @@ def _digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _local_directory(path: str) -> Path:
+def local_directory(path: str) -> Path:
+    """The directory, or that of a model on the hub, which is fetched first. Raises `ModelError`."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -134,27 +173,33 @@ def _local_directory(path: str) -> Path:
         ) from error
 
 
-def _has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+def _read_tokenizer(directory: Path) -> Any | None:
+    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return AutoTokenizer.from_pretrained(directory) if has_tokenizer else None
 
 
-def _context_length(model: PreTrainedModel) -> int:
-    text_config = model.config.get_text_config()
-    length = getattr(text_config, "max_position_embeddings", None)
+def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -> int:
+    length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ModelError(
             "config.json names no max_position_embeddings; set max_model_len to the model's context",
             field="max_model_len",
             value=None,
         )
-    return length
+    if config.max_model_len is not None and config.max_model_len > length:
+        raise ModelError(
+            f"max_model_len is {config.max_model_len}; model {str(path)!r} accepts 2..{length}",
+            field="max_model_len",
+            value=config.max_model_len,
+        )
+    return config.max_model_len or length
 
 
-def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
+def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | None) -> frozenset[int]:
     """The generation config's, else the model config's, else the tokenizer's."""
     candidates = (
-        getattr(model.generation_config, "eos_token_id", None),
-        getattr(model.config.get_text_config(), "eos_token_id", None),
+        getattr(generation_config, "eos_token_id", None),
+        getattr(model_config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
     )
     eos = next((candidate for candidate in candidates if candidate is not None), ())

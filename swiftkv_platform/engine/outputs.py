@@ -81,6 +81,22 @@ class RequestOutput:
         return GenerationError(self.error)
 
 
+@dataclass(frozen=True)
+class EngineState:
+    """Load of an engine at one moment."""
+
+    num_running: int
+    """Sequences that run."""
+    num_waiting: int
+    """Sequences that wait for their turn."""
+    num_waiting_tokens: int
+    """Prompt tokens that are not read yet."""
+    num_preemptions: int
+    """Sequences pushed out of the KV cache so far, to be computed again."""
+    kv_cache_usage: float
+    """Share of the KV cache that sequences hold, 0 to 1."""
+
+
 @dataclass
 class StepResult:
     """Result of a step for one scheduled sequence."""

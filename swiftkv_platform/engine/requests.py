@@ -14,7 +14,7 @@ from typing import Any
 
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.detokenizer import IncrementalDetokenizer, StopString
-from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.tokenizers import max_bytes_per_token, special_ids
@@ -38,12 +38,12 @@ class ReadRequest:
 class RequestReader:
     """Makes the sequences of a request, one for each of its `n` samples."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, *, num_slots: int) -> None:
-        self._tokenizer = loaded.tokenizer
-        self._eos_token_ids = loaded.eos_token_ids
-        self._max_model_len = loaded.context_length
-        self._vocab_size: int = loaded.model.config.get_text_config().vocab_size
-        self._has_exit_head = bool(getattr(loaded.model.config, "early_exit", False))
+    def __init__(self, model: ModelDescription, config: EngineConfig, *, num_slots: int) -> None:
+        self._tokenizer = model.tokenizer
+        self._eos_token_ids = model.eos_token_ids
+        self._max_model_len = model.context_length
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+        self._has_exit_head = bool(getattr(model.config, "early_exit", False))
         self._num_slots = num_slots
         self._random = random.Random(config.seed)  # noqa: S311  # sampling, not secrets
         self._arrivals = 0

@@ -79,7 +79,8 @@ class Sequence:
         self._error: str | None = None
         self._error_field: str | None = None
         self._detokenizer = detokenizer
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
+        """Tokens that end the answer."""
         self._arrived = time.perf_counter()
         self._scheduled: float | None = None
         self._first_token: float | None = None
@@ -128,12 +129,16 @@ class Sequence:
     def text(self) -> str:
         return self._detokenizer.text if self._detokenizer else ""
 
-    def start(self, *, num_cached_tokens: int) -> None:
-        """Leave the queue, the KV of the first tokens being there already."""
+    def start(self, *, num_cached_tokens: int, waited_s: float | None = None) -> None:
+        """Leave the queue, the KV of the first tokens being there already.
+
+        Args:
+            waited_s: seconds since it arrived, where that is not now.
+        """
         self._become(SequenceStatus.RUNNING)
         self.num_computed_tokens = num_cached_tokens
         if self._scheduled is None:
-            self._scheduled = time.perf_counter()
+            self._scheduled = time.perf_counter() if waited_s is None else self._arrived + waited_s
             self._num_cached_tokens = num_cached_tokens
 
     def preempt(self) -> None:
@@ -165,7 +170,7 @@ class Sequence:
         self._last_token = time.perf_counter()
         self._first_token = self._first_token or self._last_token
         self.token_ids.append(token_id)
-        if token_id in self._stop_token_ids:
+        if token_id in self.stop_token_ids:
             self.finish("stop")
             return
         if self._detokenizer:

@@ -13,7 +13,7 @@ from swiftkv_platform.errors import EngineDeadError
 
 
 class Source(Protocol):
-    """The part of `AsyncLLMEngine` that a stream tells or asks."""
+    """The part of an engine that a stream tells or asks."""
 
     def forget(self, request_id: str, *, abort: bool) -> None: ...
     def death(self) -> EngineDeadError: ...

@@ -85,6 +85,19 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_distributions_to_judge(self) -> Self:
+        engine: Any = self.engine
+        backend = engine.get("backend") if isinstance(engine, dict) else engine.backend
+        if self.shadow is not None and backend == "vllm":
+            raise PydanticCustomError(
+                "shadow",
+                "shadow compares distributions, which backend native alone gives, and engine.backend is 'vllm'; leave "
+                "one of them out",
+                {"field": "shadow", "value": self.shadow.model_dump()},
+            )
+        return self
+
 
 class ScalingSpec(FiniteModel):
     """Bounds of a deployment's number of replicas. The names are those of Ray Serve's `autoscaling_config`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.limits import (
@@ -13,10 +13,22 @@ from swiftkv_platform.specs.limits import (
     MAX_STREAM_INTERVAL_S,
 )
 
+Backend = Literal["native", "vllm"]
+"""Engines that a replica can run."""
+NATIVE_ONLY: dict[str, tuple[Any, ...]] = {
+    "kv_cache_dtype": ("float32", "int8"),
+    "fuse_weights": (False,),
+    "native_kernels": (False,),
+}
+"""Values of options that vLLM has not."""
+
 
 class EngineConfig(FrozenModel):
     """Settings for loading and running a model. Unknown keys are refused."""
 
+    backend: Literal["auto", "native", "vllm"] = "auto"
+    """Engine of a deployment's replicas: `native` is this project's own, `vllm` is vLLM with this project's plugin.
+    `auto` is vLLM on a GPU, where it is installed and has all that the model and these options offer, else native."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights in memory; `auto` keeps the checkpoint's."""
     swiftkv: bool = True
@@ -70,3 +82,15 @@ class EngineConfig(FrozenModel):
     """Seconds that compiling one may take; the engine steps on meanwhile."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads of one CPU operator; None leaves torch's setting (one thread per core, or `OMP_NUM_THREADS`)."""
+
+    @field_validator(*NATIVE_ONLY)
+    @classmethod
+    def _vllm_has_it(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("backend") == "vllm" and value in NATIVE_ONLY[info.field_name or ""]:
+            raise ValueError(f"{value!r} is an option of backend native alone; backend is 'vllm'")
+        return value
+
+    @property
+    def native_only(self) -> tuple[str, ...]:
+        """Names of the options whose values vLLM has not."""
+        return tuple(name for name, values in NATIVE_ONLY.items() if getattr(self, name) in values)

@@ -17,8 +17,10 @@ def register() -> None:
 
     from swiftkv_platform import configs
     from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, architecture
+    from swiftkv_platform.vllm.frontend import follow_frontend
     from swiftkv_platform.vllm.versions import check_version
 
+    follow_frontend()
     try:
         from vllm import ModelRegistry
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
 
@@ -45,6 +47,35 @@ def test_windows_are_those_of_transformers(name: str) -> None:
     windows = layer_windows(config)
     assert [window is None for window in windows] == [kind == FULL for kind in layer_types(config)]
     assert set(windows) <= {None, getattr(config, "sliding_window", None)}
+
+
+FOLLOWER = """
+import time
+from swiftkv_platform.vllm.frontend import follow_frontend
+follow_frontend()
+print("following", flush=True)
+time.sleep(600)
+"""
+FRONTEND = f"""
+import subprocess, sys
+from swiftkv_platform.vllm.frontend import announce_frontend, follow_frontend
+announce_frontend()
+follow_frontend()
+child = subprocess.Popen([sys.executable, "-c", {FOLLOWER!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_process_of_vllms_ends_with_a_frontend_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", FRONTEND], stdout=subprocess.PIPE, text=True) as frontend:
+        assert frontend.stdout is not None
+        follower = os.pidfd_open(int(frontend.stdout.readline()))
+        assert not select.select([follower], [], [], 0.5)[0], "it follows nobody who has ended"
+        frontend.kill()
+        select.select([follower], [], [])
+    os.close(follower)
 
 
 def test_importing_the_entry_point_imports_no_framework() -> None:

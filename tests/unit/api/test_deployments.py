@@ -50,9 +50,11 @@ def test_a_deployment_comes_up_and_goes_away(server: Server, model: str) -> None
 def test_options_that_no_engine_knows_are_refused_before_anything_starts(server: Server, model: str) -> None:
     path = f"/deployments/{deploy(server, model).json()['id']}"
     for options, field, message in (
-        ({"colour": "red"}, "engine.colour", "unknown option; accepted here: block_size"),
+        ({"colour": "red"}, "engine.colour", "unknown option; accepted here: backend, block_size"),
         ({"max_num_seqs": 0}, "engine.max_num_seqs", "greater than or equal to 1"),
         ({"dtype": 8}, "engine.dtype", "'auto'"),
+        ({"backend": "sglang"}, "engine.backend", "'vllm'"),
+        ({"backend": "vllm", "kv_cache_dtype": "int8"}, "engine.kv_cache_dtype", "backend native alone"),
     ):
         for refused in (
             deploy(server, model, route_prefix="/other", engine=options),
@@ -79,6 +81,7 @@ def test_a_candidate_and_a_shadow_are_part_of_what_is_served(server: Server, mod
         ({"candidate": {"model": "mdl_unknown"}}, "candidate.model"),
         ({"candidate": {**candidate, "share": 2}}, "candidate.share"),
         ({"shadow": {"against": "nobody"}}, "shadow.against"),
+        ({"engine": {"backend": "vllm"}}, "shadow"),
     ):
         refused = server.client.patch(path, json=body)
         assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, field)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from serve.args import ReplicaArgs, ServeArgs, Served
 from serve.deployment import load, model_card
+from swiftkv_platform.engine import AsyncLLMEngine
 from swiftkv_platform.errors import ArtifactCorruptError, ModelError
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
@@ -56,7 +57,8 @@ def test_a_verified_artifact_is_served_with_its_digest(artifact: Path) -> None:
     card = model_card(REPLICA, served(artifact), loaded)
     assert card.manifest_digest == manifest_digest(read_manifest(store, ""))
     assert card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
-    assert len(loaded.engine.generate(["text"])[0].token_ids) > 0
+    assert isinstance(loaded.engine, AsyncLLMEngine)
+    assert len(loaded.engine.engine.generate(["text"])[0].token_ids) > 0
 
 
 def test_a_flipped_byte_is_refused(artifact: Path) -> None:

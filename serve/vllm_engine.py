@@ -1,0 +1,240 @@
+"""vLLM behind a replica's routes, SwiftKV models by this project's plugin. Knows no HTTP.
+
+vLLM schedules, computes and chooses tokens, in processes of its own. Requests are read, limited and refused here as
+for the native engine (`EngineFrontend`), and what vLLM answers is followed token by token (`Sequence`), so that text,
+stop strings, ends of answers and log-probabilities are the same from both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vllm import RequestOutput as VLLMOutput
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from serve.vllm_options import check_params, engine_args, set_environment, vllm_params
+from swiftkv_platform.engine import EngineConfig, Prompt, SamplingParams
+from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
+from swiftkv_platform.engine.grammars import GrammarCompiler
+from swiftkv_platform.engine.loading import ModelDescription, describe_model
+from swiftkv_platform.engine.outputs import EngineState, FinishReason, StepResult, TokenLogprobs
+from swiftkv_platform.engine.requests import RequestReader
+from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.specs.engine import Backend
+
+
+def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEngine:
+    """Start vLLM on a model directory. Blocks until its processes are ready.
+
+    Args:
+        overrides: of `AsyncEngineArgs`.
+
+    Raises:
+        ModelError: a model or an option that vLLM, or the plugin, refuses.
+    """
+    model = describe_model(directory, config)
+    _check_device(config)
+    set_environment(config)
+    stats = Stats()
+    try:
+        args = AsyncEngineArgs(**engine_args(directory, config, model) | overrides)
+        llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # RuntimeError: what a process of vLLM's could not do, with its log above
+        raise ModelError(
+            f"vLLM cannot serve this model with these options: {error}; engine.backend: native may", field="engine"
+        ) from error
+    return VLLMEngine(llm, config, model, stats)
+
+
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""vLLM's reasons for an end that `Sequence` has not come to by itself."""
+
+
+class Stats(StatLoggerBase):  # type: ignore[misc]  # mypy does not see vLLM
+    """The newest of what vLLM's scheduler tells about itself."""
+
+    def __init__(self) -> None:
+        self.num_waiting = self.num_preemptions = 0
+        self.kv_cache_usage = 0.0
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        """vLLM's own call, after each step."""
+        if scheduler_stats is not None:
+            self.num_waiting = scheduler_stats.num_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self.num_preemptions += iteration_stats.num_preempted_reqs
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+class VLLMEngine(EngineFrontend):
+    """Serves vLLM's `AsyncLLM` to coroutines of one event loop.
+
+    Each sample of a request is a request of vLLM's, with a task that hands its outputs to the stream of the caller.
+    """
+
+    backend: Backend = "vllm"
+
+    def __init__(self, llm: AsyncLLM, config: EngineConfig, model: ModelDescription, stats: Stats) -> None:
+        # vLLM refuses at load a cache that does not hold the context, so every prompt that fits that is held.
+        reader = RequestReader(model, config, num_slots=model.context_length)
+        super().__init__(config, model, reader, GrammarCompiler(model, config))
+        self.llm = llm
+        self._stats = stats
+        self._skips_prompts = model.config.num_key_value_layers < model.config.num_hidden_layers
+        self._unfinished: set[Sequence] = set()
+        self._unread: set[Sequence] = set()
+        """Those of the unfinished that have no token yet."""
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+        """By request, the task of each of its samples."""
+
+    @property
+    def state(self) -> EngineState:
+        """Requests as they are known here; vLLM's scheduler tells the rest after each of its steps."""
+        num_waiting = min(self._stats.num_waiting, len(self._unread))
+        return EngineState(
+            num_running=len(self._unfinished) - num_waiting,
+            num_waiting=num_waiting,
+            num_waiting_tokens=sum(sequence.num_prompt_tokens for sequence in self._unread),
+            num_preemptions=self._stats.num_preemptions,
+            kv_cache_usage=self._stats.kv_cache_usage if self._unfinished else 0.0,
+        )
+
+    def check(self, prompts: Several[Prompt], params: SamplingParams) -> None:
+        """As the native engine's, and what vLLM has not. Raises `InvalidInputError` for it."""
+        self.check_health()
+        check_params(params, skips_prompts=self._skips_prompts)
+        super().check(prompts, params)
+
+    def check_health(self) -> None:
+        """Raises `EngineDeadError` once vLLM's processes have ended or it was closed."""
+        if self._failure is None and self.llm.errored:
+            self._break_down(self.llm.dead_error)
+        super().check_health()
+
+    async def _begin(self, admitted: Admitted) -> None:
+        self._check_waiting_tokens()
+        request_id, tenant = admitted.stream.request_id, admitted.tenant
+        salt = {"cache_salt": tenant} if tenant else {}
+        prompt = TokensPrompt(prompt_token_ids=list(admitted.request.token_ids), **salt)
+        sequences = self.reader.sequences(
+            request_id, admitted.request, priority=admitted.priority, tenant=tenant, constraint=admitted.constraint
+        )
+        admitted.stream.open()
+        tasks = self._tasks[request_id] = set()
+        for sequence in sequences:
+            self._unfinished.add(sequence)
+            self._unread.add(sequence)
+            task = asyncio.create_task(self._follow(sequence, prompt), name=f"vllm {request_id}/{sequence.index}")
+            tasks.add(task)
+            task.add_done_callback(partial(self._ended, sequence, tasks))
+
+    def _abort(self, request_id: str) -> None:
+        for task in self._tasks.get(request_id, ()):
+            task.cancel()  # and with it vLLM's request
+
+    async def _stop(self) -> None:
+        tasks = [task for tasks in self._tasks.values() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        reader = self.llm.output_handler
+        if reader is not None:  # or it would report the end of vLLM's processes as a failure
+            reader.cancel()
+        await asyncio.gather(*tasks, *([] if reader is None else [reader]), return_exceptions=True)
+        await asyncio.to_thread(self.llm.shutdown)
+
+    async def _follow(self, sequence: Sequence, prompt: TokensPrompt) -> None:
+        """Hand what vLLM says of one sample to its stream, until it ends or is taken back."""
+        drawn = sequence.params.seed is None and self.config.seed is None  # vLLM is faster without a seed for each
+        params = vllm_params(sequence, seed=None if drawn else sequence.seed)
+        name = f"{sequence.request_id}/{sequence.index}"
+        try:
+            async with aclosing(self.llm.generate(prompt, params, name, priority=sequence.priority)) as outputs:
+                async for output in outputs:
+                    self._take(sequence, output)
+                    if sequence.finish_reason is not None:
+                        break  # at a stop string, say, which vLLM does not look for
+        except VLLMClientError as error:
+            field = getattr(error, "parameter", None) or "prompt"
+            self._put(sequence, StepResult(error=str(error), error_field=field))
+        except VLLMDeadError as error:
+            self._break_down(error)
+        except Exception as error:
+            get_logger().error("vllm_request_failed", request_id=sequence.request_id, exc_info=error)
+            self._put(sequence, StepResult(error=f"vLLM could not answer: {error!r}"))
+
+    def _take(self, sequence: Sequence, output: VLLMOutput) -> None:
+        """Take what is new: vLLM hands over deltas, of several tokens where they came faster than they were read."""
+        [completion] = output.outputs
+        token_ids, logprobs = list(completion.token_ids), [_values(entry) for entry in completion.logprobs or ()]
+        results = [StepResult(token_ids=[token], logprobs=logprobs[at : at + 1]) for at, token in enumerate(token_ids)]
+        results = results or [StepResult()]
+        if sequence in self._unread:
+            self._unread.discard(sequence)
+            num_cached_tokens, stats = output.num_cached_tokens or 0, output.metrics
+            waited_s = None if stats is None else max(stats.scheduled_ts - stats.queued_ts, 0.0)
+            sequence.start(num_cached_tokens=num_cached_tokens, waited_s=waited_s)
+            results[0].prompt_logprobs = [_values(entry) for entry in (output.prompt_logprobs or ())[1:]]
+            if self._skips_prompts:  # as if the prompt was read in one step: each lets one of its tokens through
+                results[0].num_skipped_tokens = sequence.num_prompt_tokens - num_cached_tokens - 1
+        *before, last = results
+        for result in before:
+            self._put(sequence, result)
+            if sequence.finish_reason is not None:
+                return
+        self._put(sequence, last, ended=completion.finish_reason)
+
+    def _put(self, sequence: Sequence, result: StepResult, *, ended: str | None = None) -> None:
+        """Give a result to the sequence, and its output to the stream."""
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.start(num_cached_tokens=0)
+        sequence.take(result)
+        if sequence.finish_reason is None and sequence.constraint is not None and sequence.constraint.failure:
+            sequence.take(StepResult(error=sequence.constraint.failure, error_field=sequence.constraint.name))
+        if sequence.finish_reason is None and ended is not None:
+            sequence.finish(_REASONS.get(ended, "abort"))
+        if sequence.finish_reason is not None:
+            self._unfinished.discard(sequence)
+        self._deliver([sequence.output()])
+
+    def _ended(self, sequence: Sequence, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+        """A sample's task is over, or was cancelled before it began."""
+        self._unfinished.discard(sequence)
+        self._unread.discard(sequence)
+        tasks.discard(task)
+        if not tasks and self._tasks.get(sequence.request_id) is tasks:
+            del self._tasks[sequence.request_id]
+
+
+def _values(logprobs: Mapping[int, Any]) -> TokenLogprobs:
+    return {token: float(entry.logprob) for token, entry in logprobs.items()}
+
+
+def _check_device(config: EngineConfig) -> None:
+    """Raises `ModelError` for a device that the installed vLLM was not built for."""
+    if config.device not in ("auto", current_platform.device_type):
+        raise ModelError(
+            f"engine.device is {config.device!r}, and the vLLM that is installed is built for "
+            f"{current_platform.device_type!r}; 'auto' would do, or backend native",
+            field="engine.device",
+            value=config.device,
+        )

@@ -1,0 +1,139 @@
+"""This project's options and parameters in vLLM's terms. Knows vLLM's names for them, and runs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm import SamplingParams as VLLMParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from swiftkv_platform.engine import EngineConfig, SamplingParams, StructuredOutputs
+from swiftkv_platform.engine.grammars import WHITESPACE
+from swiftkv_platform.engine.loading import ModelDescription
+from swiftkv_platform.engine.sequence import Sequence
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.limits import MAX_LOGPROBS
+from swiftkv_platform.vllm.frontend import announce_frontend
+
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to vLLM's authors from a replica
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas on a machine would be bound to the same cores
+}
+_NATIVE = "backend native has it, and this deployment's engine is vllm"
+
+
+def set_environment(config: EngineConfig) -> None:
+    """Set what vLLM's processes read from the environment when they start; what an operator has set stays."""
+    announce_frontend()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if config.num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+
+
+def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) -> dict[str, Any]:
+    """Keywords of `AsyncEngineArgs`; those that are not given are vLLM's own choice."""
+    args: dict[str, Any] = {
+        "model": str(directory),
+        "dtype": _dtype(config, model),
+        "max_model_len": model.context_length,
+        # A step has a token for each sequence that decodes, so more could not run at a time.
+        "max_num_seqs": min(config.max_num_seqs, config.max_num_batched_tokens),
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_chunked_prefill": True,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "skip_tokenizer_init": model.tokenizer is None,
+        "scheduling_policy": "priority",
+        "max_logprobs": MAX_LOGPROBS,
+        "generation_config": "vllm",  # a request's parameters are complete
+        "structured_outputs_config": {"backend": "guidance"},  # the library that the native engine compiles with
+        "disable_log_stats": True,
+    }
+    if "block_size" in config.model_fields_set:
+        args["block_size"] = config.block_size
+    if config.seed is not None:
+        args["seed"] = config.seed & 0xFFFFFFFF
+    if not config.swiftkv and model.config.model_type.endswith("_swiftkv"):
+        args["hf_overrides"] = {"swiftkv": False}
+    return args
+
+
+def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
+    """Refuse what vLLM has not.
+
+    Args:
+        skips_prompts: the model is a student, of whose prompts most tokens have no logits.
+
+    Raises:
+        InvalidInputError: naming the field and the backend that has it.
+    """
+    if params.early_exit.mode != "off":
+        mode = params.early_exit.mode
+        raise InvalidInputError(f"early_exit is {mode!r}; {_NATIVE}: 'off' is accepted", field="early_exit", value=mode)
+    if params.num_lookup_tokens:
+        raise InvalidInputError(
+            f"num_lookup_tokens is {params.num_lookup_tokens}; {_NATIVE}: 0 is accepted",
+            field="num_lookup_tokens",
+            value=params.num_lookup_tokens,
+        )
+    if skips_prompts and params.prompt_logprobs is not None:
+        raise InvalidInputError(
+            f"prompt_logprobs is {params.prompt_logprobs}; for a SwiftKV model {_NATIVE}: leave it out, or serve the "
+            "teacher with engine.swiftkv: false",
+            field="prompt_logprobs",
+            value=params.prompt_logprobs,
+        )
+
+
+def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
+    """Parameters of one sample. Its text, its stop strings and its end are followed here, by `Sequence`, so that both
+    engines end an answer alike."""
+    params = sequence.params
+    return VLLMParams(
+        max_tokens=sequence.max_output_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias) or None,
+        seed=seed,
+        stop_token_ids=sorted(sequence.stop_token_ids),
+        ignore_eos=True,  # the ends of sequence are among `stop_token_ids`
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        structured_outputs=None if params.structured_outputs is None else _constraint(params.structured_outputs),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _dtype(config: EngineConfig, model: ModelDescription) -> str:
+    """That of the checkpoint where none is asked for: vLLM's `auto` would turn float32 to bfloat16."""
+    if config.dtype != "auto":
+        return config.dtype
+    dtype = getattr(model.config, "dtype", None)
+    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _constraint(wanted: StructuredOutputs) -> StructuredOutputsParams:
+    """The constraint as `GrammarCompiler` reads it."""
+    if wanted.kind in ("json", "json_object"):
+        whitespace: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
+        if wanted.disable_any_whitespace:
+            whitespace = {"whitespace_flexible": False}
+        schema: dict[str, Any] = json.loads(wanted.text)
+        return StructuredOutputsParams(json={**schema, "x-guidance": schema.get("x-guidance", {}) | whitespace})
+    if wanted.kind == "regex":
+        return StructuredOutputsParams(regex=wanted.text)
+    if wanted.kind == "choice":
+        return StructuredOutputsParams(choice=list(wanted.choice or ()))
+    return StructuredOutputsParams(grammar=wanted.text)

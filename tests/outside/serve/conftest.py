@@ -1,0 +1,43 @@
+"""vLLM's engine, on a CPU, for the tests of the HTTP surface that the native one passes (`tests/unit/serve`)."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from serve.vllm_engine import VLLMEngine, load_vllm
+from swiftkv_platform.engine import EngineConfig, SamplingParams
+
+pytest.register_assert_rewrite("tests.surface")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model_dir: Path, engine_config: EngineConfig) -> AsyncIterator[VLLMEngine]:
+    """An engine in processes of its own, not compiled: it is there in seconds."""
+    engine = await asyncio.to_thread(load_vllm, model_dir, engine_config, enforce_eager=True)
+    yield engine
+    await engine.aclose()
+
+
+@pytest.fixture
+def idle(engine: VLLMEngine) -> Callable[[], Awaitable[None]]:
+    async def wait() -> None:
+        """A short request makes vLLM's scheduler tell how full its cache is after it."""
+        while engine.llm.output_processor.has_unfinished_requests():
+            await asyncio.sleep(0.001)
+        outputs = [output async for output in await engine.submit([9], SamplingParams(max_tokens=1, ignore_eos=True))]
+        assert outputs[-1].finished
+        assert engine.llm.get_num_unfinished_requests() == engine.num_requests == 0
+        while engine._stats.kv_cache_usage:
+            await asyncio.sleep(0.001)
+
+    return wait

@@ -1,0 +1,147 @@
+"""Versions that vLLM serves: fetched and verified before it sees them, swapped live, ended with their process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import serve.vllm_engine
+from serve.args import ReplicaArgs
+from serve.current import Current
+from serve.deployment import load_version
+from serve.http import create_http_app
+from serve.swaps import Swaps
+from swiftkv_platform.errors import ArtifactCorruptError, ModelError
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
+from tests.surface.generate import greedy
+from tests.unit.engine.tiny_models import save_swiftkv
+
+ENGINE = {"backend": "vllm", "max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_bytes": 4 << 20}
+LONG = {"prompt": [1, 2, 3], "max_tokens": 50, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    """A published SwiftKV model in a directory store."""
+    save_swiftkv(tmp_path / "model")
+    publish_directory(
+        open_store(str(tmp_path / "store")), tmp_path / "model", "a", kind="artifact", lineage={}, metrics={}
+    )
+    return tmp_path / "store" / "a"
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions that are not compiled, so that they are there in seconds."""
+    load: Callable[..., Any] = serve.vllm_engine.load_vllm
+    monkeypatch.setattr(serve.vllm_engine, "load_vllm", lambda *args: load(*args, enforce_eager=True))
+
+
+def document(artifact: Path, name: str, **engine: Any) -> dict[str, Any]:
+    return {"model": name, "artifact_uri": str(artifact), "revision": name, "engine": engine}
+
+
+async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_request(
+    artifact: Path, tmp_path: Path, eager: None
+) -> None:
+    current = Current()
+    swaps = Swaps(current, lambda served: load_version(ReplicaArgs(id="dep_1"), served))
+    transport = httpx.ASGITransport(create_http_app(current))
+    expected = greedy(LONG["prompt"], tmp_path / "model", LONG["max_tokens"])
+
+    async def ask(client: httpx.AsyncClient) -> tuple[str, list[int]]:
+        answer = (await client.post("/generate", json=LONG)).raise_for_status().json()
+        return answer["model"], answer["choices"][0]["token_ids"]
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://serve") as client:
+        await swaps.want(document(artifact, "one", **ENGINE))
+        assert current.version.engine.backend == "vllm"
+        health = (await client.get("/health")).json()
+        assert health["manifest_digest"] == manifest_digest(read_manifest(open_store(str(artifact)), ""))
+        assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
+        for name, engine in (("two", {"backend": "native"}), ("three", {**ENGINE, "max_num_seqs": 2})):
+            before = current.version
+            await swaps.want(document(artifact, name, **engine))
+            answers = []
+            while current.version is before:
+                answers.append(await ask(client))
+                await asyncio.sleep(0.1)
+            assert current.swap.status == "done", current.swap.message
+            assert (await ask(client)) == (name, expected)
+            assert answers
+            assert all(model in (before.card.model, name) and tokens == expected for model, tokens in answers)
+            while before.engine.num_requests or before.engine._failure is None:
+                await asyncio.sleep(0.05)
+        await swaps.want(document(artifact, "bad", **ENGINE, max_model_len=65))
+        while current.swap.status == "loading":
+            await asyncio.sleep(0.05)
+        assert (current.swap.status, current.version.card.model) == ("refused", "three")
+        assert "max_model_len is 65" in current.swap.message
+    await current.version.drain()
+
+
+async def test_a_flipped_byte_never_comes_to_vllm(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = artifact / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    monkeypatch.setattr(serve.vllm_engine, "load_vllm", lambda *_: pytest.fail("vLLM was started"))
+    served = document(artifact, "one", **ENGINE)
+    with pytest.raises(ArtifactCorruptError, match=r"model\.safetensors"):
+        await Swaps(Current(), lambda one: load_version(ReplicaArgs(id="dep_1"), one)).want(served)
+
+
+async def test_a_device_that_vllm_was_not_built_for_is_refused(artifact: Path) -> None:
+    served = document(artifact, "one", **ENGINE, device="cuda")
+    with pytest.raises(ModelError, match="built for 'cpu'") as caught:
+        await Swaps(Current(), lambda one: load_version(ReplicaArgs(id="dep_1"), one)).want(served)
+    assert caught.value.field == "engine.device"
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from serve.vllm_engine import load_vllm
+from swiftkv_platform.engine import EngineConfig
+
+if __name__ == "__main__":
+    config = EngineConfig(max_num_batched_tokens=64, kv_cache_bytes=4 << 20)
+    engine = load_vllm(Path(sys.argv[1]), config, enforce_eager=True)
+    [process] = engine.llm.engine_core.resources.engine_manager.processes
+    print("started", process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_vllms_processes_end_with_a_replica_that_is_killed(tmp_path: Path) -> None:
+    save_swiftkv(tmp_path / "model")
+    (tmp_path / "hold.py").write_text(HOLD)
+    command = [sys.executable, str(tmp_path / "hold.py"), str(tmp_path / "model")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as replica:
+        assert replica.stdout is not None
+        line = next(line for line in replica.stdout if line.startswith("started"))
+        core = int(line.split()[1])
+        os.kill(core, 0)
+        replica.send_signal(signal.SIGKILL)
+    while _runs(core):
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there, and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,3 @@
+"""vLLM behind OpenAI's routes."""
+
+from tests.surface.openai_routes import *  # noqa: F403

@@ -1,0 +1,355 @@
+"""`/generate` and its like over ASGI, on whichever real engine the fixtures `engine` and `idle` give."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from fastapi import FastAPI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
+from serve.access import Caller
+from serve.answers import Answers
+from serve.current import Current, ModelCard, Version
+from serve.engines import Engine
+from serve.http import create_http_app
+from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.errors import SwiftKVError
+from tests.unit.engine.tiny_models import save_swiftkv
+
+GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+
+Idle = Callable[[], Awaitable[None]]
+"""Returns when the engine holds nothing for any request any more."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_swiftkv(tmp_path_factory.mktemp("swiftkv"))
+
+
+@pytest.fixture(scope="module")
+def engine_config() -> EngineConfig:
+    return EngineConfig(max_num_seqs=1, max_num_waiting=1, stream_interval_s=0.0, kv_cache_bytes=4 << 20)
+
+
+class Ended:
+    """Observer that keeps the answers that have ended."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answers] = []
+
+    def closed(self, answers: Answers, card: ModelCard) -> None:
+        self.answers.append(answers)
+
+    def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
+        """Not kept."""
+
+
+@pytest.fixture
+def ended() -> Ended:
+    return Ended()
+
+
+@pytest.fixture
+def app(engine: Engine, ended: Ended) -> FastAPI:
+    card = ModelCard(
+        deployment="dep_1", model="mdl_1", manifest_digest="abc", swiftkv={"num_key_value_layers": 2}, max_model_len=64
+    )
+    return create_http_app(Current(Version(engine, card, created=1), observers=[ended]))
+
+
+@pytest_asyncio.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve") as client:
+        yield client
+
+
+async def post(client: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    return await client.post("/generate", json=body)
+
+
+def greedy(prompt: list[int], model_dir: Path, count: int = 12) -> list[int]:
+    """The most probable tokens by the project's own forward pass, without an engine."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    model.generation_config.eos_token_id = None
+    tokens = torch.tensor([prompt])
+    generated = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    answer: list[int] = generated[0, len(prompt) :].tolist()
+    return answer
+
+
+async def test_the_answer_has_the_documented_shape(client: httpx.AsyncClient, model_dir: Path) -> None:
+    response = await post(client, prompt=[1, 2, 3], **GREEDY)
+    token_ids = greedy([1, 2, 3], model_dir)
+    answer = response.json()
+    timings = answer.pop("timings")
+    assert answer == {
+        "id": answer["id"],
+        "model": "mdl_1",
+        "choices": [
+            {
+                "index": 0,
+                "text": AutoTokenizer.from_pretrained(model_dir).decode(token_ids),
+                "token_ids": token_ids,
+                "finish_reason": "length",
+                "num_exited_tokens": 0,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 12,
+            "cached_tokens": 0,
+            "prefill_layers_skipped_tokens": 2,
+            "early_exit_tokens": 0,
+        },
+    }
+    assert 0 <= timings["queue_ms"] <= timings["ttft_ms"] <= timings["total_ms"]
+    assert timings["tpot_ms"] > 0
+
+
+async def test_text_prompts_stop_strings_and_seeds_reach_the_engine(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "hello", "max_tokens": 30, "temperature": 1.0, "top_k": 50, "top_p": 0.95, "ignore_eos": True}
+    whole, again, other = [(await post(client, **body, seed=seed)).json()["choices"][0] for seed in (1, 1, 2)]
+    assert whole == again
+    assert whole["text"] != other["text"]
+    stop = whole["text"][5:7]
+    stopped = (await post(client, **body, seed=1, stop=stop)).json()["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == whole["text"][: whole["text"].index(stop)]
+
+
+async def test_log_probabilities_are_those_of_the_model(client: httpx.AsyncClient, model_dir: Path) -> None:
+    answer = (await post(client, prompt=[1, 2, 3], logprobs=2, **GREEDY)).json()["choices"][0]
+    token_ids = answer["token_ids"]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model_dir)(torch.tensor([[1, 2, 3, *token_ids]])).logits[0, 2:-1]
+    for token, row, found in zip(token_ids, logits.log_softmax(-1), answer["logprobs"], strict=True):
+        top = row.topk(2)
+        expected = dict(zip(map(str, top.indices.tolist()), top.values.tolist(), strict=True))
+        assert found == pytest.approx(expected, abs=1e-3)
+        assert str(token) in found
+
+
+async def test_a_stream_joins_to_the_answer(client: httpx.AsyncClient) -> None:
+    whole = (await post(client, prompt=[1, 2, 3], **GREEDY)).json()
+    response = await post(client, prompt=[1, 2, 3], stream=True, **GREEDY)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = [block for block in response.text.split("\n\n") if block]
+    assert blocks.pop() == "data: [DONE]"
+    events = [json.loads(block.removeprefix("data: ")) for block in blocks]
+    choices = [event["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    assert [choice["token_ids"] for choice in choices] == [[token] for token in whole["choices"][0]["token_ids"]]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 11 + ["length"]
+    assert [event.keys() for event in events[:-1]] == [{"id", "model", "choices"}] * 11
+    assert events[-1]["usage"] == whole["usage"]
+    assert events[-1]["timings"].keys() == whole["timings"].keys()
+
+
+async def test_tokens_of_an_interval_come_in_one_event(client: httpx.AsyncClient) -> None:
+    whole = (await post(client, prompt=[1, 2, 3], **GREEDY)).json()
+    response = await post(client, prompt=[1, 2, 3], stream=True, stream_interval_s=10.0, **GREEDY)
+    blocks = [block for block in response.text.split("\n\n") if block]
+    choices = [json.loads(block.removeprefix("data: "))["choices"][0] for block in blocks[:-1]]
+    token_ids = whole["choices"][0]["token_ids"]
+    assert [choice["token_ids"] for choice in choices] == [token_ids[:1], token_ids[1:]]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "message"),
+    [
+        ({"prompt": [1], "stream_interval_s": -1}, "stream_interval_s", "greater than or equal to 0"),
+        ({}, "body", "give prompt or messages, one of them"),
+        ({"prompt": 3}, "prompt", "must be text, a list of token ids, or a list of either"),
+        ({"prompt": [1, "a"]}, "prompt", "must be text, a list of token ids, or a list of either"),
+        ({"prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt": ["a", ""]}, "prompt", "prompt is empty"),
+        ({"prompt": [[1]] * 257}, "prompt", "prompt has 257 entries"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages", "need a chat template"),
+        ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias", "numbers by token id"),
+        ({"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias", "accepts 0..257"),
+        ({"prompt": "a", "n": 0}, "n", "n is 0"),
+        ({"prompt": "a", "early_exit": "sometimes"}, "early_exit.mode", "off, threshold or lossless"),
+        ({"prompt": [1, 999]}, "prompt", "token id 999; this model's vocabulary accepts 0..257"),
+        ({"prompt": "x" * 64}, "prompt", "prompt has 64 tokens; the context of 64 tokens"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be"),
+        ({"prompt": "a", "max_tokens": "9"}, "max_tokens", "valid integer"),
+        ({"prompt": "a", "temperature": -1}, "temperature", "must be a finite number of at least 0"),
+        ({"prompt": "a", "top_p": 2}, "top_p", "at most 1"),
+        ({"prompt": "a", "stop": [""]}, "stop", "non-empty string"),
+        ({"prompt": "a", "stop": [1]}, "stop", "must be a string or a list of strings"),
+        ({"prompt": "a", "colour": "red"}, "colour", "Extra inputs are not permitted"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_requests_are_problems_that_name_the_field(
+    client: httpx.AsyncClient, body: dict[str, Any], field: str, message: str, stream: bool
+) -> None:
+    response = await post(client, **body, stream=stream)
+    problem = response.json()
+    assert (response.status_code, response.headers["content-type"]) == (422, "application/problem+json")
+    assert problem.keys() == {"type", "title", "status", "detail", "instance", "code", "errors"}
+    assert (problem["status"], problem["code"], problem["instance"]) == (422, "invalid_input", "/generate")
+    assert [error["field"] for error in problem["errors"]] == [field]
+    assert message in problem["errors"][0]["message"]
+
+
+async def test_a_body_that_is_no_json_is_a_problem(client: httpx.AsyncClient) -> None:
+    response = await client.post("/generate", content=b"{", headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["code"]) == (422, "invalid_input")
+
+
+async def test_an_unknown_route_is_a_problem(client: httpx.AsyncClient) -> None:
+    response = await client.get("/nothing")
+    assert (response.status_code, response.json()["code"]) == (404, "not_found")
+
+
+async def test_a_full_queue_says_when_to_come_again(client: httpx.AsyncClient) -> None:
+    tasks = [asyncio.create_task(post(client, prompt=[i], **{**GREEDY, "max_tokens": 60})) for i in range(3)]
+    statuses = sorted((await asyncio.gather(*tasks)), key=lambda response: response.status_code)
+    assert [response.status_code for response in statuses] == [200, 200, 429]
+    assert statuses[-1].headers["retry-after"] == "1"
+    assert statuses[-1].json()["code"] == "queue_full"
+
+
+async def test_an_answer_that_comes_too_late_is_given_up(client: httpx.AsyncClient, idle: Idle) -> None:
+    late = {"prompt": [1], "max_tokens": 60, "ignore_eos": True, "timeout_s": 0.001}
+    response = await post(client, **late)
+    assert (response.status_code, response.json()["code"]) == (504, "deadline_exceeded")
+    streamed = await post(client, **late, stream=True)
+    assert '"deadline_exceeded"' in streamed.text.split("\n\n")[-2]
+    in_openais_shape = await client.post("/v1/completions", json={"model": "mdl_1", "prompt": [1], "timeout_s": 0.001})
+    assert in_openais_shape.json()["error"]["code"] == "deadline_exceeded"
+    await idle()
+    assert (await post(client, prompt=[1], timeout_s=60, **GREEDY)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"prompt": [1], "stop": "\\ud800"}',
+        b'{"prompt": [1], "request_id": "\\ud800"}',
+        b'{"prompt": [1], "\\ud800": 1}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": [1e400]}',
+        b'{"prompt": [1], "temperature": NaN}',
+        b'{"prompt": [1], "logit_bias": {"1": 1e999}}',
+        b"\x00",
+        b"null",
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_a_body_that_makes_no_sense_is_the_callers_fault(
+    client: httpx.AsyncClient, path: str, body: bytes
+) -> None:
+    if path.startswith("/v1"):
+        body = body.replace(b"{", b'{"model": "mdl_1", ', 1)
+    response = await client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code in (400, 413, 422), response.text
+
+
+async def test_a_body_of_100_mb_is_not_read(client: httpx.AsyncClient) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * (1 << 20)
+
+    for content in (b" " * (100 << 20), endless()):
+        response = await client.post("/generate", content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == 413
+
+
+async def test_health_says_what_is_served(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health")).json() == {
+        "status": "ok",
+        "deployment": "dep_1",
+        "model": "mdl_1",
+        "manifest_digest": "abc",
+        "swiftkv": {"num_key_value_layers": 2},
+        "max_model_len": 64,
+        "candidate": None,
+        "replica": "",
+        "swap": {"status": "done", "revision": "", "message": ""},
+    }
+
+
+async def check_death(client: httpx.AsyncClient, num_tokens: int | None = None) -> None:
+    """The engine is about to fail, after `num_tokens` of the next answer; callers and probes are told."""
+    streamed = await post(client, prompt=[1], stream=True, **GREEDY | {"max_tokens": 60})
+    blocks = [block for block in streamed.text.split("\n\n") if block]
+    assert num_tokens is None or len(blocks) == num_tokens + 1
+    event, data = blocks[-1].split("\n")
+    assert event == "event: error"
+    assert json.loads(data.removeprefix("data: "))["code"] == "engine_dead"
+    for response in (await post(client, prompt=[1]), await client.get("/health")):
+        assert (response.status_code, response.json()["code"]) == (503, "engine_dead")
+
+
+async def leave_a_stream(app: FastAPI) -> None:
+    """Ask for 60 tokens over bare ASGI, and go away after the first event: httpx's transport only answers whole."""
+    gone = asyncio.Event()
+    body = json.dumps({"prompt": [1], "stream": True, **GREEDY, "max_tokens": 60}).encode()
+    request = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        message = next(request, None)
+        if message is not None:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            gone.set()
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/generate",
+        "raw_path": b"/generate",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("serve", 80),
+        "client": ("client", 1),
+        "scheme": "http",
+        "root_path": "",
+    }
+    await app(scope, receive, send)
+
+
+async def test_a_client_that_leaves_a_stream_frees_the_engine(app: FastAPI, idle: Idle, ended: Ended) -> None:
+    await leave_a_stream(app)
+    await idle()
+    [answers] = ended.answers
+    assert answers.outcome == "left"
+    assert 0 < answers.num_tokens - 1 < 60
+
+
+async def test_requests_at_once_get_their_own_answers(client: httpx.AsyncClient, model_dir: Path) -> None:
+    answers = await asyncio.gather(*(post(client, prompt=[token, 7], **GREEDY) for token in (3, 90)))
+    assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == [
+        greedy([token, 7], model_dir) for token in (3, 90)
+    ]
+
+
+async def test_the_api_reference_comes_from_the_replica(client: httpx.AsyncClient) -> None:
+    page = await client.get("/docs")
+    assert "docs/assets/vendor/swagger-ui-bundle.js" in page.text
+    assert (await client.get("/docs/assets/vendor/swagger-ui-bundle.js")).status_code == 200

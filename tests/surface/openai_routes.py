@@ -1,0 +1,232 @@
+"""OpenAI's routes by OpenAI's own client, on whichever real engine the fixture `engine` gives."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from transformers import AutoTokenizer
+
+from serve.current import Current, ModelCard, Version
+from serve.engines import Engine
+from serve.http import create_http_app
+from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.security.keys import KeyRing, Scope, create_key
+from tests.unit.engine.tiny_models import save_swiftkv
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_swiftkv(tmp_path_factory.mktemp("swiftkv"), 256)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine_config() -> EngineConfig:
+    # `swiftkv: false`: a student has no log-probabilities of its prompt in vLLM.
+    return EngineConfig(max_num_seqs=8, stream_interval_s=0.0, kv_cache_bytes=16 << 20, swiftkv=False)
+
+
+@pytest.fixture
+def current(engine: Engine) -> Current:
+    card = ModelCard(deployment="dep_1", model="tiny", manifest_digest=None, swiftkv=None, max_model_len=256)
+    return Current(Version(engine, card, created=1))
+
+
+def connect(app: FastAPI, api_key: str = "none") -> openai.AsyncOpenAI:
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+    return openai.AsyncOpenAI(api_key=api_key, base_url="http://serve/v1", http_client=http, max_retries=0)
+
+
+@pytest.fixture
+def client(current: Current) -> openai.AsyncOpenAI:
+    return connect(create_http_app(current))
+
+
+async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).owned_by == "swiftkv"
+    with pytest.raises(openai.NotFoundError, match="'tiny' is served here"):
+        await client.models.retrieve("other")
+
+
+async def test_a_completion_is_the_engines(client: openai.AsyncOpenAI, model_dir: Path) -> None:
+    answer = await client.completions.create(prompt="hello", **GREEDY)
+    raw = await client._client.post(
+        "http://serve/generate", json={"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    )
+    assert [choice.text for choice in answer.choices] == [raw.json()["choices"][0]["text"]]
+    assert answer.choices[0].finish_reason == "length"
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 8, 13)
+
+
+async def test_choices_are_samples_within_prompts(client: openai.AsyncOpenAI) -> None:
+    sampled = {**GREEDY, "temperature": 1.0, "seed": 3}
+    both = await client.completions.create(prompt=["hello", "world"], n=2, **sampled)
+    apart = [await client.completions.create(prompt=prompt, n=2, **sampled) for prompt in ("hello", "world")]
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in both.choices] == [choice.text for one in apart for choice in one.choices]
+    assert both.usage is not None
+    assert both.usage.prompt_tokens == 10, "a prompt counts once for all its samples"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_streamed_completion_joins_to_the_whole(client: openai.AsyncOpenAI, n: int) -> None:
+    whole = await client.completions.create(prompt="hello", n=n, seed=1, **GREEDY)
+    stream = await client.completions.create(
+        prompt="hello", n=n, seed=1, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    texts, usages = [""] * n, []
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+        if chunk.usage:
+            usages.append(chunk.usage)
+    assert texts == [choice.text for choice in whole.choices]
+    assert usages == [whole.usage]
+
+
+async def test_log_probabilities_and_echo(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(prompt="hello", logprobs=2, echo=True, **GREEDY)
+    choice = answer.choices[0]
+    found = choice.logprobs
+    assert choice.text.startswith("hello")
+    assert found is not None
+    assert "".join(found.tokens or ())[:5] == "hello"
+    assert len(found.tokens or ()) == len(found.token_logprobs or ()) == len(found.top_logprobs or ()) == 13
+    assert (found.token_logprobs or [0])[0] is None
+    assert all(value < 0 for value in (found.token_logprobs or ())[1:])
+    assert (found.text_offset or ())[:6] == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_chat_is_laid_out_by_the_template(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [
+        {"role": "system", "content": "short"},
+        {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
+    ]
+    answer = await client.chat.completions.create(messages=messages, **GREEDY)
+    plain = await client.completions.create(prompt="system: short\nuser: hello\nassistant:", **GREEDY)
+    assert answer.choices[0].message.content == plain.choices[0].text
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None
+    assert plain.usage is not None
+    assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+async def test_a_streamed_chat_joins_to_the_whole(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    whole = await client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, **GREEDY)
+    stream = await client.chat.completions.create(
+        messages=messages, logprobs=True, top_logprobs=3, stream=True, **GREEDY
+    )
+    deltas = [chunk.choices[0] async for chunk in stream]
+    assert "".join(choice.delta.content or "" for choice in deltas) == whole.choices[0].message.content
+    assert [choice.delta.role for choice in deltas] == ["assistant"] + [None] * 7
+    assert [choice.finish_reason for choice in deltas] == [None] * 7 + ["length"]
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    streamed = [token for choice in deltas if choice.logprobs for token in choice.logprobs.content or ()]
+    assert [token.token for token in streamed] == [token.token for token in logprobs.content or ()]
+    # The second prompt's beginning came from the prefix cache, so the last digits differ.
+    expected = [token.logprob for token in logprobs.content or ()]
+    assert [token.logprob for token in streamed] == pytest.approx(expected, abs=1e-4)
+    for token in logprobs.content or ():
+        assert len(token.top_logprobs) == 3
+        assert math.isclose(token.logprob, token.top_logprobs[0].logprob), (
+            "greedy: the chosen token is the most probable"
+        )
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"model": "other"}, "model", "is served here"),
+        ({"temperature": -1.0}, "temperature", "at least 0"),
+        ({"best_of": 3}, "best_of", "only the value of n"),
+        ({"suffix": "x"}, "suffix", "None"),
+        ({"extra_body": {"colour": "red"}}, "colour", "not permitted"),
+        ({"prompt": "x" * 300}, "prompt", "the context of 256 tokens"),
+    ],
+)
+async def test_bad_requests_have_openais_shape(
+    client: openai.AsyncOpenAI, body: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client.completions.create(**{"prompt": "a", "model": "tiny", **body})
+    assert caught.value.status_code == (404 if param == "model" else 400)
+    assert caught.value.body is not None
+    assert caught.value.param == param
+    assert message in caught.value.message
+
+
+async def test_keys_open_the_door_and_keep_tenants_apart(current: Current, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    tokens = [
+        create_key(path, name=name, tenant=name, scopes=frozenset({scope}))
+        for name, scope in (("ann", Scope.GENERATE), ("bob", Scope.GENERATE), ("eve", Scope.JOBS_READ))
+    ]
+    app = create_http_app(current, key_ring=KeyRing(path))
+    ann, bob, eve = (connect(app, token) for token in tokens)
+    prompt = "a prompt of more than one block of tokens; " * 4
+    cached = []
+    for who in (ann, ann, bob):
+        usage = (await who.completions.create(prompt=prompt, **GREEDY)).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None  # type: ignore[attr-defined]
+        cached.append(usage.prompt_tokens_details.cached_tokens)  # type: ignore[attr-defined]
+    assert cached[1] >= 128
+    assert cached == [0, cached[1], 0], "a prefix is found again by its own tenant alone"
+    with pytest.raises(openai.PermissionDeniedError, match="this needs generate"):
+        await eve.completions.create(prompt=prompt, **GREEDY)
+    with pytest.raises(openai.AuthenticationError, match="unknown, or was revoked"):
+        await connect(app, "skv_nobody").completions.create(prompt=prompt, **GREEDY)
+
+
+async def test_a_tenants_deployment_answers_its_own_keys_alone(current: Current, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    scopes = frozenset({Scope.ADMIN})
+    own, others = (create_key(path, name=name, tenant=name, scopes=scopes) for name in ("ann", "bob"))
+    app = create_http_app(current, key_ring=KeyRing(path), tenant="ann")
+    assert (await connect(app, own).completions.create(prompt="a", **GREEDY)).choices
+    with pytest.raises(
+        openai.PermissionDeniedError, match="key 'bob' is of tenant 'bob', and this deployment of another"
+    ):
+        await connect(app, others).completions.create(prompt="a", **GREEDY)
+
+
+async def test_tokens_there_and_back(client: openai.AsyncOpenAI) -> None:
+    there = await client._client.post("http://serve/tokenize", json={"prompt": "héllo"})
+    tokens = there.json()["tokens"]
+    back = await client._client.post("http://serve/detokenize", json={"tokens": tokens})
+    assert back.json() == {"prompt": "héllo"}
+    outside = await client._client.post("http://serve/detokenize", json={"tokens": [99999]})
+    assert (outside.status_code, outside.json()["errors"][0]["field"]) == (422, "tokens")
+
+
+async def test_metrics_count_what_was_served(client: openai.AsyncOpenAI) -> None:
+    await client.completions.create(prompt="hello", n=2, **GREEDY)
+    with pytest.raises(openai.BadRequestError):
+        await client.completions.create(prompt="x" * 300, model="tiny")
+    text = (await client._client.get("http://serve/metrics")).text
+    for line in (
+        "swiftkv:prompt_tokens_total 5.0",
+        "swiftkv:generation_tokens_total 16.0",
+        'swiftkv:request_success_total{finished_reason="length"} 2.0',
+        'swiftkv:rejected_requests_total{reason="invalid_input"} 1.0',
+        "swiftkv:time_to_first_token_seconds_count 2.0",
+        "swiftkv:num_requests_running 0.0",
+    ):
+        assert line in text

@@ -65,7 +65,7 @@ def load_model(path: str | Path, config: EngineConfig, ranks: Ranks | None = Non
             value=config.max_model_len,
         )
     return LoadedModel(
-        model=_prepared(model, config, None if ranks is None else ranks.device),
+        model=prepare(model, config, None if ranks is None else ranks.device),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(model, tokenizer),
         context_length=config.max_model_len or context_length,
@@ -161,7 +161,7 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[i
     return frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def _prepared(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
     """Return the model on its device, its weights laid out for inference."""
     device = device or config.device
     if device == "auto":

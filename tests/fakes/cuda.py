@@ -64,6 +64,8 @@ class DeviceLog(TorchDispatchMode):
             return func(*args, **kwargs)
         if name not in FREE_VIEWS:
             self.kernels[name] += 1
+        if name == "torch_attn._varlen_attn":
+            _check_flash_attention(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             self.waits.append(name)
             return _number(args[0].dtype)
@@ -100,6 +102,44 @@ class DeviceLog(TorchDispatchMode):
         if name == "aten.bincount":
             return torch.empty(kwargs.get("minlength", 0) or args[2], dtype=torch.long, device=args[0].device)
         return func(*args, **kwargs)
+
+
+def _check_flash_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    scale: float | None,
+    window_size: Any,
+    enable_gqa: bool = False,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: Any = None,
+) -> None:
+    """Check what PyTorch's FlashAttention 2 demands of its arguments and fake kernels do not (`flash_api.cpp`)."""
+    heads, dim = query.shape[1:]
+    assert query.dtype in (torch.float16, torch.bfloat16)
+    assert key.dtype == value.dtype == query.dtype
+    assert dim % 8 == 0
+    assert dim <= 256
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert max_q > 0
+    assert max_k > 0
+    for table in (cu_seq_q, cu_seq_k, seqused_k, *(() if block_table is None else (block_table,))):
+        assert table.dtype == torch.int32
+        assert table.is_contiguous()
+    num_runs = seqused_k.shape[0]
+    assert cu_seq_q.shape == cu_seq_k.shape == (num_runs + 1,)
+    assert heads % key.shape[-2] == 0
+    assert enable_gqa or heads == key.shape[-2]
+    assert key.shape[-1] == value.shape[-1] == dim
+    if block_table is not None:
+        assert key.shape[1] % 256 == 0
+        assert block_table.shape[0] == num_runs
 
 
 @functools.cache

@@ -64,11 +64,13 @@ def load_model(path: str | Path, config: EngineConfig, ranks: Ranks | None = Non
             field="max_model_len",
             value=config.max_model_len,
         )
+    context_length = config.max_model_len or context_length
+    _settle_rotary_factors(model, context_length)
     return LoadedModel(
         model=prepare(model, config, None if ranks is None else ranks.device),
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(model, tokenizer),
-        context_length=config.max_model_len or context_length,
+        context_length=context_length,
         digest=_digest(directory),
     )
 
@@ -148,6 +150,26 @@ def _context_length(model: PreTrainedModel) -> int:
             value=None,
         )
     return length
+
+
+def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
+    """Keep the factors of short sequences, where transformers chooses by the longest sequence of each batch.
+
+    Keys are cached with the factors of their time, so a sequence that grows past the border would need all of its own
+    anew; until the engine does that, lengths beyond it are refused.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type")
+    if rope_type == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
+        longest = rope["original_max_position_embeddings"]
+        raise ModelError(
+            f"max_model_len is {max_model_len}; this model's LongRoPE has other rotary factors for sequences of more "
+            f"than {longest} tokens, and the engine does not change over: set max_model_len to {longest} or less",
+            field="max_model_len",
+            value=max_model_len,
+        )
+    if rope_type in ("longrope", "dynamic"):
+        model.model.rotary_emb.rope_type = "default"  # transformers then leaves the factors that it began with
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:

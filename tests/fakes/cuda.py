@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import cpp_extension
@@ -144,12 +143,11 @@ def _check_flash_attention(
 
 @functools.cache
 def _register_device() -> None:
-    """Skips the test where torch has no CUDA and there is no compiler."""
     if torch.backends.cuda.is_built():
         return
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("fake CUDA tensors on a torch without CUDA need g++")
+        raise RuntimeError("fake CUDA tensors on a torch without CUDA need g++")
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory) / "guard.so"
         includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
@@ -188,6 +186,7 @@ def fake_cuda() -> Iterator[DeviceLog]:
         "is_available": True,
         "device_count": 1,
         "get_device_capability": (9, 0),
+        "is_bf16_supported": True,
         "mem_get_info": (FREE_MEMORY, TOTAL_MEMORY),
         "memory_allocated": ALLOCATED_MEMORY,
         "max_memory_allocated": PEAK_MEMORY,

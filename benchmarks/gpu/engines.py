@@ -68,7 +68,7 @@ def own_engine(model: Path, limits: Limits) -> Iterator[Running]:
             play=engine_system(engine),
             answers=lambda prompts, num_tokens: engine_answers(engine, prompts, num_tokens),
             num_blocks=engine.num_blocks,
-            block_size=config.block_size,
+            block_size=engine.block_size,
         )
     finally:
         engine.close()

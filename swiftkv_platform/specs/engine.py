@@ -43,11 +43,14 @@ class EngineConfig(FrozenModel):
     """Tokens of one step, decodes and chunks of prompts together. May be smaller than `max_num_seqs`."""
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     """Memory of the KV cache in bytes, on each device; None takes what `max_num_seqs` sequences of `max_model_len`
-    tokens need, at most a quarter of the device's free memory."""
+    tokens need, at most a quarter of a host's free memory, or what a GPU has left beside the largest step, 0.9 of its
+    memory being used."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
-    """Type of K and V in the cache; `auto` is that of the weights. `fp8` and `int8` add one scale a token and head."""
-    block_size: Annotated[int, Field(ge=1)] = 16
-    """Tokens of a block, the unit in which the KV cache is given out and prefixes are found again."""
+    """Type of K and V in the cache; `auto` is that of the weights, and the only one on a GPU. `fp8` and `int8` add one
+    scale a token and head."""
+    block_size: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of a block, the unit in which the KV cache is given out and prefixes are found again. None: 16, and 256 on
+    a GPU, where attention reads blocks of a multiple of 256."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     fuse_weights: bool = True

@@ -1,4 +1,4 @@
-"""What an installation without extras is enough for: the vLLM plugin, the client and the command line."""
+"""Uses of an installation without extras: the vLLM plugin, the client and the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine a version runs on, and what is refused of an engine that has it not."""
+"""Choice of the engine that a version runs on, and refusal of what an engine has not."""
 
 from __future__ import annotations
 

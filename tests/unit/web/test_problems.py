@@ -31,7 +31,7 @@ MEMBERS = {"type", "title", "status", "detail", "instance", "code", "errors"}
 
 
 def answers(error: SwiftKVError, path: str = "/failing") -> tuple[httpx.Response, httpx.Response]:
-    """What the control plane and a replica answer where a route raises `error`."""
+    """Answers of the control plane and of a replica where a route raises `error`."""
 
     def ask(app: FastAPI) -> httpx.Response:
         @app.get(path)

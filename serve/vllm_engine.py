@@ -63,6 +63,8 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
     return VLLMEngine(llm, config, model, stats)
 
 
+_REAP_S = 5.0
+"""Seconds in which a process that was killed has ended."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 """vLLM's reasons for an end that `Sequence` has not come to by itself."""
 
@@ -160,7 +162,7 @@ class VLLMEngine(EngineFrontend):
         if reader is not None:  # or it would report the end of vLLM's processes as a failure
             reader.cancel()
         await asyncio.gather(*tasks, *([] if reader is None else [reader]), return_exceptions=True)
-        await asyncio.to_thread(self.llm.shutdown)
+        await asyncio.to_thread(_shut_down, self.llm)
 
     async def _follow(self, sequence: Sequence, prompt: TokensPrompt) -> None:
         """Hand what vLLM says of one sample to its stream, until it ends or is taken back."""
@@ -223,6 +225,14 @@ class VLLMEngine(EngineFrontend):
         tasks.discard(task)
         if not tasks and self._tasks.get(sequence.request_id) is tasks:
             del self._tasks[sequence.request_id]
+
+
+def _shut_down(llm: AsyncLLM) -> None:
+    """End vLLM's processes, and reap them: a replica that swaps would keep one dead process for each version."""
+    manager = llm.engine_core.resources.engine_manager
+    llm.shutdown()
+    for process in () if manager is None else manager.processes:
+        process.join(_REAP_S)
 
 
 def _values(logprobs: Mapping[int, Any]) -> TokenLogprobs:

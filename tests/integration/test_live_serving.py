@@ -303,7 +303,7 @@ def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
     cluster: RayServe, spec: ResolvedDeployment, url: str
 ) -> None:
     """By the engine's own load: fewer requests than the fallback would start a replica for, with long prompts."""
-    engine = {**ENGINE, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
+    engine = {**spec.engine, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
     scaled = changed(spec, max_replicas=2, upscale_delay_s=1.0, downscale_delay_s=2.0, engine=engine)
     serve(cluster, scaled)
     over = threading.Event()

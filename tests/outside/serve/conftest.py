@@ -16,7 +16,9 @@ import pytest_asyncio
 
 from serve.vllm_engine import VLLMEngine, load_vllm
 from swiftkv_platform.engine import EngineConfig, SamplingParams
+from tests.rays import become_a_driver
 
+become_a_driver()
 pytest.register_assert_rewrite("tests.surface")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 import serve.vllm_engine
@@ -89,6 +90,8 @@ async def test_a_version_is_swapped_from_engine_to_engine_under_a_running_reques
         assert (current.swap.status, current.version.card.model) == ("refused", "three")
         assert "max_model_len is 65" in current.swap.message
     await current.version.drain()
+    processes = psutil.Process().children()
+    assert not [one for one in processes if one.status() == psutil.STATUS_ZOMBIE], "those of old versions are reaped"
 
 
 async def test_a_flipped_byte_never_comes_to_vllm(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

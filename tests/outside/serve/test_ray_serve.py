@@ -1,0 +1,69 @@
+"""Ray Serve with vLLM in the replicas: the tests under load that the native engine passes, on compiled models."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+import tests.integration.conftest
+from swiftkv_platform.cluster.ray_serve import RayServe
+from swiftkv_platform.orchestration.ports import DeploymentSpec
+from tests.integration.conftest import dashboard_url, serve_port, wait_for
+from tests.integration.load import PROMPTS, Expected, ask
+from tests.integration.test_live_serving import (
+    ENGINE,
+    artifacts,
+    cluster,
+    expected,
+    replica_pids,
+    serve,
+    test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing,
+    test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away,
+    test_the_official_client_streams_what_it_answers,
+    url,
+)
+
+__all__ = [
+    "artifacts",
+    "cluster",
+    "dashboard_url",
+    "expected",
+    "serve_port",
+    "test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing",
+    "test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away",
+    "test_the_official_client_streams_what_it_answers",
+    "url",
+]
+
+tests.integration.conftest.DEADLINE_S = 900.0
+"""vLLM compiles each new replica's model, on the cores that the others answer with."""
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def spec(artifacts: Path) -> DeploymentSpec:
+    engine = {**ENGINE, "backend": "vllm", "kv_cache_bytes": 16 << 20}
+    return DeploymentSpec("dep_live", "one", str(artifacts / "one"), "/live", engine=engine)
+
+
+def test_no_process_of_vllms_outlives_its_replica(
+    cluster: RayServe, spec: DeploymentSpec, dashboard_url: str, url: str, expected: Expected
+) -> None:
+    serve(cluster, spec)
+    [replica] = replica_pids(dashboard_url)
+    children = [
+        child for child in psutil.Process(replica).children(recursive=True) if "VLLM" in "".join(child.cmdline())
+    ]
+    assert children
+    os.kill(replica, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children)
+    assert not alive
+    wait_for(lambda: replica_pids(dashboard_url) not in ([], [replica]))
+    with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
+        assert ask(client, PROMPTS[0], stream=False) == ({"one"}, expected["one"][0])

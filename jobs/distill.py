@@ -37,7 +37,11 @@ from jobs.failures import Failure, explain, root_cause
 from jobs.sweep import run_sweep
 from jobs.tasks import evaluate
 from jobs.values import StoppedError
-from swiftkv_platform.contract.attempts import MANIFEST, AttemptEvent, AttemptRequest, Manifest, artifact_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent
+from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION, refusal
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
@@ -62,10 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--job-id", required=True)
     parser.add_argument("--attempt", required=True, type=int)
     parser.add_argument("--store", required=True, help="object store: a directory or s3://bucket/prefix")
+    parser.add_argument(PROTOCOL_OPTION, type=int, default=1, help="version of the control plane's protocol")
     options = parser.parse_args(arguments)
     configure_logging(job_id=options.job_id, attempt=options.attempt)
-    store = open_store(options.store)
-    request = AttemptStore(store).read_request(options.job_id, options.attempt)
+    store, attempt = open_store(options.store), AttemptId(options.job_id, options.attempt)
+    if options.protocol > PROTOCOL:
+        message = refusal(workers=PROTOCOL, control_plane=options.protocol)
+        get_logger().error("attempt_refused", error=message)
+        failure = Failure(ReasonCode.PROTOCOL_MISMATCH, message, value=options.protocol, retryable=False)
+        _report(failure, store, attempt)
+        return 1
+    request = AttemptStore(store).read_request(attempt)
     _set_ray_train_environment()
     ray.init()
     signal.signal(signal.SIGTERM, _stop)  # after ray.init, which sets a handler of its own
@@ -80,26 +91,29 @@ def run_attempt(store: ObjectStore, request: AttemptRequest) -> Failure | None:
     try:
         distill(store, request)
     except StoppedError as stopped:
-        if stopped.reason == "paused":
-            Reporter(store, request, "driver").status("paused")
+        if stopped.reason is ReasonCode.PAUSED:
+            Reporter(store, request.attempt_id, "driver").status("paused")
             return None
-        failure = Failure("preempted", "told to stop while it trained; a checkpoint of that step is complete")
-        driver = Reporter(store, request, "driver")
-        driver.error(failure.message, code=failure.code, field=None, value=None, retryable=True)
+        failure = Failure(stopped.reason, "told to stop while it trained; a checkpoint of that step is complete")
+        _report(failure, store, request.attempt_id)
         sys.exit(_TERMINATED)
     except Exception as error:
         failure = explain(error)
         get_logger().error("attempt_failed", code=failure.code, error=failure.message, exc_info=error)
-        Reporter(store, request, "driver").error(
-            failure.message, code=failure.code, field=failure.field, value=failure.value, retryable=failure.retryable
-        )
+        _report(failure, store, request.attempt_id)
         return failure
     return None
 
 
+def _report(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
+    Reporter(store, attempt, "driver").error(
+        failure.message, code=failure.code, field=failure.field, value=failure.value, retryable=failure.retryable
+    )
+
+
 def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
     """The phases of an attempt; returns the manifest of the published model."""
-    reporter = Reporter(store, request, "driver")
+    reporter = Reporter(store, request.attempt_id, "driver")
     reporter.status("running")
     refuse_unshared_store(store)
     warn_if_too_large(reporter, request.spec)
@@ -112,7 +126,7 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
         say_waiting(reporter, request.spec, "evaluate")
         task = as_task(evaluate, request.spec.resources)
         manifest = wait_for(task.remote(request, store.uri, checkpoint, prepared), store, request)
-    reporter.artifact(artifact_prefix(request.job_id, request.attempt), manifest)
+    reporter.artifact(request.attempt_id.artifact_prefix, manifest)
     _clean_up(store, request)
     return manifest
 
@@ -122,7 +136,7 @@ def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:
     that is away does not undo that success."""
     attempts = AttemptStore(store)
     try:
-        if not attempts.is_superseded(request.job_id, request.attempt):
+        if not attempts.is_superseded(request.attempt_id):
             attempts.discard_inputs(request.job_id)
             attempts.discard_trial_checkpoints(request.job_id)
     except StorageError as error:
@@ -161,7 +175,7 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
                 if cause is None:
                     raise
                 raise cause from error
-        fetch_directory(store, artifact_prefix(name, 1), output)
+        fetch_directory(store, request.attempt_id.artifact_prefix, output)
     return output
 
 

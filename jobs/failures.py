@@ -11,6 +11,7 @@ from typing import Any
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.train import ControllerError, WorkerGroupError
 
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
 
 _DEFECTS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, TypeError, ValueError)
@@ -52,25 +53,26 @@ def explain(error: BaseException) -> Failure:
     causes = list(_causes(error))
     for cause in causes:
         if isinstance(cause, OutOfMemoryError):
-            return Failure("out_of_memory", f"the machine ran out of memory; {_LESS_MEMORY}: {_first_line(cause)}")
+            message = f"the machine ran out of memory; {_LESS_MEMORY}: {_first_line(cause)}"
+            return Failure(ReasonCode.OUT_OF_MEMORY, message)
         line = _line_with(cause, *_NO_MEMORY)
         # torch's goes by its name: the driver imports no torch
         if line is None and (isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"):
             line = _first_line(cause)
         if line is not None:
             message = f"a worker ran out of memory; {_LESS_MEMORY}: {line}"
-            return Failure("out_of_memory", message, "training.micro_batch_size", retryable=False)
+            return Failure(ReasonCode.OUT_OF_MEMORY, message, "training.micro_batch_size", retryable=False)
     for cause in causes:
         line = _line_with(cause, _NO_SPACE)
         if line is not None:
             message = f"a disk is full; checkpoints and data pass through the temporary directory of a machine: {line}"
-            return Failure("worker_lost", message)
+            return Failure(ReasonCode.WORKER_LOST, message)
     for cause in causes:
         if isinstance(cause, _DEFECTS):
             return Failure(SwiftKVError.code, f"{type(cause).__name__}: {_first_line(cause)}", retryable=False)
     lost = next((cause for cause in causes if isinstance(cause, _LOST)), None)
     if lost is not None or isinstance(causes[-1], WorkerGroupError):
-        return Failure("worker_lost", f"workers were lost again and again: {_first_line(lost or causes[0])}")
+        return Failure(ReasonCode.WORKER_LOST, f"workers were lost again and again: {_first_line(lost or causes[0])}")
     return Failure(SwiftKVError.code, f"{type(causes[0]).__name__}: {_first_line(causes[0])}")
 
 

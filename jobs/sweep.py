@@ -20,7 +20,10 @@ from jobs.driver import as_task, train, wait_for
 from jobs.failures import explain, root_cause
 from jobs.tasks import evaluate_trial, publish_trial
 from jobs.values import STOPPED, StoppedError
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest, attempt_prefix, trials_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent, MessageEvent, MetricsEvent, PlacementEvent, TrackingEvent
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
@@ -55,7 +58,7 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
         "sweep.html": sweep_page(request.spec.name, report),
     }
     for name, text in files.items():
-        store.put_bytes(f"{attempt_prefix(request.job_id, request.attempt)}/{name}", text.encode())
+        store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
     reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)
     trial = _choose(report, trials)
     reporter.message(f"trial {trial.name} is the cheapest within the budget")
@@ -75,7 +78,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
     before it."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, trial=trial.name)
     store = open_store(store_uri)
-    reporter = Reporter(store, request, f"trial-{trial.name}")
+    reporter = Reporter(store, request.attempt_id, f"trial-{trial.name}")
     trial_store = _trial_store(store, request, trial)
     attempts = AttemptStore(trial_store)
     own = request.model_copy(
@@ -89,25 +92,29 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
     num_trials = len(expand(request.spec))
 
     def forward(event: AttemptEvent) -> None:
-        if event.type == "metrics":
-            total = int(event.data["total_steps"])
-            points = [
-                {**p, "step": trial.index * total + p["step"], "trial": trial.index} for p in event.data["points"]
-            ]
-            reporter.metrics(points, num_trials * total)
-        elif event.type == "placement":
-            reporter.placement(**event.data)
-        elif event.type in ("message", "tracking"):
-            reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
+        match event:
+            case MetricsEvent():
+                total = event.data["total_steps"]
+                points = [
+                    {**point, "step": trial.index * total + point["step"], "trial": trial.index}
+                    for point in event.data["points"]
+                ]
+                reporter.metrics(points, num_trials * total)
+            case PlacementEvent():
+                reporter.placement(event.data)
+            case MessageEvent() | TrackingEvent():
+                reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
 
     with following(attempts, own, forward):
         try:
-            checkpoint, prepared = train(trial_store, own, Reporter(trial_store, own, "driver"), rows_store=store)
+            checkpoint, prepared = train(
+                trial_store, own, Reporter(trial_store, own.attempt_id, "driver"), rows_store=store
+            )
         except Exception as error:
             if not _is_a_result(error):
                 raise
             message = explain(error).message
-            trial_store.put_bytes(_failure_key(request.job_id, request.attempt), message.encode())
+            trial_store.put_bytes(_failure_key(request.attempt_id), message.encode())
             return Outcome(None, message)
         say_waiting(reporter, own.spec, "evaluate")
         task = as_task(evaluate_trial, trial.spec.resources)
@@ -120,7 +127,7 @@ def _is_a_result(error: Exception) -> bool:
     cause = root_cause(error)
     if isinstance(cause, InvalidInputError):
         return cause.field == GROUP_SIZE_FIELD  # too large for this trial's l
-    return isinstance(cause, TrainingError) or explain(error).code == "out_of_memory"
+    return isinstance(cause, TrainingError) or explain(error).code == ReasonCode.OUT_OF_MEMORY
 
 
 def _run_trials(
@@ -165,9 +172,9 @@ def _run_trials(
 def _pass_on(stop_request: StopRequest, trial: AttemptStore, request: AttemptRequest) -> None:
     """Tell a running trial what is wanted of the job."""
     if stop_request is StopRequest.PAUSE:
-        trial.request_pause(request.job_id, request.attempt)
+        trial.request_pause(request.attempt_id)
     elif stop_request is StopRequest.STOP:
-        trial.announce_preemption(request.job_id, request.attempt)
+        trial.announce_preemption(request.attempt_id)
 
 
 def _outcome(task: ray.ObjectRef) -> Outcome | None:
@@ -186,18 +193,18 @@ def _trial_store(store: ObjectStore, request: AttemptRequest, trial: Trial) -> O
 def _outcome_before(store: ObjectStore, request: AttemptRequest, trial: Trial) -> Outcome | None:
     """Return the trial's outcome under whichever attempt ended it."""
     trial_store = _trial_store(store, request, trial)
-    for attempt in range(request.attempt, 0, -1):
-        manifest = AttemptStore(trial_store).artifact_manifest(request.job_id, attempt)
+    for attempt in reversed(request.attempt_id.so_far()):
+        manifest = AttemptStore(trial_store).artifact_manifest(attempt)
         if manifest is not None:
             return Outcome(manifest)
-        failure = _failure_key(request.job_id, attempt)
+        failure = _failure_key(attempt)
         if trial_store.head(failure) is not None:
             return Outcome(None, trial_store.get_bytes(failure).decode())
     return None
 
 
-def _failure_key(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/failed.txt"
+def _failure_key(attempt: AttemptId) -> str:
+    return f"{attempt.prefix}/failed.txt"
 
 
 def _point(trial: Trial, outcome: Outcome) -> Point:

@@ -80,7 +80,7 @@ def _collect_elsewhere(
     """Collect all shares but the first in tasks of their own, which are under way when this returns."""
     # The task that asks holds one worker's resources itself: together they take what training will.
     if num_shares > 1:
-        say_waiting(Reporter(open_store(store_uri), request, "prepare"), request.spec, "calibrate")
+        say_waiting(Reporter(open_store(store_uri), request.attempt_id, "prepare"), request.spec, "calibrate")
     task = ray.remote(collect_share).options(**task_options(request.spec.resources))
     pending = [task.remote(request, store_uri, rows, share, num_shares) for share in range(1, num_shares)]
     return (ray.get(share) for share in pending)

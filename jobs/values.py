@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.errors import TrainingError
 from swiftkv_platform.specs import JobSpec
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
+StopReason = Literal[ReasonCode.PREEMPTED, ReasonCode.PAUSED]
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,13 @@ class Outcome:
     """Key of the newest complete checkpoint."""
     error: TrainingError | None = None
     """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
-    stopped: Literal["preempted", "paused"] | None = None
+    stopped: StopReason | None = None
     """Reason for which the run ended before its last step, with a checkpoint of where it was."""
 
 
-STOPPED: dict[StopRequest, Literal["preempted", "paused"]] = {
-    StopRequest.STOP: "preempted",
-    StopRequest.PAUSE: "paused",
+STOPPED: dict[StopRequest, StopReason] = {
+    StopRequest.STOP: ReasonCode.PREEMPTED,
+    StopRequest.PAUSE: ReasonCode.PAUSED,
 }
 """Reason for which an attempt ends, by the stop request that ends it."""
 
@@ -65,6 +68,6 @@ STOPPED: dict[StopRequest, Literal["preempted", "paused"]] = {
 class StoppedError(Exception):
     """The attempt has ended before its time, as it was asked to; of what was trained there is a complete checkpoint."""
 
-    def __init__(self, reason: Literal["preempted", "paused"]) -> None:
+    def __init__(self, reason: StopReason) -> None:
         super().__init__(reason)
         self.reason = reason

@@ -10,7 +10,7 @@ from ray.serve.config import RequestRouterConfig
 from serve.args import ReplicaArgs, ServeArgs
 from serve.deployment import Replica
 from serve.prefix_router import ROUTER
-from swiftkv_platform.contract.autoscaling import autoscaling_config
+from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
 
 MAX_ONGOING_REQUESTS = 4096
 """Requests Serve hands to a replica at once. Far more than an engine admits: the replica itself refuses what is too
@@ -28,13 +28,7 @@ def build_app(args: dict[str, Any]) -> Any:
         Replica,
         name="Replica",
         ray_actor_options=_resources(parsed),
-        autoscaling_config=autoscaling_config(
-            min_replicas=parsed.min_replicas,
-            max_replicas=parsed.max_replicas,
-            target_ongoing_requests=parsed.target_ongoing_requests,
-            upscale_delay_s=parsed.upscale_delay_s,
-            downscale_delay_s=parsed.downscale_delay_s,
-        ),
+        autoscaling_config=autoscaling_config(parsed),
         user_config=None if served is None else served.model_dump(mode="json"),
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
@@ -46,10 +40,7 @@ def build_app(args: dict[str, Any]) -> Any:
 
 
 def _resources(args: ServeArgs) -> dict[str, float]:
-    """Resources that Ray reserves for a replica."""
-    ranks = args.engine.tensor_parallel_size
-    num_gpus = float(ranks * (args.engine.device == "cuda")) if args.num_gpus is None else args.num_gpus
-    return {
-        "num_cpus": ranks * (args.engine.num_threads or 1) if args.num_cpus is None else args.num_cpus,
-        "num_gpus": num_gpus,
-    }
+    """Resources that Ray reserves for a replica: those that the arguments name, else those that its engine needs."""
+    named = {"num_cpus": args.num_cpus, "num_gpus": args.num_gpus}
+    needed = replica_resources(args.engine.model_dump())
+    return {name: needed[name] if amount is None else amount for name, amount in named.items()}

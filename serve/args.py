@@ -2,59 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.specs.deployment import ReplicasSpec, ResolvedCandidate, ServedSpec
 
 HUB_PREFIX = "hf:"
 """Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""
 
-_STRICT = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
+class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
+    """The served models: Serve's `user_config`. A change of it alone is swapped in by the replicas that run.
 
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+    `model` and `candidate.model` may be any names; answers carry them.
+    """
 
-
-class Candidate(BaseModel):
-    """A second model in every replica, with an engine of the same options, that answers some of the requests."""
-
-    model_config = _STRICT
-
-    model: Annotated[str, Field(min_length=1)]
-    """Answers that it gives carry its name."""
-    artifact_uri: Annotated[str, Field(min_length=1)]
-    share: Share = 0.0
-    """Share of the requests, drawn for each; they may name either model."""
-
-
-class ShadowArgs(BaseModel):
-    """Model that runs beside the one in service, to see how far it would have answered otherwise."""
-
-    model_config = _STRICT
-
-    against: Literal["teacher", "candidate"]
-    """`teacher`: that of the served student, loaded from the same artifact, once more in memory."""
-    share: Share = 0.0
-    """Share of the answers, drawn for each."""
-
-
-class Served(BaseModel):
-    """The served model: Serve's `user_config`. A change of it alone is swapped in by the replicas that run."""
-
-    model_config = _STRICT
-
-    model: Annotated[str, Field(min_length=1)]
-    """`mdl_` id, or any name; answers carry it."""
     artifact_uri: Annotated[str, Field(min_length=1)]
     """Directory or `s3://` prefix with the artifact's `manifest.json`. With `verify` off also a plain Hugging Face
     directory, or a hub id behind `hf:`."""
-    engine: EngineConfig = EngineConfig()
     verify: bool = True
     """Serve only what its manifest describes, byte for byte."""
-    candidate: Candidate | None = None
-    shadow: ShadowArgs | None = None
     revision: str = ""
     """Names this state of the deployment; `/health` repeats it. Without meaning here."""
 
@@ -62,10 +32,6 @@ class Served(BaseModel):
     def _verifiable(self) -> Self:
         if self.verify and self.artifact_uri.startswith(HUB_PREFIX):
             raise ValueError(f"a hub model has no manifest; artifact_uri {self.artifact_uri!r} needs verify: false")
-        if self.shadow is not None and self.shadow.against == "candidate" and self.candidate is None:
-            raise ValueError("shadow.against is 'candidate', and there is none; give a candidate, or 'teacher'")
-        if self.shadow is not None and self.engine.backend == "vllm":
-            raise ValueError("shadow needs backend native, and engine.backend is 'vllm'; leave one of them out")
         return self
 
     def loads_the_same_as(self, other: Served) -> bool:
@@ -78,10 +44,8 @@ class Served(BaseModel):
         return self.model_copy(update={"revision": "", "candidate": candidate, "shadow": shadow})
 
 
-class ReplicaArgs(BaseModel):
+class ReplicaArgs(FiniteModel):
     """Arguments of a replica that stay the same for as long as it lives."""
-
-    model_config = _STRICT
 
     id: Annotated[str, Field(min_length=1)]
     """`dep_` id."""
@@ -95,7 +59,7 @@ class ReplicaArgs(BaseModel):
     """Write prompts and answers into the request log. They are the callers' own."""
 
 
-class ServeArgs(ReplicaArgs):
+class ServeArgs(ReplicasSpec, ReplicaArgs):
     """A deployment. Serve replaces the replicas when any of these changes; what can change while they live goes into
     the Serve config's `deployments` entry for `Replica`, as `user_config` (`Served`) and `autoscaling_config`."""
 
@@ -108,23 +72,9 @@ class ServeArgs(ReplicaArgs):
     """Cores that Ray reserves for a replica; None: `engine.num_threads`, or 1, for each of its ranks."""
     num_gpus: Annotated[float, Field(ge=0.0)] | None = None
     """GPUs; None: one for each rank where `engine.device` is `cuda`."""
-    route_prefix: Annotated[str, Field(pattern=r"^/")] = "/"
-    """HTTP path below which the application answers."""
-    min_replicas: Annotated[int, Field(ge=0)] = 1
-    """0: no replica while there are no requests; the first request then waits for one."""
-    max_replicas: Annotated[int, Field(ge=1)] = 1
-    target_ongoing_requests: Annotated[float, Field(gt=0.0)] | None = None
-    """Requests a replica should work on at once, those that wait included; more replicas are started above it. None
-    scales by what saturates the engine (`swiftkv_platform/contract/autoscaling.py`)."""
-    upscale_delay_s: Annotated[float, Field(ge=0.0)] = 10.0
-    """Seconds for which the load must ask for more replicas before they are started."""
-    downscale_delay_s: Annotated[float, Field(ge=0.0)] = 300.0
-    """Seconds for which it must ask for fewer before they are drained."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.max_replicas < self.min_replicas:
-            raise ValueError(f"max_replicas {self.max_replicas} is below min_replicas {self.min_replicas}")
         if (self.model is None) != (self.artifact_uri is None):
             raise ValueError("model and artifact_uri are given together, or neither and the deployment's user_config")
         self.served()

@@ -17,7 +17,7 @@ class Surroundings:
     has_vllm: bool
     """Whether the replica's environment has vLLM."""
     model_type: str
-    """Of the artifact's `config.json`."""
+    """Model type in the artifact's `config.json`."""
     has_exit_head: bool
     """Whether requests may ask for an early exit."""
     has_own_head_count: bool = False

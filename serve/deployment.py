@@ -71,7 +71,7 @@ class Replica:
         self._current.version.check_health()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Load that `scaling.replicas_by_load` goes by."""
+        """Load that `contract.autoscaling.replicas_by_load` goes by."""
         if self._current.is_empty:
             return {WAITING_STEPS: 0.0, KV_CACHE_USAGE: 0.0}
         engine, state = self._current.version.engine, self._current.version.engine.state

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic import BeforeValidator, FailFast
 from sse_starlette import EventSourceResponse
 
 from serve.access import AnswerHeaders, Door, Gate, TheCaller
@@ -19,29 +19,27 @@ from serve.bodies import Bodies, BodyRoute, LimitedBodies
 from serve.chat import chat_prompt
 from serve.current import Current, Version
 from serve.openai import DONE, openai_router
-from serve.problems import add_problem_handlers, problem, refusal
+from serve.problems import add_problem_handlers, refusal
 from serve.rendering import rendered
 from serve.sampling import encodable, prompts_of
 from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.web.input_guard import InputGuard
+from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import add_docs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
 
 
-class TokenizeRequest(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class TokenizeRequest(FrozenModel, strict=True):
     prompt: Annotated[str, BeforeValidator(encodable)]
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
+class DetokenizeRequest(FrozenModel, strict=True):
     tokens: Annotated[list[int], FailFast()]
 
 
@@ -169,7 +167,7 @@ async def _events(answers: Answers, model: str, path: str) -> AsyncIterator[dict
             complete = [outputs[i] for i in sorted(outputs)] if len(ended) == answers.num_choices else []
             yield {"data": json.dumps(_response(answers, model, [fresh], complete))}
     except SwiftKVError as error:
-        yield {"event": "error", "data": json.dumps(problem(error, path))}
+        yield {"event": "error", "data": json.dumps(problem_of(error, path).model_dump())}
         return
     yield {"data": DONE}
 

@@ -22,10 +22,11 @@ from serve.bodies import BodyRoute
 from serve.chat import chat_prompt
 from serve.openai_answers import chat_choice, chat_delta, completion_choice, usage
 from serve.openai_schemas import ChatRequest, CompletionRequest, OpenAIFields
-from serve.problems import openai_error, problem
+from serve.problems import openai_error
 from serve.rendering import rendered
 from serve.sampling import prompts_of
 from swiftkv_platform.errors import NotFoundError, SwiftKVError
+from swiftkv_platform.web.problems import problem_of
 
 if TYPE_CHECKING:
     from serve.current import Current, Version
@@ -153,7 +154,7 @@ async def _events(
             outputs[choice] = output
             yield {"data": json.dumps({**head, "choices": [fresh], **empty})}
     except SwiftKVError as error:
-        yield {"data": json.dumps(openai_error(problem(error, "/v1/")))}
+        yield {"data": json.dumps(openai_error(problem_of(error, "/v1/")))}
         return
     if with_usage:
         ended = [outputs[choice] for choice in sorted(outputs)]

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from serve.sampling import PromptField, SamplingFields
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.limits import MAX_MESSAGES
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class StreamOptions(_Part):
+class StreamOptions(FrozenModel, strict=True, use_attribute_docstrings=False):
     include_usage: bool = False
     """Send a last event that has usage and no choices."""
     include_obfuscation: bool = False
@@ -35,7 +32,7 @@ def _joined_text(content: Any) -> Any:
     return content
 
 
-class ChatMessage(_Part):
+class ChatMessage(FrozenModel, strict=True):
     role: Annotated[str, Field(min_length=1)]
     content: Annotated[str, BeforeValidator(_joined_text)]
     name: str | None = None

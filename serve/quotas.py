@@ -8,38 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
 from swiftkv_platform.errors import RateLimitedError
 from swiftkv_platform.security.keys import ApiKey
-
-Clock = Callable[[], float]
-_MINUTE_S = 60.0
-
-
-class Bucket:
-    """Amount left of `per_minute`; below zero once more was taken than there was."""
-
-    def __init__(self, per_minute: int, clock: Clock) -> None:
-        self.per_minute = per_minute
-        self._clock = clock
-        self._level = float(per_minute)
-        self._at = clock()
-
-    @property
-    def level(self) -> float:
-        now = self._clock()
-        self._level = min(self._level + (now - self._at) * self.per_minute / _MINUTE_S, float(self.per_minute))
-        self._at = now
-        return self._level
-
-    def take(self, amount: float) -> None:
-        """Negative puts back."""
-        self._level = min(self.level - amount, float(self.per_minute))
-
-    def seconds_until(self, level: float) -> float:
-        """Seconds until it holds `level`, if nothing is taken meanwhile."""
-        return max((level - self.level) * _MINUTE_S / self.per_minute, 0.0)
+from swiftkv_platform.web.rate_limits import Clock, TokenBucket
 
 
 class Quota:
@@ -48,7 +20,7 @@ class Quota:
     def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
         self.limits = (key.requests_per_minute, key.tokens_per_minute)
         self._name = key.name
-        self._requests, self._tokens = (None if limit is None else Bucket(limit, clock) for limit in self.limits)
+        self._requests, self._tokens = (None if limit is None else TokenBucket(limit, clock) for limit in self.limits)
 
     def count_request(self) -> None:
         """Raises `RateLimitedError` for one too many, which then does not count."""
@@ -75,7 +47,7 @@ class Quota:
                 headers[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
         return headers
 
-    def _check(self, bucket: Bucket, amount: int, what: str) -> None:
+    def _check(self, bucket: TokenBucket, amount: int, what: str) -> None:
         wait = bucket.seconds_until(amount)
         if wait > 0.0:
             raise RateLimitedError(
@@ -88,7 +60,7 @@ class Quota:
 class Reservation:
     """Tokens held for an answer until it is known what it took."""
 
-    def __init__(self, bucket: Bucket | None = None, amount: int = 0) -> None:
+    def __init__(self, bucket: TokenBucket | None = None, amount: int = 0) -> None:
         self._bucket = bucket
         self._amount = amount
 

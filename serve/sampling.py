@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator, model_validator
 
 from swiftkv_platform.engine import EarlyExit, SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.limits import MAX_LOGIT_BIAS, MAX_PROMPTS
 
 
@@ -43,11 +44,7 @@ def _biases_by_token(value: Any) -> Any:
     raise ValueError("must be an object of numbers by token id")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class JSONSchemaFormat(_Part):
+class JSONSchemaFormat(FrozenModel, strict=True):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     """A name without effect."""
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -57,7 +54,7 @@ class JSONSchemaFormat(_Part):
     """The answer follows the schema either way."""
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(FrozenModel, strict=True):
     """OpenAI's way to ask for JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -76,10 +73,8 @@ class ResponseFormat(_Part):
         return StructuredOutputs(json_object=True, source="response_format") if self.type == "json_object" else None
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(FrozenModel, strict=True):
     """Ranges are the engine's to check; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p

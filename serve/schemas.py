@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from serve.sampling import PromptField, SamplingFields
 from swiftkv_platform.engine import SamplingParams
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.limits import MAX_MESSAGES, MAX_STREAM_INTERVAL_S
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
 
 
-class Message(BaseModel):
+class Message(FrozenModel, strict=True):
     """A turn of a conversation."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     role: Annotated[str, Field(min_length=1)]
     content: str

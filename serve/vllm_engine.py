@@ -122,7 +122,7 @@ class VLLMEngine(EngineFrontend):
         )
 
     def check(self, prompts: Several[Prompt], params: SamplingParams) -> None:
-        """As the native engine's, and what vLLM has not. Raises `InvalidInputError` for it."""
+        """Raise `InvalidInputError` for what the native engine refuses too, and for what vLLM has not."""
         self.check_health()
         check_params(params, skips_prompts=self._skips_prompts)
         super().check(prompts, params)

@@ -117,7 +117,7 @@ def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
 
 
 def _dtype(config: EngineConfig, model: ModelDescription) -> str:
-    """That of the checkpoint where none is asked for: vLLM's `auto` would turn float32 to bfloat16."""
+    """Type to load in; the checkpoint's where none is asked for, since vLLM's `auto` would turn float32 to bfloat16."""
     if config.dtype != "auto":
         return config.dtype
     dtype = getattr(model.config, "dtype", None)

@@ -20,8 +20,9 @@ SwiftKVError
 │   └── ArtifactCorruptError       a file differs from its manifest
 ├── ClusterUnavailableError    Ray does not answer
 ├── DatabaseUnavailableError   the database does not answer
-├── RateLimitedError           a key has spent what it may use in a minute
-├── QueueFullError             the engine's waiting line is full; the same request may succeed later
+├── OverloadedError            no room now; the same request is let through after a while, which it tells
+│   ├── RateLimitedError           a key has spent what it may use in a minute
+│   └── QueueFullError             the engine's waiting line is full
 ├── DeadlineExceededError      the answer did not come within the time the caller gave it
 ├── EngineDeadError            the engine's loop has failed and answers no more requests
 ├── GenerationError            the model put out no numbers for one request
@@ -33,6 +34,9 @@ SwiftKVError
 from __future__ import annotations
 
 from typing import Any
+
+_SHORT_WAIT_S = 1.0
+"""Wait that is told where none is known."""
 
 
 class SwiftKVError(Exception):
@@ -127,19 +131,29 @@ class DatabaseUnavailableError(SwiftKVError):
     code = "database_unavailable"
 
 
-class QueueFullError(SwiftKVError):
-    code = "queue_full"
+class OverloadedError(SwiftKVError):
+    """No room now.
 
+    Args:
+        retry_after_s: wait that is expected; None or 0: unknown.
+    """
 
-class RateLimitedError(SwiftKVError):
-    code = "rate_limited"
+    code = "overloaded"
 
     def __init__(
-        self, message: str, *, field: str | None = None, value: Any = None, retry_after_s: float = 1.0
+        self, message: str, *, field: str | None = None, value: Any = None, retry_after_s: float | None = None
     ) -> None:
         super().__init__(message, field=field, value=value)
-        self.retry_after_s = retry_after_s
-        """Seconds after which the same request is let through, if the key asks for nothing else meanwhile."""
+        self.retry_after_s = retry_after_s or _SHORT_WAIT_S
+        """Seconds after which the same request is let through, if nothing else is asked for meanwhile."""
+
+
+class RateLimitedError(OverloadedError):
+    code = "rate_limited"
+
+
+class QueueFullError(OverloadedError):
+    code = "queue_full"
 
 
 class DeadlineExceededError(SwiftKVError):

@@ -8,7 +8,9 @@ from contextlib import closing
 
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from tests.requirements import missing, required_module
+
+playwright = required_module("playwright.sync_api")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -25,7 +27,7 @@ FLAGS = [
 def browser() -> Iterator[playwright.Browser]:
     """Debian's Chromium, or whichever is on the path."""
     if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+        missing("no Chromium on this machine (Debian: apt-get install chromium)")
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False, args=FLAGS)
         yield chromium

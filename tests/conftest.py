@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import inspect
 import os
 import shutil
 import sys
@@ -31,13 +33,34 @@ settings.load_profile("repeatable")
 
 _SERVICES = ("postgres", "s3_server", "moto", "rclone", "browser")
 """Parts of the names of fixtures and parameters that start a server or a browser."""
+_PROCESSES = {"subprocess", "multiprocessing", "Popen"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark as slow what starts a service."""
+    """Mark as slow what starts a service or a process, which takes seconds to import what it needs."""
     names = [item.name, *getattr(item, "fixturenames", ())]
-    if any(service in name for service in _SERVICES for name in names):
+    starts_a_service = any(service in name for service in _SERVICES for name in names)
+    if starts_a_service or (isinstance(item, pytest.Function) and _starts_a_process(item)):
         item.add_marker("slow")
+
+
+def _starts_a_process(item: pytest.Function) -> bool:
+    """Whether the test, a fixture of its own module, or a function of the tests that one of them calls, names them."""
+    module = vars(item.module)
+    names = {item.originalname, *item.fixturenames}
+    for _ in range(2):
+        found = [getattr(module.get(name), "_fixture_function", module.get(name)) for name in names]
+        functions = [each for each in found if inspect.isfunction(each) and each.__module__.startswith("tests.")]
+        names = {name for function in functions for name in function.__code__.co_names}
+        if names & _PROCESSES:
+            return True
+    return False
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of the garbage collector's passes, each of which would take a second and more."""
+    gc.collect()
+    gc.freeze()
 
 
 _EXIT_STATUS = pytest.StashKey[int]()

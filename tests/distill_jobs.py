@@ -13,7 +13,9 @@ from typing import Any
 import psutil
 import torch
 
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
@@ -53,7 +55,7 @@ def start(
 
 
 def events(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[AttemptEvent]:
-    return [stored.event for stored in AttemptStore(store).read_events(job_id, attempt, {})]
+    return [stored.event for stored in AttemptStore(store).read_events(AttemptId(job_id, attempt), {})]
 
 
 def starts(store: ObjectStore, *, attempt: int = 1, job_id: str = JOB) -> list[int]:

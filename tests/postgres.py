@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import quote
 
-import pytest
 from sqlalchemy import text
 
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import Base
+from tests.requirements import required_module
 
 POSTGRES = "SWIFTKV_TEST_POSTGRES_URL"
 """Its tables are dropped."""
@@ -24,7 +24,7 @@ def postgres_server() -> Iterator[str]:
     if POSTGRES in os.environ:
         yield os.environ[POSTGRES]
         return
-    pgserver = pytest.importorskip("pgserver", reason=f"{POSTGRES} names no PostgreSQL, and pgserver is not installed")
+    pgserver = required_module("pgserver", otherwise=f", and {POSTGRES} names no PostgreSQL")
     # Short: the path of its socket has a limit.
     with tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         server = pgserver.get_server(directory, cleanup_mode=None)

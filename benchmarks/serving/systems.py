@@ -237,12 +237,16 @@ def generate_batch_system(
 
 
 def vllm_system(worker: VLLMWorker) -> System:
-    """vLLM's own batching, for requests that are all there at once."""
+    """vLLM's own batching; requests are sent when they are due."""
 
     def play(requests: Sequence[Request], prompts: Prompts) -> list[RequestTimes]:
-        times = worker.generate(prompts, [request.num_output_tokens for request in requests])
+        times = worker.generate(
+            prompts,
+            [request.num_output_tokens for request in requests],
+            [request.arrival for request in requests],
+        )
         return [
-            RequestTimes(0.0, request.num_input_tokens, tuple(one))
+            RequestTimes(request.arrival, request.num_input_tokens, tuple(one))
             for request, one in zip(requests, times, strict=True)
         ]
 

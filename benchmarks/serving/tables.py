@@ -51,15 +51,15 @@ def sustained(report: Report) -> str:
 
 
 def rates(report: Report) -> str:
-    return _by_row(report, "request_rate", "requests/s", ("median_ttft_ms", "median_tpot_ms"))
+    return by_row(report, "request_rate", "requests/s", ("median_ttft_ms", "median_tpot_ms"))
 
 
 def lengths(report: Report) -> str:
-    return _by_row(report, "num_input_tokens", "prompt tokens", ("total_token_throughput",))
+    return by_row(report, "num_input_tokens", "prompt tokens", ("total_token_throughput",))
 
 
 def memory(report: Report) -> str:
-    text = _by_row(report, "kv_cache_mib", "MiB of KV cache", ("total_token_throughput",))
+    text = by_row(report, "kv_cache_mib", "MiB of KV cache", ("total_token_throughput",))
     caches = [
         [label(name), f"{row['kv_cache_mib']}", str(cache["num_blocks"]), f"{cache['preemptions_per_round']:.1f}"]
         for row in report["rows"]
@@ -77,7 +77,7 @@ TABLES: dict[str, Callable[[Report], str]] = {
 }
 
 
-def _by_row(report: Report, key: str, title: str, figures: Sequence[str]) -> str:
+def by_row(report: Report, key: str, title: str, figures: Sequence[str]) -> str:
     """One column a figure and system, what it is against dense beside it."""
     rows, names = report["rows"], list(report["rows"][0]["results"])
     units = {"total_token_throughput": "tokens/s", "median_ttft_ms": "TTFT", "median_tpot_ms": "TPOT"}

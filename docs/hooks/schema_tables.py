@@ -72,6 +72,8 @@ def text(description: str | None) -> str:
 
 
 def _default(field: Schema) -> str:
+    if "default" not in field:
+        return ""
     shown = json.dumps(field.get("default"))
     return f"`{shown}`" if len(shown) <= _LONGEST_DEFAULT else "see there"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, ManifestFile, checkpoints_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, ManifestFile
 from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import (
@@ -43,8 +43,8 @@ class AttemptCheckpoints:
     ) -> None:
         self._store = store
         self._attempts = AttemptStore(store)
-        self._job_id, self._attempt = request.job_id, request.attempt
-        self._prefix = checkpoints_prefix(request.job_id, request.attempt)
+        self._attempt = request.attempt_id
+        self._prefix = request.attempt_id.checkpoints_prefix
         self._resume_from = request.resume_from
         self._keep = keep
         self._on_commit = on_commit
@@ -71,7 +71,7 @@ class AttemptCheckpoints:
         """The newest, and what to go on from should that be damaged: older ones, then those of earlier attempts."""
         if self._resume_from is None:
             return [*self._complete()]
-        earlier = list(self._attempts.complete_checkpoints(self._job_id, before_attempt=self._attempt))
+        earlier = list(self._attempts.complete_checkpoints(self._attempt.job_id, before_attempt=self._attempt.number))
         older = earlier[earlier.index(self._resume_from) + 1 :] if self._resume_from in earlier else []
         return [*self._complete(), self._resume_from, *older]
 
@@ -88,7 +88,7 @@ class AttemptCheckpoints:
     def _prune(self) -> None:
         """Delete what sorts before the newest `keep`, with what a run that died left unfinished there. A later attempt
         may go on from any of it."""
-        if self._attempts.is_superseded(self._job_id, self._attempt):
+        if self._attempts.is_superseded(self._attempt):
             return
         kept = list(islice(self._complete(), self._keep))
         for name in self._store.list_directories(self._prefix):

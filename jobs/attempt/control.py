@@ -27,9 +27,9 @@ def look(store: ObjectStore, request: AttemptRequest) -> StopRequest:
     """Read the stop request for an attempt from the store; `NONE` while it is away."""
     attempts = AttemptStore(store)
     try:
-        if attempts.pause_requested(request.job_id, request.attempt):
+        if attempts.pause_requested(request.attempt_id):
             return StopRequest.PAUSE
-        return StopRequest.STOP if attempts.preemption_announced(request.job_id, request.attempt) else StopRequest.NONE
+        return StopRequest.STOP if attempts.preemption_announced(request.attempt_id) else StopRequest.NONE
     except StorageError as error:
         get_logger().warning("control_unreadable", error=error.message)
         return StopRequest.NONE
@@ -76,7 +76,7 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
         signal.signal(signal.SIGTERM, before)
         get_logger().warning("preempted")
         with suppress(StorageError):  # the checkpoints there are will do
-            AttemptStore(store).announce_preemption(request.job_id, request.attempt)
+            AttemptStore(store).announce_preemption(request.attempt_id)
 
     signal.signal(signal.SIGTERM, announce)
     try:

@@ -5,23 +5,40 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextvars import copy_context
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
 from ulid import ULID
 
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import Manifest
+from swiftkv_platform.contract.events import (
+    ArtifactData,
+    ArtifactEvent,
+    AttemptEvent,
+    AttemptStatus,
+    CheckpointData,
+    CheckpointEvent,
+    ErrorData,
+    ErrorEvent,
+    Level,
+    MessageEvent,
+    MetricsData,
+    MetricsEvent,
+    PlacementData,
+    PlacementEvent,
+    StatusEvent,
+    TrackingData,
+    TrackingEvent,
+)
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.attempt_store import EventWriter
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.tracking.tracker import TrackingInfo
-
-EventType = Literal["message", "status", "metrics", "checkpoint", "artifact", "tracking", "placement", "error"]
-Level = Literal["info", "warn", "error"]
 
 
 class Reporter:
@@ -31,43 +48,47 @@ class Reporter:
         role: first part of that name, e.g. `driver`.
     """
 
-    def __init__(self, store: ObjectStore, request: AttemptRequest, role: str) -> None:
-        self._writer = EventWriter(store, request.job_id, request.attempt, f"{role}-{ULID()}")
+    def __init__(self, store: ObjectStore, attempt: AttemptId, role: str) -> None:
+        self._writer = EventWriter(store, attempt, f"{role}-{ULID()}")
         self._lock = threading.Lock()
 
-    def status(self, status: Literal["running", "evaluating", "paused"]) -> None:
-        self._write("status", status, {"status": status})
+    def status(self, status: AttemptStatus) -> None:
+        self._write(lambda time: StatusEvent(time=time, message=status, data={"status": status}))
 
     def message(self, message: str, *, level: Level = "info", **data: Any) -> None:
-        self._write("message", message, data, level=level)
+        self._write(lambda time: MessageEvent(time=time, level=level, message=message, data=data))
 
     def metrics(self, points: list[dict[str, float]], total_steps: int) -> None:
-        step = int(points[-1]["step"])
-        self._write("metrics", f"step {step} of {total_steps}", {"points": points, "total_steps": total_steps})
+        data: MetricsData = {"points": points, "total_steps": total_steps}
+        message = f"step {int(points[-1]['step'])} of {total_steps}"
+        self._write(lambda time: MetricsEvent(time=time, message=message, data=data))
 
     def checkpoint(self, key: str, manifest: Manifest, step: int) -> None:
-        data = {"step": step, "key": key, "size": manifest.size, "sha256": manifest_digest(manifest)}
-        self._write("checkpoint", f"checkpoint of step {step}", data)
+        data: CheckpointData = {"step": step, "key": key, "size": manifest.size, "sha256": manifest_digest(manifest)}
+        self._write(lambda time: CheckpointEvent(time=time, message=f"checkpoint of step {step}", data=data))
 
     def artifact(self, key: str, manifest: Manifest) -> None:
-        data = {"key": key, "sha256": manifest_digest(manifest), "size": manifest.size, "metrics": manifest.metrics}
-        self._write("artifact", f"model of {manifest.size} bytes", data)
+        digest, size = manifest_digest(manifest), manifest.size
+        data: ArtifactData = {"key": key, "sha256": digest, "size": size, "metrics": manifest.metrics}
+        self._write(lambda time: ArtifactEvent(time=time, message=f"model of {size} bytes", data=data))
 
     def tracking(self, info: TrackingInfo) -> None:
-        self._write("tracking", f"tracked by {info.provider}, {info.mode}", info.as_dict())
+        data: TrackingData = {"provider": info.provider, "run_id": info.run_id, "mode": info.mode, "url": info.url}
+        message = f"tracked by {info.provider}, {info.mode}"
+        self._write(lambda time: TrackingEvent(time=time, message=message, data=data))
 
-    def placement(self, **data: str) -> None:
-        """See `AttemptEvent`; `jobs.attempt.places` says it."""
-        self._write("placement", f"{data['phase']}: {data['state']}", data)
+    def placement(self, data: PlacementData) -> None:
+        """Tell of a place that is waited for, or found; see `jobs.attempt.places`."""
+        message = f"{data['phase']}: {data['state']}"
+        self._write(lambda time: PlacementEvent(time=time, message=message, data=data))
 
     def error(self, message: str, *, code: str, field: str | None, value: Any, retryable: bool) -> None:
-        data = {"code": code, "field": field, "value": value, "retryable": retryable}
-        self._write("error", message, data, level="error")
+        data: ErrorData = {"code": code, "field": field, "value": value, "retryable": retryable}
+        self._write(lambda time: ErrorEvent(time=time, level="error", message=message, data=data))
 
-    def _write(self, type_: EventType, message: str, data: Mapping[str, Any], *, level: Level = "info") -> None:
+    def _write(self, event_at: Callable[[float], AttemptEvent]) -> None:
         with self._lock:  # numbers and times in the same order
-            event = AttemptEvent(time=time.time(), level=level, type=type_, message=message, data=dict(data))
-            self._writer.write(event)
+            self._writer.write(event_at(time.time()))
 
 
 class MetricsBuffer:

@@ -12,12 +12,12 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 def say_waiting(reporter: Reporter, spec: JobSpec, phase: str, *, num_workers: int = 1) -> None:
     """Tell that workers of a phase are about to be asked for, before they are."""
-    reporter.placement(phase=_name(spec, phase), state="waiting", needs=_needs(spec, num_workers))
+    reporter.placement({"phase": _name(spec, phase), "state": "waiting", "needs": _needs(spec, num_workers)})
 
 
 def say_placed(store: ObjectStore, request: AttemptRequest, phase: str) -> None:
     """Tell that a worker of the phase, the one that calls this, has found a place."""
-    Reporter(store, request, phase).placement(phase=_name(request.spec, phase), state="placed")
+    Reporter(store, request.attempt_id, phase).placement({"phase": _name(request.spec, phase), "state": "placed"})
 
 
 def _name(spec: JobSpec, phase: str) -> str:

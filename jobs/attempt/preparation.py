@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swiftkv_platform.contract.attempts import AttemptRequest, data_prefix, start_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -62,19 +63,19 @@ class StoredPreparation:
 
 def find_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
     """The rows that this attempt or an earlier one prepared: a resumed run must see the very same."""
-    return _newest(store, request, data_prefix)
+    return _newest(store, request, lambda attempt: attempt.data_prefix)
 
 
 def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -> str:
     """Upload the rows in `directory`; returns their key."""
-    key = data_prefix(request.job_id, request.attempt)
+    key = request.attempt_id.data_prefix
     publish_directory(store, directory, key, kind="data", lineage={}, metrics={})
     return key
 
 
 def find_start(store: ObjectStore, request: AttemptRequest) -> str | None:
     """The calibrated start that this attempt or an earlier one found."""
-    return _newest(store, request, lambda job_id, attempt: start_prefix(job_id, attempt, request.spec.name))
+    return _newest(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
 
 
 def load_start(store: ObjectStore, key: str) -> dict[str, Tensor]:
@@ -88,15 +89,15 @@ def publish_start(store: ObjectStore, request: AttemptRequest, calibrated: dict[
     """Upload the parameters of the calibrated start; returns their key."""
     from safetensors.torch import save_file
 
-    key = start_prefix(request.job_id, request.attempt, request.spec.name)
+    key = request.attempt_id.start_prefix(request.spec.name)
     with tempfile.TemporaryDirectory(prefix="start-") as directory:
         save_file({name: tensor.contiguous() for name, tensor in calibrated.items()}, Path(directory) / _TENSORS)
         publish_directory(store, Path(directory), key, kind="data", lineage={}, metrics={})
     return key
 
 
-def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[str, int], str]) -> str | None:
-    keys = (prefix(request.job_id, attempt) for attempt in range(request.attempt, 0, -1))
+def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
+    keys = (prefix(attempt) for attempt in reversed(request.attempt_id.so_far()))
     return next((key for key in keys if is_complete(store, key)), None)
 
 

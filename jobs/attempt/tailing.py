@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -35,7 +36,7 @@ def following(
     def look() -> bool:
         """Whether all there was has been handed on."""
         try:
-            for stored in store.read_events(request.job_id, request.attempt, cursor):
+            for stored in store.read_events(request.attempt_id, cursor):
                 _tell(on_event, stored.event)
                 cursor[stored.writer] = stored.sequence
         except StorageError as error:

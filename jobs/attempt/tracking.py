@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, artifact_prefix, tracking_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.reports.charts import as_png
@@ -42,7 +42,7 @@ class TrackedRun:
 
     def log_artifact(self, manifest: Manifest) -> None:
         """Log where the model went, and its digest."""
-        uri = join_key(self._store.uri, artifact_prefix(self._request.job_id, self._request.attempt))
+        uri = join_key(self._store.uri, self._request.attempt_id.artifact_prefix)
         self._tracker.log_artifact(self._request.spec.name, uri, manifest_digest(manifest))
 
     def save(self) -> None:
@@ -50,7 +50,7 @@ class TrackedRun:
         files = self._tracker.files
         if files is None:
             return
-        prefix = join_key(tracking_prefix(self._request.job_id, self._request.attempt), files.name)
+        prefix = join_key(self._request.attempt_id.tracking_prefix, files.name)
         try:
             for path in sorted(files.rglob("*")):
                 if path.is_file():

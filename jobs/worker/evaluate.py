@@ -19,7 +19,9 @@ from jobs.attempt.preparation import Prepared
 from jobs.attempt.tracking import TrackedRun
 from jobs.worker.measure import compare, measure_student, teacher_kept_apart
 from jobs.worker.prepare import load_student, load_tokenizer, set_up_process, task_device
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, artifact_prefix, attempt_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import MetricsEvent
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import load_trained
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
@@ -47,7 +49,7 @@ def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: st
         files = _report_files(store, request, report, lineage)
         # Beside the attempt as well, where they stay if a gate refuses the model.
         for name, text in files.items():
-            store.put_bytes(f"{attempt_prefix(request.job_id, request.attempt)}/{name}", text.encode())
+            store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
         with _tracked(store, request) as run:
             run.log_report(report.model_dump(mode="json"), student.step)
             report.check_gates()
@@ -92,7 +94,7 @@ def publish_trial(
     with _workspace(spec) as workspace:
         artifact = workspace / "artifact"
         _Student.load(spec, access_of(request), workspace, trial_store, lineage["checkpoint"]).finish().save(artifact)
-        measured = artifact_prefix(lineage["job_id"], lineage["attempt"])
+        measured = AttemptId(lineage["job_id"], lineage["attempt"]).artifact_prefix
         for name in trial.files:
             trial_store.download_file(f"{measured}/{name}", artifact / name)
         _write(files, artifact)
@@ -171,9 +173,9 @@ def _report_files(
 ) -> dict[str, str]:
     """The report for programs and for people, by file name."""
     points: dict[float, dict[str, float]] = {}
-    for attempt in range(1, request.attempt + 1):  # a step that was repeated counts as it was last
-        for stored in AttemptStore(store).read_events(request.job_id, attempt, {}):
-            if stored.event.type == "metrics":
+    for attempt in request.attempt_id.so_far():  # a step that was repeated counts as it was last
+        for stored in AttemptStore(store).read_events(attempt, {}):
+            if isinstance(stored.event, MetricsEvent):
                 points |= {point["step"]: point for point in stored.event.data["points"]}
     return {
         "evaluation.json": report.model_dump_json(indent=2) + "\n",
@@ -208,7 +210,7 @@ def _publish(
     lineage: Mapping[str, Any],
     metrics: Mapping[str, Any],
 ) -> Manifest:
-    prefix = artifact_prefix(request.job_id, request.attempt)
+    prefix = request.attempt_id.artifact_prefix
     return publish_directory(store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics)
 
 

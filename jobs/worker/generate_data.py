@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jobs.attempt.downloads import StoreFiles, access_of, teacher_path
 from jobs.worker.prepare import load_tokenizer, set_up_process, writer
-from swiftkv_platform.contract.attempts import AttemptRequest, answers_key
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.completions import PromptSource
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.distillation.answers import write_answers
@@ -28,18 +28,18 @@ class AttemptAnswers:
 
     def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
         self._store = store
-        self._request = request
+        self._attempt = request.attempt_id
 
     def get(self, key: str) -> bytes | None:
-        for attempt in range(self._request.attempt, 0, -1):
+        for attempt in reversed(self._attempt.so_far()):
             try:
-                return self._store.get_bytes(answers_key(self._request.job_id, attempt, key))
+                return self._store.get_bytes(attempt.answers_key(key))
             except ObjectNotFoundError:
                 continue
         return None
 
     def put(self, key: str, data: bytes) -> None:
-        self._store.put_bytes(answers_key(self._request.job_id, self._request.attempt, key), data)
+        self._store.put_bytes(self._attempt.answers_key(key), data)
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:

@@ -188,7 +188,7 @@ class _RankZero:
 
     def __init__(self, store: ObjectStore, worker: WorkerConfig) -> None:
         request = worker.request
-        self._reporter = Reporter(store, request, "rank0")
+        self._reporter = Reporter(store, request.attempt_id, "rank0")
         self._run = TrackedRun(store, request)
         self._telemetry = Telemetry(request.spec, worker.flops_per_token, ray.train.torch.get_device())
         if self._run.info is not None:

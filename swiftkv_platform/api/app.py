@@ -16,7 +16,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components, prices, source_rules, webhook_rules
 from swiftkv_platform.api.following import Followers
-from swiftkv_platform.api.guards import OriginGuard, RateLimit, SecurityHeaders, too_large
+from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
 from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.sessions import Sessions
@@ -36,6 +36,8 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PageFiles
+from swiftkv_platform.web.problems import Problem
+from swiftkv_platform.web.rate_limits import RateLimit
 from swiftkv_platform.web.swagger import add_docs
 
 _STOP_TIMEOUT_S = 20.0
@@ -98,7 +100,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={"default": {"model": error_handlers.Problem, "description": "Problem details (RFC 9457)"}},
+        responses={"default": {"model": Problem, "description": "Problem details (RFC 9457)"}},
     )
     error_handlers.install(app)
     app.add_middleware(InputGuard)

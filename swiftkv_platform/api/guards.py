@@ -1,4 +1,4 @@
-"""Guards around every request: its origin, the number of requests, what browsers may do with the answer.
+"""Guards around every request: its origin, its size, what browsers may do with the answer.
 Knows no route.
 
 Without API keys, any web page that a user of this machine opens could submit a job, directly or by rebinding its own
@@ -8,16 +8,13 @@ a body must be JSON, which a page cannot send elsewhere without asking first.
 
 from __future__ import annotations
 
-import threading
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftkv_platform.api.error_handlers import problem_response
-from swiftkv_platform.errors import RateLimitedError
-from swiftkv_platform.orchestration.ports import Clock
+from swiftkv_platform.web.problems import make_problem, problem_response
 
 
 class OriginGuard:
@@ -36,16 +33,18 @@ class OriginGuard:
         host = headers.get("host", "")
         if (urlsplit(f"//{host}").hostname or "") not in self._allowed_hosts:
             accepted = ", ".join(sorted(self._allowed_hosts))
-            return problem_response(path, 403, "host_not_allowed", f"Host is {host!r}; accepted are {accepted}")
+            return problem_response(
+                make_problem(path, 403, "host_not_allowed", f"Host is {host!r}; accepted are {accepted}")
+            )
         origin = headers.get("origin")
         if origin is not None and origin != f"{scope['scheme']}://{host}":
             detail = f"Origin is {origin!r}; requests of web pages are accepted from this server's own alone"
-            return problem_response(path, 403, "origin_not_allowed", detail)
+            return problem_response(make_problem(path, 403, "origin_not_allowed", detail))
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if has_body and kind != "application/json":
             detail = f"Content-Type is {kind or 'missing'!r}; only application/json is accepted"
-            return problem_response(path, 415, "content_type_not_allowed", detail)
+            return problem_response(make_problem(path, 415, "content_type_not_allowed", detail))
         return None
 
 
@@ -82,44 +81,6 @@ class SecurityHeaders:
         await self._app(scope, receive, with_headers)
 
 
-_MOST_BUCKETS = 10_000
-"""A caller with many addresses fills no memory; the bucket that was asked longest ago is given up."""
-
-
-class RateLimit:
-    """A bucket of requests for each key or address, refilled evenly.
-
-    Args:
-        burst: requests that may come at once; None: a tenth of a minute's.
-        of: what is counted, for the refusal.
-    """
-
-    def __init__(self, per_minute: int, clock: Clock, *, burst: int | None = None, of: str = "key") -> None:
-        self._per_second = per_minute / 60.0
-        self._most = float(burst) if burst is not None else max(per_minute / 10.0, 1.0)
-        self._clock = clock
-        self._of = of
-        self._buckets: dict[str, tuple[float, float]] = {}
-        """Requests left and when that was so, by name; the one asked last comes last."""
-        self._lock = threading.Lock()
-
-    def take(self, name: str) -> None:
-        """Count a request. Raises `RateLimitedError`."""
-        with self._lock:
-            now = self._clock()
-            left, then = self._buckets.pop(name, (self._most, now))
-            left = min(left + max(now - then, 0.0) * self._per_second, self._most)
-            allowed = left >= 1.0
-            self._buckets[name] = (left - allowed, now)
-            if len(self._buckets) > _MOST_BUCKETS:
-                del self._buckets[next(iter(self._buckets))]
-        if not allowed:
-            raise RateLimitedError(
-                f"{self._of} {name!r} has sent more than {self._per_second * 60:g} requests a minute; wait a moment",
-                field="Authorization",
-            )
-
-
 def too_large(path: str, detail: str) -> Response:
     """The answer to a body that is too large."""
-    return problem_response(path, 413, "request_entity_too_large", detail)
+    return problem_response(make_problem(path, 413, "request_entity_too_large", detail))

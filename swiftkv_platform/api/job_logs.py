@@ -9,6 +9,7 @@ from contextlib import aclosing, contextmanager
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.errors import ClusterUnavailableError, RateLimitedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.job import Job
@@ -32,23 +33,23 @@ def read_logs(parts: Components, job: Job, *, offset: int = 0, limit: int | None
 
 
 def _from(parts: Components, job: Job, offset: int) -> Iterator[bytes]:
-    for number in range(1, job.attempt.number + 1):
-        heading = _heading(number)
+    for attempt in job.attempt_id.so_far():
+        heading = _heading(attempt.number)
         yield heading[offset:]
         offset = max(offset - len(heading), 0)
-        saved = parts.attempts.saved_logs(job.id, number)
+        saved = parts.attempts.saved_logs(attempt)
         if saved is not None:
             yield from saved.stream(offset) if offset < saved.size else ()
             offset = max(offset - saved.size, 0)
             continue
-        for piece in _live(parts, job, number):
+        for piece in _live(parts, job, attempt.number):
             yield piece[offset:]
             offset = max(offset - len(piece), 0)
 
 
 def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
     """The last lines of the newest attempt's log."""
-    saved = parts.attempts.saved_logs(job.id, job.attempt.number)
+    saved = parts.attempts.saved_logs(job.attempt_id)
     return _live(parts, job, job.attempt.number, tail_lines=lines) if saved is None else saved.tail(lines)
 
 
@@ -94,7 +95,7 @@ class LogFollowers:
             # The job is read first: when an attempt is over, its log is complete.
             job = await run_in_threadpool(self._parts.jobs.get, job_id, tenant=tenant)
             try:
-                saved = await run_in_threadpool(self._parts.attempts.saved_logs, job.id, number)
+                saved = await run_in_threadpool(self._parts.attempts.saved_logs, AttemptId(job.id, number))
                 pieces = None if is_out else _followed(self._parts, job, number, sent)
                 if saved is not None:
                     pieces = _aiter(saved.rest(sent))

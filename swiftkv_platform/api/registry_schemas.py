@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from swiftkv_platform.api.schemas import Answer
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.orchestration.comparison import Comparison
 from swiftkv_platform.orchestration.job import Model
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
@@ -16,18 +17,14 @@ from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, Promotion
 Reason = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class PromotionRequest(_Request):
+class PromotionRequest(FrozenModel):
     alias: Annotated[str, Field(pattern=ALIAS_PATTERN)] = "production"
     """Alias that the model is promoted to."""
     reason: Reason
     """Reason of the promotion; kept with its author and time."""
 
 
-class RollbackRequest(_Request):
+class RollbackRequest(FrozenModel):
     reason: Reason
     """Reason of the rollback; kept with its author and time."""
 

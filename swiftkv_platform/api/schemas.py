@@ -7,8 +7,10 @@ from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from swiftkv_platform.contract.events import Level
+from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.orchestration.costs import Prices
-from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, Level, MetricPoint, Reason
+from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, MetricPoint, Reason
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
@@ -142,10 +144,8 @@ class JobAnswer(Answer):
         )
 
 
-class ResumeRequest(BaseModel):
+class ResumeRequest(FiniteModel):
     """Terms on which a paused job goes on."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Replaces `limits.cost_cap`."""

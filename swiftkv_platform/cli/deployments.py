@@ -9,6 +9,7 @@ import typer
 from swiftkv_platform.cli.context import Json, Url, connect
 from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_schema, print_table, say
 from swiftkv_platform.client import ReplicaMetrics
+from swiftkv_platform.specs.deployment import DeploymentSpec
 
 deployments_app = typer.Typer(no_args_is_help=True, help="Models in service; `swiftkv deploy` puts them there.")
 
@@ -67,9 +68,7 @@ def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> 
 @deployments_app.command()
 def schema() -> None:
     """Print the JSON schema of the body of `POST /deployments`."""
-    from swiftkv_platform.api.catalog_schemas import DeploymentRequest
-
-    print_schema(DeploymentRequest)
+    print_schema(DeploymentSpec)
 
 
 def _row(replica: ReplicaMetrics) -> tuple[str, ...]:

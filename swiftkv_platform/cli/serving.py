@@ -9,8 +9,10 @@ import typer
 
 from swiftkv_platform.cli.context import Json, ServeUrl, Url, connect
 from swiftkv_platform.cli.output import err, local_time, print_fields, print_json, print_table, say
+from swiftkv_platform.cli.spec_options import spec_options
 from swiftkv_platform.client import Generation
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.deployment import DeploymentSpec
 
 models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
 
@@ -46,31 +48,26 @@ def get_model(
         print_fields(model.model_dump(mode="json"))
 
 
+@spec_options(DeploymentSpec, without=("model",))
 def deploy(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).")],
     replace: Annotated[
         str | None, typer.Option(metavar="DEPLOYMENT", help="Swap the model of this deployment (dep_...), live.")
     ] = None,
-    route_prefix: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="HTTP path below which it answers. Default: /. With keys: below /t/TENANT."),
-    ] = None,
-    min_replicas: Annotated[int | None, typer.Option(min=0, help="1, or what the deployment has.")] = None,
-    max_replicas: Annotated[int | None, typer.Option(min=1, help="1, or what the deployment has.")] = None,
     wait: Annotated[bool, typer.Option(help="Return only when it answers.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
     url: Url = None,
     json: Json = False,
+    *,
+    given: dict[str, Any],
 ) -> None:
-    """Serve a distilled model, or serve it where another one is served now."""
-    if replace is not None and route_prefix is not None:
+    """Serve a distilled model, or serve it where another one is served now; what is not given then stays."""
+    if replace is not None and "route_prefix" in given:
         raise InvalidInputError(
             f"a deployment keeps its route prefix; leave out --route-prefix, or deploy {model} beside {replace}",
             field="route_prefix",
-            value=route_prefix,
+            value=given["route_prefix"],
         )
-    options = {"route_prefix": route_prefix, "min_replicas": min_replicas, "max_replicas": max_replicas}
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     with connect(url) as client, err().status(f"Deploying {model}"):
         if replace is None:
             deployment = client.deployments.create(model, **given)

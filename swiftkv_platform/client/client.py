@@ -24,7 +24,7 @@ from swiftkv_platform.client.models import (
     Promotion,
     Quota,
 )
-from swiftkv_platform.client.sse import iter_events
+from swiftkv_platform.client.streams import iter_events
 from swiftkv_platform.client.transport import Transport
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 
@@ -131,7 +131,7 @@ class Client:
 
 def _generate_stream(serve: Transport, body: dict[str, Any], path: str = "/generate") -> Iterator[Generation]:
     with serve.stream("POST", path, json=body) as response:
-        for message in iter_events(response.iter_bytes()):
+        for message in iter_events(response):
             if message.data == "[DONE]":
                 return
             document = json.loads(message.data)
@@ -222,8 +222,7 @@ class Deployments:
 
         Args:
             model: a `mdl_...` id, such as a succeeded job's `distilled_model`, its job's id, or an alias.
-            options: `min_replicas`, `max_replicas`, `target_ongoing_requests`, `engine`, `route_prefix`,
-                `upscale_delay_s`, `downscale_delay_s`.
+            options: other fields of `swiftkv_platform.specs.deployment.DeploymentSpec`.
         """
         if model is None:
             raise InvalidInputError(
@@ -246,9 +245,8 @@ class Deployments:
         Args:
             version: change that version of the deployment, and no other. Without it changes that others make at the
                 same time stay, and one that contradicts this one refuses it.
-            changes: `model`, `min_replicas`, `max_replicas`, `target_ongoing_requests`, `upscale_delay_s`,
-                `downscale_delay_s`, and of `engine`, `candidate` and `shadow` what is to change (None takes an engine
-                option back); the rest stays as it is.
+            changes: fields of `swiftkv_platform.specs.deployment.DeploymentSpec` but `route_prefix`, and of `engine`,
+                `candidate` and `shadow` what is to change (None takes an engine option back); the rest stays as it is.
 
         Raises:
             RequestConflictError: it is at another version, or a field was changed at the same time.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import weakref
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from ulid import ULID
 
 from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, WaitTimeoutError
 from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint
-from swiftkv_platform.client.sse import iter_events, iter_lines
+from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
 from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.specs import JobSpec
 
+_LOG = logging.getLogger(__name__)
 _PAGE = 100
 _RECONNECT_PAUSE_S = 0.5
 
@@ -215,21 +217,23 @@ class Jobs:
     def _live_events(self, job_id: str, after: str | None) -> Iterator[JobEvent]:
         headers = {"Accept": "text/event-stream", **({"Last-Event-ID": after} if after else {})}
         with self._transport.stream("GET", f"/jobs/{job_id}/events", headers=headers) as response:
-            for message in iter_events(response.iter_bytes()):
+            for message in iter_events(response):
                 # Anything else on the stream (a keep-alive, a newer server's own) is not ours.
                 with suppress(ValidationError):
                     yield JobEvent.model_validate_json(message.data)
 
 
 def rows(transport: Transport, path: str, params: dict[str, Any], limit: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a list over all its pages, at most `limit`."""
+    """Yield the entries of a list over all its pages, at most `limit`. Those that the server cannot read are logged."""
     left = limit
     params = dict(params)
     while left is None or left > 0:
         size = _PAGE if left is None else min(left, _PAGE)
         page = transport.request("GET", path, params={**params, "limit": size}, repeatable=True).json()
         yield from page["data"]
-        if not page.get("has_more") or not page["data"]:
+        if page.get("left_out"):
+            _LOG.warning("%s leaves out what the server cannot read: %s", path, ", ".join(page["left_out"]))
+        if not page.get("has_more"):
             return
         left = None if left is None else left - len(page["data"])
         params["after"] = page["last_id"]

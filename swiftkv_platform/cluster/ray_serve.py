@@ -15,7 +15,8 @@ from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
 from swiftkv_platform.cluster.served_revisions import ServedRevisions
 from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
+from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
 
 APPLICATION = "serve.app:build_app"
 """Import path of the application of every deployment."""
@@ -73,7 +74,7 @@ class RayServe:
         self._api_keys_file = api_keys_file
         self._revisions = ServedRevisions(serve_url)
 
-    def apply(self, deployments: Sequence[DeploymentSpec]) -> None:
+    def apply(self, deployments: Sequence[ResolvedDeployment]) -> None:
         config = {
             "http_options": self._http_options,
             "applications": [_application(deployment, self._api_keys_file) for deployment in deployments],
@@ -110,7 +111,7 @@ class RayServe:
         return state
 
 
-def _application(deployment: DeploymentSpec, api_keys_file: Path | None) -> dict[str, Any]:
+def _application(deployment: ResolvedDeployment, api_keys_file: Path | None) -> dict[str, Any]:
     """A deployment in Serve's config; the application's name is the deployment's id.
 
     A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
@@ -126,29 +127,19 @@ def _application(deployment: DeploymentSpec, api_keys_file: Path | None) -> dict
             {
                 "name": "Replica",
                 "user_config": {**_served(deployment), "revision": _revision(deployment)},
-                "autoscaling_config": autoscaling_config(
-                    min_replicas=deployment.min_replicas,
-                    max_replicas=deployment.max_replicas,
-                    target_ongoing_requests=deployment.target_ongoing_requests,
-                    upscale_delay_s=deployment.upscale_delay_s,
-                    downscale_delay_s=deployment.downscale_delay_s,
-                ),
+                "autoscaling_config": autoscaling_config(deployment),
             }
         ],
     }
 
 
-def _served(deployment: DeploymentSpec) -> dict[str, Any]:
-    beside = {"candidate": deployment.candidate, "shadow": deployment.shadow}
-    return {
-        "model": deployment.model,
-        "artifact_uri": deployment.artifact_uri,
-        "engine": dict(deployment.engine),
-        **{name: dict(options) for name, options in beside.items() if options is not None},
-    }
+def _served(deployment: ResolvedDeployment) -> dict[str, Any]:
+    included = {*ServedSpec.model_fields, "artifact_uri"}
+    served = deployment.model_dump(mode="json", include=included)
+    return {name: value for name, value in served.items() if value is not None}
 
 
-def _revision(deployment: DeploymentSpec) -> str:
+def _revision(deployment: ResolvedDeployment) -> str:
     """The same for all that is loaded alike."""
     canonical = json.dumps(_served(deployment), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """The contract between control plane and training cluster: objects below `jobs/{id}/attempts/{n}/`. No I/O here.
 
     attempt.json                          what to do (`AttemptRequest`), written by the control plane before it submits
-    events/{writer}/{sequence}.json       what happened (`AttemptEvent`), numbered from 1 by each writer without gaps
+    events/{writer}/{sequence}.json       what happened (`contract.events`), numbered from 1 by each writer without gaps
     control/pause.json                    the control plane's stop request that the attempt checkpoints and ends
     control/preempt.json                  the driver's, which has been told to stop: the same, and it ends as failed
     data/...                              prepared rows, until the job has ended; `manifest.json` is written last
@@ -21,18 +21,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
 MANIFEST = "manifest.json"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class AttemptRequest(_Record):
+class AttemptRequest(FrozenModel):
     """Work of one attempt."""
 
     job_id: str
@@ -50,37 +48,15 @@ class AttemptRequest(_Record):
     code_tasks: bool = False
     """Whether tasks of the evaluation may run the code that a model writes."""
 
-
-class AttemptEvent(_Record):
-    """Event that a worker or the driver reports.
-
-    `data` by type:
-
-    - `status`: `{"status": "running" | "evaluating"}`, sent by the driver when that phase begins, or
-      `{"status": "paused"}`: the attempt has been asked to pause, its checkpoint is complete, and it ends.
-    - `metrics`: `{"points": [{"step", "tokens", "logits_loss", "loss", "lr", "grad_norm", "tokens_per_second", ...}],
-      "total_steps": int}`; several steps may share an event.
-    - `checkpoint`: `{"step": int, "key": str, "size": int, "sha256": str}` (of its manifest).
-    - `artifact`: `{"key": str, "sha256": str, "size": int, "metrics": {...}}`; the attempt has done its work.
-    - `tracking`: `{"provider": "wandb", "run_id", "url", "mode"}`.
-    - `placement`: `{"phase": str, "state": "waiting", "needs": str}` of the driver, before it asks the cluster for
-      workers: what they need and what there is, in words; `{"phase": str, "state": "placed"}` of one of them.
-    - `error`: `{"code": str, "field": str | None, "value": Any, "retryable": bool}`; the attempt has failed.
-    - `message`: free.
-    """
-
-    time: float
-    """Unix seconds."""
-    level: Literal["info", "warn", "error"] = "info"
-    type: Literal["message", "status", "metrics", "checkpoint", "artifact", "tracking", "placement", "error"]
-    message: str
-    data: dict[str, Any] = {}
+    @property
+    def attempt_id(self) -> AttemptId:
+        return AttemptId(self.job_id, self.attempt)
 
 
 ManifestKind = Literal["artifact", "checkpoint", "data"]
 
 
-class ManifestFile(_Record):
+class ManifestFile(FrozenModel):
     """One file of an artifact or checkpoint."""
 
     size: Annotated[int, Field(ge=0)]
@@ -88,7 +64,7 @@ class ManifestFile(_Record):
     sha256: str
 
 
-class Manifest(_Record):
+class Manifest(FrozenModel):
     """List of the files of a directory of objects, which makes it complete: it is written after every file it names."""
 
     format_version: Literal[1] = 1
@@ -107,78 +83,3 @@ class Manifest(_Record):
     def size(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files.values())
-
-
-def attempt_prefix(job_id: str, attempt: int) -> str:
-    return f"jobs/{job_id}/attempts/{attempt}"
-
-
-def request_key(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/attempt.json"
-
-
-def preempt_key(job_id: str, attempt: int) -> str:
-    """The object whose existence says that the attempt's machines are taken away."""
-    return f"{attempt_prefix(job_id, attempt)}/control/preempt.json"
-
-
-def pause_key(job_id: str, attempt: int) -> str:
-    """The object whose existence asks an attempt to pause."""
-    return f"{attempt_prefix(job_id, attempt)}/control/pause.json"
-
-
-def events_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/events"
-
-
-def event_key(job_id: str, attempt: int, writer: str, sequence: int) -> str:
-    return f"{events_prefix(job_id, attempt)}/{writer}/{sequence:08d}.json"
-
-
-def checkpoints_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/checkpoints"
-
-
-def data_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/data"
-
-
-def answers_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/answers"
-
-
-def answers_key(job_id: str, attempt: int, key: str) -> str:
-    return f"{answers_prefix(job_id, attempt)}/{key}.jsonl"
-
-
-def starts_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/starts"
-
-
-def start_prefix(job_id: str, attempt: int, name: str) -> str:
-    """Return the prefix of the calibrated start of the spec `name`: the job's own, or that of a sweep's trial. Trials
-    keep theirs in one store."""
-    return f"{starts_prefix(job_id, attempt)}/{name}"
-
-
-def trials_prefix(job_id: str) -> str:
-    """Return the prefix below which every trial of a sweep has, by its name, a store of its own, laid out like the
-    job's."""
-    return f"jobs/{job_id}/trials"
-
-
-def artifact_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/artifact"
-
-
-def tracking_prefix(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/tracking"
-
-
-def logs_key(job_id: str, attempt: int) -> str:
-    return f"{attempt_prefix(job_id, attempt)}/logs.txt"
-
-
-def submission_id(job_id: str, attempt: int) -> str:
-    """Ray's id of an attempt: one a try, so that a second submission of the same try is refused by Ray."""
-    return f"{job_id}-{attempt}"

@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from swiftkv_platform.specs.deployment import ScalingSpec
+
 POLICY = "swiftkv_platform.contract.autoscaling:replicas_by_load"
 WAITING_STEPS = "waiting_prompt_steps"
 """Report of the prompt tokens that wait to be read, in steps of `max_num_batched_tokens`."""
@@ -61,22 +63,9 @@ def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:
     return max(math.ceil(load), int(requests > 0)), {}
 
 
-def autoscaling_config(
-    *,
-    min_replicas: int,
-    max_replicas: int,
-    target_ongoing_requests: float | None,
-    upscale_delay_s: float,
-    downscale_delay_s: float,
-) -> dict[str, Any]:
+def autoscaling_config(spec: ScalingSpec) -> dict[str, Any]:
     """Serve's `autoscaling_config`: by load, or by the number of requests where a target is given."""
-    config: dict[str, Any] = {
-        "min_replicas": min_replicas,
-        "max_replicas": max_replicas,
-        "upscale_delay_s": upscale_delay_s,
-        "downscale_delay_s": downscale_delay_s,
-        "look_back_period_s": LOOK_BACK_S,
-    }
-    if target_ongoing_requests is None:
-        return {**config, "policy": {"policy_function": POLICY}}
-    return {**config, "target_ongoing_requests": target_ongoing_requests}
+    config = spec.model_dump(mode="json", include=set(ScalingSpec.model_fields), exclude_none=True)
+    if spec.target_ongoing_requests is None:
+        config["policy"] = {"policy_function": POLICY}
+    return {**config, "look_back_period_s": LOOK_BACK_S}

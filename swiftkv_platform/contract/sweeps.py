@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
 GROUP_SIZE_FIELD = "swiftkv.key_value_group_size"
@@ -65,11 +64,7 @@ def expand(spec: JobSpec) -> tuple[Trial, ...]:
     return tuple(trials)
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Point(_Record):
+class Point(FrozenModel):
     """Outcome of one trial."""
 
     name: str
@@ -97,7 +92,7 @@ class Point(_Record):
         return self.report["prefill_flops_ratio"], self.report["kv_bytes_ratio"], kl
 
 
-class SweepReport(_Record):
+class SweepReport(FrozenModel):
     """`sweep.json`."""
 
     points: tuple[Point, ...]

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.data.packing import IntArray, PackedRows
+from swiftkv_platform.frozen import FrozenModel
 
 _NOTABLE_LOSS = 0.1
 """Share of dropped documents, or of tokens cut off, above which a source deserves a warning."""
 
 
-class _Statistics(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class DocumentLengths(_Statistics):
+class DocumentLengths(FrozenModel):
     """Tokens of a source's documents, before any is cut."""
 
     median: int
@@ -32,7 +28,7 @@ class DocumentLengths(_Statistics):
         return cls(median=median, p95=p95, longest=longest)
 
 
-class SourceStatistics(_Statistics):
+class SourceStatistics(FrozenModel):
     """Statistics of one source."""
 
     name_or_path: str
@@ -57,7 +53,7 @@ class SourceStatistics(_Statistics):
     """Tokens that the teacher wrote, where the source is of prompts."""
 
 
-class RowStatistics(_Statistics):
+class RowStatistics(FrozenModel):
     """One side of the hold-out."""
 
     documents: int
@@ -83,7 +79,7 @@ class RowStatistics(_Statistics):
         )
 
 
-class DataStatistics(_Statistics):
+class DataStatistics(FrozenModel):
     """Statistics of the data that `prepare_data` found."""
 
     train: RowStatistics

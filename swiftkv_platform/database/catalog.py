@@ -19,7 +19,6 @@ from swiftkv_platform.orchestration.ports import (
     Admit,
     Deployment,
     DeploymentChange,
-    DeploymentSpec,
     DeploymentState,
     DeploymentStatus,
     Holdings,
@@ -28,8 +27,8 @@ from swiftkv_platform.orchestration.ports import (
 )
 from swiftkv_platform.orchestration.routes import interferes
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
-_SPEC = TypeAdapter(DeploymentSpec)
 _STATE = TypeAdapter(DeploymentState)
 _ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 
@@ -74,7 +73,7 @@ class SqlCatalog:
                     created_at=deployment.created_at,
                     model=deployment.spec.model,
                     held_route=deployment.spec.route_prefix,
-                    spec=_SPEC.dump_python(deployment.spec, mode="json"),
+                    spec=deployment.spec.model_dump(mode="json"),
                     state=_STATE.dump_python(deployment.state, mode="json"),
                     version=deployment.version,
                 )
@@ -122,13 +121,13 @@ class SqlCatalog:
             return read_deployment(row)
 
     def set_deployment_state(
-        self, deployment_id: str, state: DeploymentState, *, of: DeploymentSpec | None = None
+        self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
     ) -> None:
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id, with_for_update=True)
             if row is None or _state(row.state).status is DeploymentStatus.DELETING:
                 return
-            if of is not None and _SPEC.validate_python(row.spec) != of:
+            if of is not None and ResolvedDeployment.model_validate(row.spec) != of:
                 return
             row.state = _STATE.dump_python(state, mode="json")
             if state.status is DeploymentStatus.DELETING:
@@ -194,7 +193,7 @@ def _job_spec(row: JobRow) -> JobSpec:
         raise unreadable("job", row.id, error) from error
 
 
-def _as_promoted(session: Session, spec: DeploymentSpec, tenant: str) -> DeploymentSpec:
+def _as_promoted(session: Session, spec: ResolvedDeployment, tenant: str) -> ResolvedDeployment:
     """The spec with the model that its alias stands for in this transaction."""
     if spec.alias is None:
         return spec
@@ -202,7 +201,8 @@ def _as_promoted(session: Session, spec: DeploymentSpec, tenant: str) -> Deploym
     model_id = session.scalar(promotions.order_by(PromotionRow.sequence.desc()).limit(1))
     if model_id is None or model_id == spec.model:
         return spec
-    return replace(spec, model=model_id, artifact_uri=session.get_one(ModelRow, model_id).artifact_uri)
+    artifact_uri = session.get_one(ModelRow, model_id).artifact_uri
+    return spec.model_copy(update={"model": model_id, "artifact_uri": artifact_uri})
 
 
 def _state(document: dict[str, Any]) -> DeploymentState:
@@ -212,14 +212,15 @@ def _state(document: dict[str, Any]) -> DeploymentState:
 def read_deployment(row: DeploymentRow) -> Deployment:
     """Raises `UnreadableRowError`."""
     try:
-        return Deployment(_SPEC.validate_python(row.spec), row.tenant, row.created_at, _state(row.state), row.version)
+        spec = ResolvedDeployment.model_validate(row.spec)
+        return Deployment(spec, row.tenant, row.created_at, _state(row.state), row.version)
     except (ValidationError, TypeError) as error:
         raise unreadable("deployment", row.id, error) from error
 
 
-def write_deployment(row: DeploymentRow, spec: DeploymentSpec, state: DeploymentState) -> None:
+def write_deployment(row: DeploymentRow, spec: ResolvedDeployment, state: DeploymentState) -> None:
     """Something else is wanted of it; its route prefix stays."""
-    document = _SPEC.dump_python(spec, mode="json")
+    document = spec.model_dump(mode="json")
     if document != row.spec:
         row.version += 1
     row.model = spec.model

@@ -1,24 +1,27 @@
 """Attention of a flat batch of sequences to their paged contexts: transformers' attention function `swiftkv_paged`.
 
-`kernels.attend` does it in one operator where it can. Elsewhere, on a CPU, each sequence's context is read where it
-lies: a run of neighbouring blocks is a view, several runs are attended to one by one and merged by the logarithms of
-their softmax sums. Nothing is copied for a decode step unless a context is scattered over runs so short that a copy is
-cheaper. It knows no scheduler and no layer.
+On a GPU one operator does it, by block tables (`varlen.py`); on a CPU `kernels.attend` does, where it can. Elsewhere on
+a CPU each sequence's context is read where it lies: a run of neighbouring blocks is a view, several runs are attended
+to one by one and merged by the logarithms of their softmax sums. Nothing is copied for a decode step unless a context
+is scattered over runs so short that a copy is cheaper. It knows no scheduler and no layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run
+from swiftkv_platform.engine.transfers import to_device
+from swiftkv_platform.engine.varlen import Pages, VarlenArguments, consecutive_runs
 from swiftkv_platform.model.selection import TokenSelection
 
 PAGED = "swiftkv_paged"
@@ -44,6 +47,8 @@ class SequenceQueries:
     """Slots of its context in the order of its tokens, the queries' own included."""
     context_start: int
     """Start of its context among those of the whole batch, laid end to end."""
+    blocks: Sequence[int] = ()
+    """Blocks of its context, where attention reads block tables."""
 
     @property
     def consecutive(self) -> bool:
@@ -62,12 +67,35 @@ class SequenceQueries:
 
 
 @dataclass(frozen=True)
+class VarlenCall:
+    """A step's attention by block tables: the operator and its arguments, on the device."""
+
+    pages: Pages
+    arguments: VarlenArguments
+
+
+@dataclass(frozen=True)
 class PagedAttention:
     """Metadata of a flat batch: the tokens that its queries read. A `SelectsTokens`: a selection makes new metadata."""
 
     sequences: tuple[SequenceQueries, ...]
+    slots: tuple[int, ...] = ()
+    """Slot of each query's own token."""
+    varlen: VarlenCall | None = None
+    """None where contexts are read in runs."""
+    _selections: dict[tuple[int, ...], PagedAttention] = field(default_factory=dict, compare=False)
+    """Selections that were prepared."""
     _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)
     """Spans by window; every layer asks for the same."""
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of each query in its sequence."""
+        return [position for sequence in self.sequences for position in sequence.positions]
+
+    def on_host(self) -> PagedAttention:
+        """The same without what is on a device."""
+        return replace(self, varlen=None, _selections={}, _decode_spans={})
 
     @cached_property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,6 +108,23 @@ class PagedAttention:
             positions += sequence.positions
             runs += sequence.runs
         return torch.tensor(sequences), torch.tensor(positions), torch.tensor(runs)
+
+    def varlen_arrays(self, pages: Pages) -> tuple[list[np.ndarray], int, int]:
+        """The tensors of `VarlenArguments`, on the host and in its order, its `max_q` and its `max_k`."""
+        runs = [(sequence, *run) for sequence in self.sequences for run in consecutive_runs(sequence.positions)]
+        used = np.array([end for _, _, end in runs], dtype=np.int32)
+        lengths = [length for _, length, _ in runs]
+        cu_seq_q = np.zeros(len(runs) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=cu_seq_q[1:])
+        ends = [sequence.context_start + len(sequence.blocks) * pages.block_size for sequence in self.sequences]
+        starts = [sequence.context_start for sequence, _, _ in runs]
+        arrays = [cu_seq_q, np.array([*starts, max(ends)], dtype=np.int32), used]
+        if not pages.expanded:
+            table = np.zeros((len(runs), max(len(sequence.blocks) for sequence in self.sequences)), dtype=np.int32)
+            for row, (sequence, _, _) in zip(table, runs, strict=True):
+                row[: len(sequence.blocks)] = sequence.blocks
+            arrays.append(table)
+        return arrays, max(lengths), int(used.max())
 
     @property
     def contexts(self) -> list[Run]:
@@ -104,21 +149,52 @@ class PagedAttention:
 
     def select_tokens(self, selection: TokenSelection) -> PagedAttention:
         """Return metadata of the selected queries; contexts stay whole."""
-        num_tokens = sum(len(sequence.positions) for sequence in self.sequences)
-        kept = selection.positions(num_tokens, torch.device("cpu")).tolist()
+        kept = selection.indices
+        if kept is None:
+            device = torch.device("cpu") if self.varlen is None else self.varlen.pages.device
+            kept = tuple(selection.positions(len(self.positions), device).tolist())
+        if kept not in self._selections:
+            selected = self.select(kept)
+            if self.varlen is not None:
+                (selected,), _ = with_block_tables([selected], self.varlen.pages)
+            self._selections[kept] = selected
+        return self._selections[kept]
+
+    def prepare(self, kept: Sequence[int], selected: PagedAttention) -> None:
+        """Keep what `select_tokens` will be asked for."""
+        self._selections[tuple(kept)] = selected
+
+    def select(self, kept: Sequence[int]) -> PagedAttention:
+        """Return the host's part of what `select_tokens` makes."""
         selected: list[SequenceQueries] = []
         row, at = 0, 0
         for sequence in self.sequences:
             end = row + len(sequence.positions)
-            positions: list[int] = []
+            first = at
             while at < len(kept) and kept[at] < end:
-                positions.append(sequence.positions[kept[at] - row])
                 at += 1
-            if positions:
-                selected.append(SequenceQueries(positions, sequence.runs, sequence.context_start))
+            if at > first:
+                positions = [sequence.positions[index - row] for index in kept[first:at]]
+                selected.append(replace(sequence, positions=positions))
             row = end
         assert at == len(kept), "a selection of a flat batch is ascending"
         return PagedAttention(tuple(selected))
+
+
+def with_block_tables(
+    metadata: Sequence[PagedAttention], pages: Pages, others: Sequence[np.ndarray] = ()
+) -> tuple[list[PagedAttention], list[torch.Tensor]]:
+    """The metadata with block tables on the device, and `others` there too, all in one copy."""
+    parts = [one.varlen_arrays(pages) for one in metadata]
+    arrays = [array for one, _, _ in parts for array in one]
+    tensors = iter(to_device([*others, *arrays], pages.device))
+    there = [next(tensors) for _ in others]
+    placed = []
+    for one, (own, max_q, max_k) in zip(metadata, parts, strict=True):
+        cu_seq_q, cu_seq_k, used, *table = [next(tensors) for _ in own]
+        arguments = VarlenArguments(cu_seq_q, cu_seq_k, used, table[0] if table else None, max_q, max_k)
+        placed.append(replace(one, varlen=VarlenCall(pages, arguments)))
+    return placed, there
 
 
 def paged_attention(
@@ -145,6 +221,8 @@ def paged_attention(
     Returns:
         [1, num_tokens, num_heads, head_dim], and no weights.
     """
+    if paged.varlen is not None:
+        return _varlen(query, key, value, paged.varlen, scaling, sliding_window), None
     if isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor):
         contexts = [_Expanded(key, value, sequence.context_start) for sequence in paged.sequences]
         output = _attend_all(query, paged, contexts, scaling, sliding_window)
@@ -156,7 +234,7 @@ def paged_attention(
             query, key.rows, value.rows, *paged.tables, scaling=scaling, window=sliding_window, payload=key.payload
         )
         return output, None
-    if query.device.type == "cpu" and key.rows.dtype == query.dtype:
+    if key.rows.dtype == query.dtype:
         spans = paged.decode_spans(sliding_window)
         if spans is not None:
             return _decode_spans(query, key.rows[None], value.rows[None], spans, scaling), None
@@ -165,6 +243,29 @@ def paged_attention(
 
 
 AttentionInterface.register(PAGED, paged_attention)
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: PagedTensor | torch.Tensor,
+    value: PagedTensor | torch.Tensor,
+    call: VarlenCall,
+    scaling: float,
+    window: int | None,
+) -> torch.Tensor:
+    """One operator for all sequences: [1, num_tokens, num_heads, dim of the values]."""
+    dim = query.shape[-1]
+    if isinstance(key, PagedTensor) and isinstance(value, PagedTensor):
+        keys, values = key.blocks(call.pages.block_size), value.blocks(call.pages.block_size)
+    else:
+        assert isinstance(key, torch.Tensor)
+        assert isinstance(value, torch.Tensor)
+        dim = value.shape[-1]
+        keys, values = key[0].transpose(0, 1), _widened(value, key)[0].transpose(0, 1)
+    output = call.arguments.attend(
+        call.pages.operator, query[0].transpose(0, 1), keys, values, scaling=scaling, window=window
+    )
+    return output[None, ..., :dim]
 
 
 class _Context(Protocol):
@@ -200,8 +301,13 @@ class _Expanded:
 
     def parts(self, first: int, end: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         keys, values = (x[:, :, self.start + first : self.start + end] for x in (self.key, self.value))
-        # Attention on a CPU wants values as wide as keys, which MLA's are not; what is added is cut off in the end.
-        return [(keys, F.pad(values, (0, keys.shape[-1] - values.shape[-1])))]
+        return [(keys, _widened(values, keys))]
+
+
+def _widened(values: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Values as wide as keys, as operators want them and MLA's are not; what is added is cut off in the end."""
+    missing = keys.shape[-1] - values.shape[-1]
+    return F.pad(values, (0, missing)) if missing else values
 
 
 def _whole(context: _Context, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,7 +370,7 @@ def _attend_chunk(query: torch.Tensor, first: int, context: _Context, scaling: f
     """Consecutive queries from position `first` on: causal among themselves, everything before them in full."""
     end = first + query.shape[2]
     large = query.shape[2] >= MIN_PRODUCT_QUERIES and end >= MIN_PRODUCT_TOKENS
-    if large and query.dtype == torch.bfloat16 and query.device.type == "cpu":
+    if large and query.dtype == torch.bfloat16:
         return _attend_by_products(query, first, *_whole(context, 0, end), scaling)
     own = _whole(context, first, end)
     parts = [_softmax_part(query, *own, scaling, causal=True)]
@@ -341,18 +447,10 @@ def _softmax_part(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, *, causal: bool = False
 ) -> Part:
     """Attention to keys [1, num_kv_heads, tokens, head_dim], which query heads may share."""
-    if query.device.type == "cpu":
-        part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, causal, scale=scaling
-        )
-        return part
-    repeats = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(repeats, dim=1), values.repeat_interleave(repeats, dim=1)
-    scores = (query @ keys.transpose(-1, -2)).float() * scaling
-    if causal:
-        scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    sums = scores.logsumexp(dim=-1)
-    return (scores - sums[..., None]).exp().to(values.dtype) @ values, sums
+    part: Part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, causal, scale=scaling
+    )
+    return part
 
 
 def _merge(parts: list[Part]) -> torch.Tensor:

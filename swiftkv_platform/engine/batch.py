@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from swiftkv_platform.engine.attention import PagedAttention, SequenceQueries
+from swiftkv_platform.engine.attention import PagedAttention, SequenceQueries, with_block_tables
 from swiftkv_platform.engine.block_manager import BlockTable
-from swiftkv_platform.engine.kv_cache import Run
+from swiftkv_platform.engine.kv_cache import KVCache, Run
 from swiftkv_platform.engine.scheduler import ScheduledSequence
+from swiftkv_platform.engine.transfers import index_tensor, to_device
+from swiftkv_platform.model.selection import TokenSelection
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,18 @@ class Layout:
     slot_mapping: torch.Tensor
     """Slot that each token's KV goes to, or is in, [num_tokens]."""
     attention: PagedAttention
+    contexts: Sequence[Run] | torch.Tensor
+    """All sequences' contexts, for a cache whose contents the model expands."""
+    selection: TokenSelection | None = None
+    """The rows that were prepared to go on to layers >= l; None: all of them, or none were."""
+
+    def select(self, rows: Sequence[int]) -> TokenSelection | None:
+        """The selection of `rows`, ascending; None where that is all."""
+        if len(rows) == self.position_ids.shape[1]:
+            return None
+        if self.selection is not None and self.selection.indices == tuple(rows):
+            return self.selection
+        return TokenSelection(index_tensor(rows, self.position_ids.device), indices=tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,17 @@ class Batch:
 
     def upper_rows(self, exits: Container[int]) -> list[int]:
         """The rows that go through layers >= l, ascending; `exits` are the sequences that have their token already."""
-        rows = {row for index, some in self.next_token_rows.items() if index not in exits for row in some}
-        return sorted(rows.union(*self.prompt_rows.values()))
+        return _upper_rows(self.next_token_rows, self.prompt_rows, exits)
 
 
-def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> Batch:
+def _upper_rows(
+    next_token_rows: dict[int, range], prompt_rows: dict[int, range], exits: Container[int] = ()
+) -> list[int]:
+    rows = {row for index, some in next_token_rows.items() if index not in exits for row in some}
+    return sorted(rows.union(*prompt_rows.values()))
+
+
+def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache) -> Batch:
     """Lay the scheduled tokens, and the drafts that are known already, end to end."""
     spans: list[Span] = []
     next_token_rows: dict[int, range] = {}
@@ -75,26 +96,52 @@ def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device: 
             known = len(sequence.prompt_logprobs)  # the next one to find belongs to the token at this position
             begin, stop = max(known - 1, first), min(end, sequence.num_prompt_tokens - 1)
             prompt_rows[index] = range(row + begin - first, row + stop - first)
-    return Batch(lay_out(spans, block_size, device), next_token_rows, prompt_rows, tuple(first_rows))
+    layout = lay_out(spans, cache, _upper_rows(next_token_rows, prompt_rows))
+    return Batch(layout, next_token_rows, prompt_rows, tuple(first_rows))
 
 
-def lay_out(spans: Sequence[Span], block_size: int, device: torch.device) -> Layout:
-    """Each span reads the context up to its own last token."""
+def lay_out(spans: Sequence[Span], cache: KVCache, selected: Sequence[int] = ()) -> Layout:
+    """Each span reads the context up to its own last token. `selected` rows will go on to layers >= l, most likely."""
     slots: list[int] = []
     queries: list[SequenceQueries] = []
-    context_start = 0
+    block_size, context_start = cache.block_size, 0
     for span in spans:
         first, end = span.positions[0], span.positions[-1] + 1
-        query = SequenceQueries(span.positions, _runs(span.block_table.runs, block_size, end), context_start)
+        blocks = () if cache.pages is None else span.block_table.blocks[: -(-end // block_size)]
+        query = SequenceQueries(
+            span.positions, _runs(span.block_table.runs, block_size, end), context_start, tuple(blocks)
+        )
         at = [slot for start, stop in query.slots(first, end) for slot in range(start, stop)]
         slots += at if query.consecutive else [at[position - first] for position in span.positions]
         queries.append(query)
-        context_start += end
+        context_start += end if cache.pages is None else len(blocks) * block_size
+    attention = PagedAttention(tuple(queries), tuple(slots))
+    return place(attention, [token for span in spans for token in span.token_ids], cache, selected)
+
+
+def place(attention: PagedAttention, token_ids: Sequence[int], cache: KVCache, selected: Sequence[int] = ()) -> Layout:
+    """The layout on the cache's device; to a GPU everything goes in one copy."""
+    if len(selected) == len(attention.slots):
+        selected = ()
+    own = [np.array(numbers, dtype=np.int64) for numbers in (token_ids, attention.positions, attention.slots, selected)]
+    contexts: Sequence[Run] | torch.Tensor = attention.contexts if cache.expanded else ()
+    if cache.pages is None:
+        there = to_device(own, cache.device)
+    else:
+        if cache.expanded:
+            own.append(np.array([block for one in attention.sequences for block in one.blocks], dtype=np.int64))
+        metadata = [attention, attention.select(selected)] if selected else [attention]
+        (attention, *prepared), there = with_block_tables(metadata, cache.pages, own)
+        for one in prepared:
+            attention.prepare(selected, one)
+        contexts = there[4] if cache.expanded else ()
     return Layout(
-        input_ids=torch.tensor([[token for span in spans for token in span.token_ids]], device=device),
-        position_ids=torch.tensor([[position for span in spans for position in span.positions]], device=device),
-        slot_mapping=torch.tensor(slots, device=device),
-        attention=PagedAttention(tuple(queries)),
+        input_ids=there[0][None],
+        position_ids=there[1][None],
+        slot_mapping=there[2],
+        attention=attention,
+        contexts=contexts,
+        selection=TokenSelection(there[3], indices=tuple(selected)) if selected else None,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from swiftkv_platform.engine.batch import Batch
 from swiftkv_platform.engine.scheduler import ScheduledSequence
+from swiftkv_platform.engine.transfers import take
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def exiting(model: Any, x: torch.Tensor, scheduled: Sequence[ScheduledSequence],
     if not thresholds:
         return Exits({}, x.new_empty(0))
     rows = [batch.next_token_rows[index][0] for index in thresholds]
-    logits = model.exit_logits(x[0, rows]).float()
+    logits = model.exit_logits(take(x[0], rows)).float()
     confidence = logits.softmax(dim=-1).amax(dim=-1).tolist()
     sure = [(row, index) for row, (index, threshold) in enumerate(thresholds.items()) if confidence[row] >= threshold]
-    return Exits({index: at for at, (_, index) in enumerate(sure)}, logits[[row for row, _ in sure]])
+    return Exits({index: at for at, (_, index) in enumerate(sure)}, take(logits, [row for row, _ in sure]))

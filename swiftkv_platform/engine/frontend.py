@@ -212,17 +212,20 @@ class EngineFrontend(ABC):
 
     def _check_admission(self, num_sequences: int) -> None:
         config, taken = self.config, self._num_sequences
-        if taken + num_sequences > self.max_sequences:
+        lacking = taken + num_sequences - self.max_sequences
+        if lacking > 0:
             raise QueueFullError(
                 f"queue full: {taken} sequences run or wait already, {self.max_sequences} may, and the request has "
-                f"{num_sequences}; try again later"
+                f"{num_sequences}; try again later",
+                retry_after_s=self._departures.expected_wait(lacking),
             )
         if config.max_queue_s is not None:
             wait = self._departures.expected_wait(self._num_in_line)
             if wait > config.max_queue_s:
                 raise QueueFullError(
                     f"queue full: a request would wait {wait:.1f} s, max_queue_s is {config.max_queue_s:g}; try again "
-                    "later"
+                    "later",
+                    retry_after_s=wait - config.max_queue_s,
                 )
         self._check_waiting_tokens()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from swiftkv_platform.engine import kernels
+from swiftkv_platform.engine.varlen import Pages, VarlenOperator
 from swiftkv_platform.model.quantization import SCALE_DTYPE, pack, unpack
 
 Run = tuple[int, int]
@@ -86,6 +87,14 @@ class PagedTensor:
             return
         self.rows.index_copy_(1, slots, x.to(self.rows.dtype) if payload is None else pack(x, payload))
 
+    def blocks(self, block_size: int) -> torch.Tensor:
+        """A view of all slots, [num_blocks, block_size, num_heads, dim]."""
+        return self.rows.transpose(0, 1).view(-1, block_size, self.rows.shape[0], self.rows.shape[2])
+
+    def read_blocks(self, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+        """[num_heads, tokens of `blocks`, dim], the blocks whole and one after another."""
+        return self.blocks(block_size).index_select(0, blocks).flatten(0, 1).transpose(0, 1)
+
     def read(self, runs: Sequence[Run]) -> torch.Tensor:
         """[num_heads, tokens of all runs, dim]; a view where it is one run that is neither quantised nor converted."""
         views = [self.rows[:, first:end] for first, end in runs]
@@ -107,12 +116,16 @@ class KVCache:
         device: torch.device,
         expanded: bool = False,
         native: bool = False,
+        operator: VarlenOperator | None = None,
     ) -> None:
+        self.device = device
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.format = format_
         self.expanded = expanded
         """The model makes keys and values of what is cached, so it is handed the contexts and not the storage."""
+        self.pages = None if operator is None else Pages(operator, block_size, device, expanded)
+        """Pages that attention reads by block tables; None where it reads runs."""
         num_slots = num_blocks * block_size
         self.layers = [
             (
@@ -122,12 +135,13 @@ class KVCache:
             for first, second in shapes
         ]
 
-    def at(self, slots: torch.Tensor, contexts: Sequence[Run]) -> StepCache:
+    def at(self, slots: torch.Tensor, contexts: Sequence[Run] | torch.Tensor) -> StepCache:
         """The cache as one step's forward pass sees it.
 
         Args:
             slots: where its tokens go, [num_tokens].
-            contexts: all sequences' contexts, one after another.
+            contexts: all sequences' contexts, one after another, or their blocks; only a cache whose contents the model
+                expands reads them.
         """
         return StepCache(self, slots, contexts)
 
@@ -138,7 +152,7 @@ class StepCache:
 
     cache: KVCache
     slots: torch.Tensor
-    contexts: Sequence[Run]
+    contexts: Sequence[Run] | torch.Tensor
 
     def update(
         self, first: torch.Tensor, second: torch.Tensor, layer: int, *_: object, **__: object
@@ -154,8 +168,13 @@ class StepCache:
         """Return what is stored, as `update` returns it."""
         stored_first, stored_second = self.cache.layers[layer]
         if self.cache.expanded:
-            return stored_first.read(self.contexts)[None], stored_second.read(self.contexts)[None]
+            return self._context(stored_first)[None], self._context(stored_second)[None]
         return stored_first, stored_second
+
+    def _context(self, stored: PagedTensor) -> torch.Tensor:
+        if isinstance(self.contexts, torch.Tensor):
+            return stored.read_blocks(self.contexts, self.cache.block_size)
+        return stored.read(self.contexts)
 
 
 def bytes_per_block(shapes: Sequence[LayerShape], block_size: int, format_: StorageFormat) -> int:

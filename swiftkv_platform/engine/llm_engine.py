@@ -13,8 +13,9 @@ from ulid import ULID
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
+from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
-from swiftkv_platform.engine.memory import make_cache
+from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import RequestOutput, StepResult
 from swiftkv_platform.engine.progress import progress_bar
@@ -23,6 +24,7 @@ from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
+from swiftkv_platform.engine.worst_step import worst_step
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
@@ -40,28 +42,30 @@ class LLMEngine:
         self.model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         """transformers' own; None where the model's directory has none."""
-        cache = make_cache(loaded, config)
+        self._drafting = Drafting(draft_costs(loaded.model))
+        decoder = None if leader is None else LeadingDecoder(loaded.model.model, leader)
+        self._runner = ModelRunner(loaded.model, self._make_cache(loaded, config), self._drafting, decoder)
+        if self._runner.device.type == "cuda" and config.kv_cache_bytes is None:
+            num_blocks = self._measured_blocks(loaded, config)
+            self._runner.replace_cache(lambda: self._make_cache(loaded, config, num_blocks))
+        cache = self._runner.cache
         self.num_blocks = cache.num_blocks
         """Blocks of the KV cache."""
+        self.block_size = cache.block_size
+        """Tokens of a block."""
         self._blocks = BlockManager(
-            cache.num_blocks,
-            config.block_size,
+            self.num_blocks,
+            self.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             fingerprint=f"{loaded.digest}/{cache.format}",
         )
-        self._drafting = Drafting(draft_costs(loaded.model))
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             draft_planner=self._drafting,
         )
-        decoder = None
-        if leader is not None:
-            leader.tell(Allocate(cache.num_blocks))
-            decoder = LeadingDecoder(loaded.model.model, leader)
-        self._runner = ModelRunner(loaded.model, cache, self._drafting, decoder)
-        self.reader = RequestReader(loaded, config, num_slots=cache.num_blocks * config.block_size)
+        self.reader = RequestReader(loaded, config, num_slots=self.num_blocks * self.block_size)
         """Checks and tokenizes requests; that may be done in any thread."""
         self.grammars = GrammarCompiler(loaded, config)
         """Compiles what constrains answers; may be used from any thread."""
@@ -87,6 +91,19 @@ class LLMEngine:
         except BaseException:
             leader.close()
             raise
+
+    def _make_cache(self, loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
+        """The KV cache, here and on the other ranks."""
+        cache = make_cache(loaded, config, num_blocks)
+        if self._leader is not None:
+            self._leader.tell(Allocate(cache.num_blocks))
+        return cache
+
+    def _measured_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
+        """Blocks for which there is room on a GPU beside the largest step, which is run to see."""
+        cache = self._runner.cache
+        memory = measure(lambda: self._runner.run(worst_step(loaded, config, cache)), cache.device)
+        return measured_blocks(loaded, config, cache, memory)
 
     def close(self) -> None:
         """End the processes of the other ranks, if there are any; nothing can be generated after that."""

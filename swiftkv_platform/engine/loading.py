@@ -67,12 +67,13 @@ def load_model(path: str | Path, config: EngineConfig, ranks: Ranks | None = Non
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(path, error) from error
     context_length = _context_length(path, model.config, config)
+    _settle_rotary_factors(model, context_length)
     return LoadedModel(
         config=model.config,
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(model.generation_config, model.config, tokenizer),
         context_length=context_length,
-        model=_prepared(model, config, None if ranks is None else ranks.device),
+        model=prepare(model, config, None if ranks is None else ranks.device),
         digest=_digest(directory),
     )
 
@@ -195,6 +196,26 @@ def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -
     return config.max_model_len or length
 
 
+def _settle_rotary_factors(model: Any, max_model_len: int) -> None:
+    """Keep the factors of short sequences, where transformers chooses by the longest sequence of each batch.
+
+    Keys are cached with the factors of their time, so a sequence that grows past the border would need all of its own
+    anew; until the engine does that, lengths beyond it are refused.
+    """
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type")
+    if rope_type == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
+        longest = rope["original_max_position_embeddings"]
+        raise ModelError(
+            f"max_model_len is {max_model_len}; this model's LongRoPE has other rotary factors for sequences of more "
+            f"than {longest} tokens, and the engine does not change over: set max_model_len to {longest} or less",
+            field="max_model_len",
+            value=max_model_len,
+        )
+    if rope_type in ("longrope", "dynamic"):
+        model.model.rotary_emb.rope_type = "default"  # transformers then leaves the factors that it began with
+
+
 def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | None) -> frozenset[int]:
     """The generation config's, else the model config's, else the tokenizer's."""
     candidates = (
@@ -206,7 +227,7 @@ def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | N
     return frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def _prepared(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
+def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
     """Return the model on its device, its weights laid out for inference."""
     device = device or config.device
     if device == "auto":

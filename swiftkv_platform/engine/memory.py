@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -10,12 +12,16 @@ import torch
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.kv_cache import KVCache, LayerShape, StorageFormat, TensorShape, bytes_per_block
 from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.engine.varlen import block_size_for, choose_operator
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.quantization import PAYLOAD_DTYPES
+from swiftkv_platform.planning.serving import ServingSetup
 from swiftkv_platform.specs.engine import EngineConfig
 
 FREE_MEMORY_SHARE = 4
-"""Divisor of the free memory: without `kv_cache_bytes` the cache takes at most one such part."""
+"""Divisor of a host's free memory: without `kv_cache_bytes` the cache takes at most one such part."""
+BLOCK_SIZE = 16
+"""Tokens of a block where the operator of attention does not ask for more."""
 
 
 def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
@@ -23,32 +29,51 @@ def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
         return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return [(TensorShape(config.cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
+    return [(TensorShape(config.cache_num_key_value_heads(i) // num_ranks, query_dim(config)),) * 2 for i in layers]
 
 
 def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
     """The KV cache of an engine, or of one of its ranks; `num_blocks` is given where rank 0 has decided.
 
     Raises:
-        InvalidInputError: `kv_cache_bytes` holds not even one block.
+        InvalidInputError: `kv_cache_bytes` holds not even one block; `kv_cache_dtype` or `block_size` is none that
+            attention on a GPU reads.
     """
     device, format_ = torch.device(loaded.model.device), storage_format(config.kv_cache_dtype, loaded.model.dtype)
-    shapes = layer_shapes(loaded.model.config, config.tensor_parallel_size)
-    block_bytes = bytes_per_block(shapes, config.block_size, format_)
+    model_config = loaded.model.config
+    if device.type == "cuda" and format_.stored != loaded.model.dtype:
+        raise InvalidInputError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}; attention on a GPU reads K and V in the model's own type, "
+            f"{loaded.model.dtype}: leave kv_cache_dtype out, or give 'auto'",
+            field="kv_cache_dtype",
+            value=config.kv_cache_dtype,
+        )
+    operator = choose_operator(device, loaded.model.dtype, query_dim(model_config))
+    block_size = block_size_for(operator, config.block_size, BLOCK_SIZE)
+    shapes = layer_shapes(model_config, config.tensor_parallel_size)
+    block_bytes = bytes_per_block(shapes, block_size, format_)
     return KVCache(
         shapes,
-        num_blocks=num_blocks or _num_blocks(loaded, config, block_bytes, device),
-        block_size=config.block_size,
+        num_blocks=num_blocks or _num_blocks(loaded, config, block_size, block_bytes, device),
+        block_size=block_size,
         format_=format_,
         device=device,
-        expanded=_is_latent(loaded.model.config),
+        expanded=_is_latent(model_config),
         native=config.native_kernels
-        and not _is_latent(loaded.model.config)
+        and operator is None
+        and not _is_latent(model_config)
         and not format_.converts
         and all(tensor.dim % kernels.HEAD_DIM_MULTIPLE == 0 for layer in shapes for tensor in layer)
         and kernels.serve(loaded.model),
+        operator=operator,
     )
+
+
+def query_dim(config: Any) -> int:
+    """Numbers of a query, and of the key that it meets."""
+    if _is_latent(config):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def storage_format(kv_cache_dtype: str, computed: torch.dtype) -> StorageFormat:
@@ -63,14 +88,18 @@ def _is_latent(config: Any) -> bool:
     return getattr(config, "kv_lora_rank", None) is not None
 
 
-def _num_blocks(loaded: LoadedModel, config: EngineConfig, block_bytes: int, device: torch.device) -> int:
+def _num_blocks(
+    loaded: LoadedModel, config: EngineConfig, block_size: int, block_bytes: int, device: torch.device
+) -> int:
     if config.kv_cache_bytes is None:
-        wanted = config.max_num_seqs * -(-loaded.context_length // config.block_size)
-        sharing = config.tensor_parallel_size if device.type == "cpu" else 1
-        return max(min(wanted, _free_memory(device) // FREE_MEMORY_SHARE // sharing // block_bytes), 1)
+        wanted = wanted_blocks(loaded, config, block_size)
+        if device.type == "cuda":
+            return min(wanted, worst_step_blocks(config, block_size))  # `measured_blocks` has the rest
+        available: int = psutil.virtual_memory().available
+        return max(min(wanted, available // FREE_MEMORY_SHARE // config.tensor_parallel_size // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
         raise InvalidInputError(
-            f"kv_cache_bytes is {config.kv_cache_bytes}; one block of {config.block_size} tokens takes {block_bytes} "
+            f"kv_cache_bytes is {config.kv_cache_bytes}; one block of {block_size} tokens takes {block_bytes} "
             "bytes of this model's KV: give that or more",
             field="kv_cache_bytes",
             value=config.kv_cache_bytes,
@@ -78,8 +107,61 @@ def _num_blocks(loaded: LoadedModel, config: EngineConfig, block_bytes: int, dev
     return config.kv_cache_bytes // block_bytes
 
 
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available: int = psutil.virtual_memory().available
-    return available
+def wanted_blocks(loaded: LoadedModel, config: EngineConfig, block_size: int) -> int:
+    """Blocks with which no sequence ever waits for one."""
+    return config.max_num_seqs * -(-loaded.context_length // block_size)
+
+
+def worst_step_blocks(config: EngineConfig, block_size: int) -> int:
+    """Blocks of a step of `max_num_batched_tokens` tokens, whatever number of sequences they are of."""
+    return config.max_num_batched_tokens // block_size + min(config.max_num_seqs, config.max_num_batched_tokens) + 1
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of a GPU, before and at the peak of the worst step."""
+
+    total: int
+    free: int
+    """Free before the step, torch's own reserve given back; the weights, and what other processes hold, are in use."""
+    allocated: int
+    """Allocated by torch before the step."""
+    peak: int
+    """Most that torch had allocated during the step."""
+
+    def kv_cache_bytes(self, reserved: float) -> int:
+        """Bytes that are left for the cache where a share of the whole is `reserved`, as the planner does."""
+        return int(self.total * (1 - reserved)) - (self.total - self.free) - (self.peak - self.allocated)
+
+
+def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory) -> int:
+    """Blocks that fit into a GPU's memory beside the worst step, which was run with `cache` in it.
+
+    Raises:
+        InvalidInputError: not even one does.
+    """
+    shapes = layer_shapes(loaded.model.config, config.tensor_parallel_size)
+    block_bytes = bytes_per_block(shapes, cache.block_size, cache.format)
+    fit = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
+    if fit < 1:
+        raise InvalidInputError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}; a step of as many takes "
+            f"{memory.peak - memory.allocated} bytes beside the weights, and of {memory.total} bytes of memory nothing "
+            f"is left for a block of KV, which takes {block_bytes}: a smaller number, a smaller model or "
+            "tensor_parallel_size would do",
+            field="max_num_batched_tokens",
+            value=config.max_num_batched_tokens,
+        )
+    return min(fit, wanted_blocks(loaded, config, cache.block_size))
+
+
+def measure(step: Callable[[], object], device: torch.device) -> DeviceMemory:
+    """The memory of a GPU around a step."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return DeviceMemory(total, free, allocated, torch.cuda.max_memory_allocated(device))

@@ -7,7 +7,7 @@ embed -> layers < l -> K, V of all later layers        every scheduled token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from swiftkv_platform.engine.batch import Batch, Layout, Span, lay_out, make_bat
 from swiftkv_platform.engine.early_exit import Exits, exiting
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
-from swiftkv_platform.engine.sampler import SamplingRow, logprobs, sample
+from swiftkv_platform.engine.sampler import SamplingRow, choose, logprobs
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.scoring import log_probs
 from swiftkv_platform.engine.speculative import (
@@ -31,9 +31,9 @@ from swiftkv_platform.engine.speculative import (
     end_where_grammar_failed,
     sampling_row,
 )
+from swiftkv_platform.engine.transfers import take
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.masks import Masks
-from swiftkv_platform.model.selection import TokenSelection
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,15 @@ class ModelRunner:
     def device(self) -> torch.device:
         return torch.device(self._model.device)
 
+    @property
+    def cache(self) -> KVCache:
+        return self._cache
+
+    def replace_cache(self, make: Callable[[], KVCache]) -> None:
+        """Let the cache go, with all that is in it, then make another."""
+        del self._cache
+        self._cache = make()
+
     def score(self, token_ids: Sequence[int], num_positions: int) -> torch.Tensor:
         """Return `log_probs`, beside whatever is in the cache."""
         self._model.set_attn_implementation(self._own_attention)
@@ -74,7 +83,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledSequence]) -> list[StepResult]:
         """Compute the scheduled tokens' KV, and what follows from them, one result a sequence."""
-        batch = make_batch(scheduled, self._cache.block_size, self.device)
+        batch = make_batch(scheduled, self._cache)
         context = self._begin(batch.layout)
         x = self._decoder.lower(context)  # [1, num_tokens, hidden_size]
         shared = self._decoder.shared_key_values(x, context)
@@ -84,7 +93,7 @@ class ModelRunner:
         if drafts.tokens:
             logits = self._verify(x, scheduled, batch, drafts, rows)
         else:
-            logits = self._upper(x, context, shared, rows)
+            logits = self._upper(x, context, shared, batch.layout, rows)
         results = [StepResult() for _ in scheduled]
         self._choose(scheduled, batch, logits, exits, drafts, results)
         self._score_prompts(scheduled, batch, logits, results)
@@ -99,7 +108,7 @@ class ModelRunner:
             position_ids=layout.position_ids,
             rotation=self._decoder.rotary_emb(hidden, position_ids=layout.position_ids),
             masks=Masks((None,) * self._model.config.num_hidden_layers),
-            past_key_values=self._cache.at(layout.slot_mapping, layout.attention.contexts),  # type: ignore[arg-type]
+            past_key_values=self._cache.at(layout.slot_mapping, layout.contexts),  # type: ignore[arg-type]
             layer_arguments={"paged": layout.attention},
         )
 
@@ -112,16 +121,15 @@ class ModelRunner:
             self._decoder.shared_key_values(drafted, context)
             return drafted
 
-        return draft_from_exit_head(
-            self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache.block_size
-        )
+        return draft_from_exit_head(self._model, x, scheduled, batch, self._drafting.costs, lower, self._cache)
 
-    def _upper(self, x: torch.Tensor, context: DecoderContext, shared: list[Any], rows: list[int]) -> RowLogits:
+    def _upper(
+        self, x: torch.Tensor, context: DecoderContext, shared: list[Any], layout: Layout, rows: list[int]
+    ) -> RowLogits:
         """Logits of the rows, in float32. Without rows nothing runs."""
         if not rows:
             return RowLogits({}, x.new_empty(0, self._model.config.vocab_size, dtype=torch.float32))
-        kept = TokenSelection(torch.tensor(rows, device=x.device))
-        hidden = self._decoder.student_upper(x, context, kept=kept, shared=shared)
+        hidden = self._decoder.student_upper(x, context, kept=layout.select(rows), shared=shared)
         return RowLogits({row: at for at, row in enumerate(rows)}, self._model.lm_head(hidden)[0].float())
 
     def _verify(
@@ -144,8 +152,8 @@ class ModelRunner:
                 positions += range(sequence.num_tokens, sequence.num_tokens + len(drafted))
                 spans.append(Span(positions, sequence.block_table))
                 rows += [*own, *(num_rows + row for row in drafted)]
-        hidden = torch.cat([x, *drafts.hidden], dim=1)[:, rows]
-        context = self._begin(lay_out(spans, self._cache.block_size, self.device), hidden)
+        hidden = take(torch.cat([x, *drafts.hidden], dim=1), rows, dim=1)
+        context = self._begin(lay_out(spans, self._cache), hidden)
         layer_map, cache = self._decoder.layer_map, context.past_key_values
         shared = [cache.read(layer_map.cache_layer(leader)) for leader in layer_map.leaders]  # type: ignore[union-attr]
         hidden = self._decoder.student_upper(hidden, context, shared=shared)
@@ -176,10 +184,9 @@ class ModelRunner:
         if not at:
             return
         values = torch.cat([logits.values, exits.logits]) if exits.at else logits.values
-        if at != list(range(len(values))):
-            values = values[at]  # [num_sequences and drafts, vocab_size]
-        finite = values.sum(dim=-1).isfinite().tolist()
-        tokens = sample(values, rows)
+        values = take(values, at)  # [num_sequences and drafts, vocab_size]
+        finite = values.sum(dim=-1).isfinite()
+        tokens, finite = torch.stack([choose(values, rows), finite.long()]).tolist()
         for index, (places, drafted) in owners.items():
             item = scheduled[index]
             results[index] = result = accept(
@@ -204,7 +211,7 @@ class ModelRunner:
             return
         tokens = [token for index in wanted for token in results[index].token_ids]
         counts = [scheduled[index].sequence.params.logprobs or 0 for index in wanted for _ in results[index].token_ids]
-        found = iter(logprobs(values[at], tokens, counts))
+        found = iter(logprobs(take(values, at), tokens, counts))
         for index in wanted:
             results[index].logprobs = [next(found) for _ in results[index].token_ids]
 
@@ -220,7 +227,7 @@ class ModelRunner:
             if not rows:
                 continue
             sequence = scheduled[index].sequence
-            values = logits.values[[logits.at[row] for row in rows]]
+            values = take(logits.values, [logits.at[row] for row in rows])
             known = len(sequence.prompt_logprobs)
             tokens = sequence.prompt_token_ids[known : known + len(rows)]
             counts = [sequence.params.prompt_logprobs or 0] * len(rows)

@@ -26,6 +26,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from swiftkv_platform.engine.attention import PagedAttention
+from swiftkv_platform.engine.batch import Layout, place
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.masks import Masks
@@ -89,16 +91,12 @@ class Pass:
     """Rank 0 to the others: run layers < l and K, V of all later ones, or layers >= l."""
 
     upper: bool
-    position_ids: Any
-    """[1, num_tokens], numpy."""
-    slots: Any
-    """[num_tokens], numpy."""
-    arguments: dict[str, Any]
-    """Arguments of the layers: the attention's metadata."""
+    attention: PagedAttention
+    """Positions, slots and contexts, of the host alone."""
     hidden_shape: tuple[int, ...] | None
     """Shape of the hidden states that are broadcast; None: what the last pass of layers < l put out."""
-    kept: Any = None
-    """Rows that go on to layers >= l, numpy; None: all."""
+    kept: tuple[int, ...] | None = None
+    """Rows that go on to layers >= l; None: all."""
 
 
 class LeadingDecoder:
@@ -133,16 +131,12 @@ class LeadingDecoder:
         self, context: DecoderContext, hidden: torch.Tensor, *, upper: bool, kept: TokenSelection | None = None
     ) -> None:
         known = upper and hidden is self._x
-        rows = None if kept is None else kept.positions(hidden.shape[1], hidden.device).cpu().numpy()
-        slots: torch.Tensor = context.past_key_values.slots  # type: ignore[union-attr]  # the engine's StepCache
         self._leader.tell(
             Pass(
                 upper=upper,
-                position_ids=context.position_ids.cpu().numpy(),
-                slots=slots.cpu().numpy(),
-                arguments=context.layer_arguments,
+                attention=context.layer_arguments["paged"].on_host(),
                 hidden_shape=None if known else tuple(hidden.shape),
-                kept=rows,
+                kept=None if kept is None else kept.indices,
             )
         )
         if not known:
@@ -194,21 +188,24 @@ def join(rank: int, port: int, config: EngineConfig) -> Ranks:
 
 def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) -> None:
     """Run what rank 0 announces until it is gone. `make_cache`: number of blocks -> the KV cache."""
-    decoder, cache, x = model.model, None, torch.empty(0)
+    decoder, x = model.model, torch.empty(0)
+    cache: Any = None
     while True:
         try:
             message = connection.recv()
         except (EOFError, ConnectionResetError):
             return
         if isinstance(message, Allocate):
+            cache = None  # its memory goes before another's is taken
             cache = make_cache(message.num_blocks)
             continue
         hidden = x
         if message.hidden_shape is not None:
             hidden = ranks.broadcast(torch.empty(message.hidden_shape, dtype=model.dtype, device=ranks.device))
-        context = _context(decoder, cache, message, hidden)
+        layout = place(message.attention, (), cache, message.kept or ())
+        context = _context(decoder, cache, layout, hidden)
         if message.upper:
-            kept = None if message.kept is None else TokenSelection(torch.from_numpy(message.kept).to(ranks.device))
+            kept = None if message.kept is None else layout.select(message.kept)
             stored = context.past_key_values
             shared = [stored.read(decoder.layer_map.cache_layer(i)) for i in decoder.layer_map.leaders]  # type: ignore[union-attr]
             decoder.student_upper(hidden, context, kept=kept, shared=shared)
@@ -233,16 +230,14 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _context(decoder: Any, cache: Any, message: Pass, hidden: torch.Tensor) -> DecoderContext:
-    position_ids = torch.from_numpy(message.position_ids).to(hidden.device)
-    slots = torch.from_numpy(message.slots).to(hidden.device)
+def _context(decoder: Any, cache: Any, layout: Layout, hidden: torch.Tensor) -> DecoderContext:
     return DecoderContext(
         hidden=hidden,
-        position_ids=position_ids,
-        rotation=decoder.rotary_emb(hidden, position_ids=position_ids),
+        position_ids=layout.position_ids,
+        rotation=decoder.rotary_emb(hidden, position_ids=layout.position_ids),
         masks=Masks((None,) * len(decoder.layers)),
-        past_key_values=cache.at(slots, message.arguments["paged"].contexts),
-        layer_arguments=message.arguments,
+        past_key_values=cache.at(layout.slot_mapping, layout.contexts),
+        layer_arguments={"paged": layout.attention},
     )
 
 

@@ -26,10 +26,12 @@ from swiftkv_platform.engine.drafting import (
     lookup_size,
     paying_drafts,
 )
+from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
-from swiftkv_platform.engine.sampler import SamplingRow, sample
+from swiftkv_platform.engine.sampler import SamplingRow, choose
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence as EngineSequence
+from swiftkv_platform.engine.transfers import take
 
 MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}
 """About where the arithmetic of a step takes as long as reading the weights does."""
@@ -109,7 +111,7 @@ def draft_from_exit_head(
     batch: Batch,
     costs: DraftCosts,
     lower: Callable[[Layout], torch.Tensor],
-    block_size: int,
+    cache: KVCache,
 ) -> ExitDrafts:
     """Draft while the exit head is sure enough that one more pass of layers < l is worth what it costs.
 
@@ -123,7 +125,7 @@ def draft_from_exit_head(
     for index in active:
         scheduled[index].sequence.drafts.exit_confidences.clear()
     chances = dict.fromkeys(active, 1.0)  # that all drafts so far are accepted
-    x, count = x[:, [batch.next_token_rows[index][0] for index in active]], 0
+    x, count = take(x, [batch.next_token_rows[index][0] for index in active], dim=1), 0
     while active:
         logits = model.exit_logits(x[0]).float()  # [num_active, vocab_size]
         sequences = [scheduled[index].sequence for index in active]
@@ -138,7 +140,7 @@ def draft_from_exit_head(
             break
         active = [active[at] for at in chosen]
         rows = [sampling_row(scheduled[index].sequence, drafts.tokens.get(index, [])) for index in active]
-        tokens = sample(logits if len(chosen) == len(logits) else logits[chosen], rows)
+        tokens: list[int] = choose(take(logits, chosen), rows).tolist()
         spans = []
         for row, (index, at, token) in enumerate(zip(active, chosen, tokens, strict=True)):
             sequence, own = scheduled[index].sequence, drafts.tokens.setdefault(index, [])
@@ -146,12 +148,12 @@ def draft_from_exit_head(
             own.append(token)
             sequence.drafts.exit_confidences.append(confidences[at])
             drafts.rows.setdefault(index, []).append(count + row)
-        x = lower(lay_out(spans, block_size, x.device))
+        x = lower(lay_out(spans, cache))
         drafts.hidden.append(x)
         count += len(active)
         limits = [scheduled[index].draft.num_exit_tokens for index in active]
         going_on = [row for row, index in enumerate(active) if len(drafts.tokens[index]) < limits[row]]
-        active, x = [active[row] for row in going_on], x[:, going_on]
+        active, x = [active[row] for row in going_on], take(x, going_on, dim=1)
     return drafts
 
 

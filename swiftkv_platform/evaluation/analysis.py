@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -22,6 +21,7 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.evaluation.depths import Depth, measure_depths, shallowest
 from swiftkv_platform.evaluation.quality import evaluation_rows
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.model.similarity import THRESHOLD, Similarity, collect_similarity, recommend_depth
 from swiftkv_platform.planning import plan
@@ -30,11 +30,7 @@ from swiftkv_platform.specs import DataSourceSpec, DataSpec
 _HELD_OUT = 0.2
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class DepthReport(_Result):
+class DepthReport(FrozenModel):
     """One candidate l."""
 
     num_key_value_layers: int
@@ -48,7 +44,7 @@ class DepthReport(_Result):
     top1_agreement: float | None = None
 
 
-class Analysis(_Result):
+class Analysis(FrozenModel):
     """Report of `swiftkv analyze`."""
 
     model: str

@@ -12,7 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.evaluation.quality import Figures, evaluation_mode
+from swiftkv_platform.evaluation.quality import evaluation_mode
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.batches import to_tensors
 
 _LONGEST_PROMPT = 64
@@ -21,7 +22,7 @@ _PADDING = 0
 """Token that `generate()` writes after an end of text; nothing there is compared."""
 
 
-class ContinuationQuality(Figures):
+class ContinuationQuality(FrozenModel):
     """The student's greedy continuations of held-out prompts against the teacher's."""
 
     num_prompts: int

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.batches import to_tensors
 
 _LOGITS_PER_CHUNK = 1 << 22
@@ -26,19 +26,13 @@ NUM_EXIT_BINS = 20
 """Bins of equal width over the exit head's largest probability; the last begins at 0.95, the paper's threshold."""
 
 
-class Figures(BaseModel):
-    """Part of a report."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class TeacherQuality(Figures):
+class TeacherQuality(FrozenModel):
     """The teacher on held-out text."""
 
     perplexity: float
 
 
-class Quality(Figures):
+class Quality(FrozenModel):
     """A student against its teacher on held-out text."""
 
     perplexity: float

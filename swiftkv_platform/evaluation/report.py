@@ -8,20 +8,21 @@ from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
-from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Figures, Quality, TeacherQuality, Totals
+from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Quality, TeacherQuality, Totals
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import EvaluationSpec
 
 NO_TASKS = TaskResults()
 
 
-class TimeToFirstToken(Figures):
+class TimeToFirstToken(FrozenModel):
     """Milliseconds, medians."""
 
     dense: float
     swiftkv: float
 
 
-class ExitBin(Figures):
+class ExitBin(FrozenModel):
     """Held-out positions by the exit head's confidence, its largest probability."""
 
     low: float
@@ -32,7 +33,7 @@ class ExitBin(Figures):
     """Share of the bin's positions where the exit head's most likely token is the student's; None in an empty bin."""
 
 
-class Gate(Figures):
+class Gate(FrozenModel):
     """One limit of the spec and what was measured."""
 
     field: str
@@ -44,7 +45,7 @@ class Gate(Figures):
     passed: bool
 
 
-class Report(Figures):
+class Report(FrozenModel):
     """`evaluation.json`; `demo-report.json` takes its keys."""
 
     teacher: TeacherQuality

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -26,6 +27,8 @@ _START_TIMEOUT_S: Mapping[PartName, float] = {"ray": 120.0, "control-plane": 90.
 _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 15.0
 """The control plane gives each thing it depends on 10."""
+_SERVICES = ("alembic", "boto3", "fastapi", "ray", "sqlalchemy", "uvicorn")
+"""Packages of the extra `platform`, which the client and the command line do without."""
 _GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL: Ray takes half a minute to part in peace, and has nothing to save."""
 _LOG_TAIL_LINES = 20
@@ -77,8 +80,9 @@ class Stack:
             report: told each step in a line.
 
         Raises:
-            StartError: a part did not come up. What this call has started is stopped again.
+            StartError: packages are missing, or a part did not come up. What this call has started is stopped again.
         """
+        _check_installed()
         with self._run.locked():
             ensure_token(self._run.token_file)
             state = self._run.load()
@@ -271,3 +275,11 @@ def _serve_status(state: StackState) -> PartStatus:
     # Without any application Ray Serve's proxy answers 503: there is nothing it could route to.
     detail = "" if answer.is_success else "nothing deployed"
     return PartStatus("serve", "running", state.serve_url, detail=detail)
+
+
+def _check_installed() -> None:
+    lacking = [name for name in _SERVICES if find_spec(name) is None]
+    if lacking:
+        raise StartError(
+            f"The platform here needs {', '.join(lacking)}; pip install 'swiftkv-platform[train,serve]' would do"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -28,7 +28,7 @@ class Event(Protocol):
     def message(self) -> str: ...
 
     @property
-    def data(self) -> dict[str, Any]: ...
+    def data(self) -> Mapping[str, Any]: ...
 
 
 @dataclass

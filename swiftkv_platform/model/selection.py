@@ -23,6 +23,8 @@ class TokenSelection:
     """The last n tokens of each row (0: none), or indices into the token dimension, int64 [num_kept]; None: all."""
     rows: torch.Tensor | None = None
     """Rows of the batch, int64 [num_rows]; None: all."""
+    indices: tuple[int, ...] | None = None
+    """The indices of `tokens` on the host, where they are known there: reading them from a GPU would wait for it."""
 
     def count(self, num_tokens: int) -> int:
         """Return how many tokens of a row with `num_tokens` are kept."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason
 
 
@@ -27,7 +28,7 @@ class AttemptLimits:
             return None
         whose = "limits.max_runtime_s" if own == min(limits) else "the operator's maximum"
         message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
-        return Reason("max_runtime_exceeded", message, field="limits.max_runtime_s")
+        return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
 
     def _not_placed(self, job: Job, now: float) -> Reason | None:
         """Another try would ask for the same again, so this ends the job."""
@@ -47,7 +48,7 @@ class AttemptLimits:
             f"attempt {attempt.number} has found no place on the cluster for {self.placement_s:g} s: {needs}; "
             "fewer or smaller resources.num_workers, or a larger cluster, would do"
         )
-        return Reason("not_placed", message, field="resources")
+        return Reason(ReasonCode.NOT_PLACED, message, field="resources")
 
 
 DEFAULT_LIMITS = AttemptLimits()

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.errors import ArtifactCorruptError
+from swiftkv_platform.contract.protocol import PROTOCOL, is_from_protocol_1, refusal
+from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.errors import ArtifactCorruptError, StorageError
 from swiftkv_platform.orchestration.costs import measured_speed
 from swiftkv_platform.orchestration.job import (
     Failure,
@@ -20,8 +22,6 @@ from swiftkv_platform.orchestration.job import (
 from swiftkv_platform.orchestration.ports import AttemptStore, Submission, SubmissionStatus
 from swiftkv_platform.orchestration.reading import Reading
 
-PREEMPTED = "preempted"
-"""Reason code of an attempt that was stopped from outside."""
 _LONGEST_DELAY_S = 60.0
 
 
@@ -49,7 +49,7 @@ class AttemptOutcomes:
         if ended_well or (unexplained and not cancelling):
             # The manifest is written last: with it the work is done, whatever became of the process afterwards.
             try:
-                manifest = self.store.artifact_manifest(job.id, job.attempt.number)
+                manifest = self.store.artifact_manifest(job.attempt_id)
             except ArtifactCorruptError as error:
                 damage = Failure(Reason(error.code, error.message), retryable=True)
             else:
@@ -62,7 +62,7 @@ class AttemptOutcomes:
         elif submission is None and unexplained and damage is None:
             # Ray does not follow the attempt any more. That is no fault of the job's and uses up no retry.
             message = f"Ray no longer knows {job.attempt.submission_id}; its head was restarted"
-            self._requeue(reading, Reason("worker_lost", message), counts=False)
+            self._requeue(reading, Reason(ReasonCode.WORKER_LOST, message), counts=False)
         else:
             self._settle_failure(reading, damage or _cause(job, submission))
         return None
@@ -78,7 +78,7 @@ class AttemptOutcomes:
 
     def _settle_failure(self, reading: Reading, failure: Failure) -> None:
         retries_left = reading.job.retries < reading.job.spec.fault_tolerance.max_retries
-        preempted = failure.reason.code == PREEMPTED  # the cluster's doing, so no retry is used up
+        preempted = failure.reason.code == ReasonCode.PREEMPTED  # the cluster's doing, so no retry is used up
         if failure.retryable and (retries_left or preempted):
             self._requeue(reading, failure.reason, counts=not preempted)
         else:
@@ -107,7 +107,7 @@ class AttemptOutcomes:
             job_id=job.id,
             attempt=job.attempt.number,
             created_at=reading.now,
-            artifact_uri=self.store.artifact_uri(job.id, job.attempt.number),
+            artifact_uri=self.store.artifact_uri(job.attempt_id),
             manifest_digest=self.digest(manifest),
             size=manifest.size,
             lineage=dict(manifest.lineage),
@@ -132,16 +132,20 @@ def _cause(job: Job, submission: Submission | None) -> Failure:
     if job.attempt.failure is not None:
         return job.attempt.failure
     assert submission is not None, "a forgotten submission without a known failure is not a failure"
-    name = job.attempt.submission_id
+    name, said_nothing = job.attempt.submission_id, not job.attempt.cursor
+    if said_nothing and is_from_protocol_1(submission.message):
+        message = refusal(workers=1, control_plane=PROTOCOL)
+        return Failure(Reason(ReasonCode.PROTOCOL_MISMATCH, message), retryable=False)
     match submission.status:
         case SubmissionStatus.SUCCEEDED:
             message = f"{name} ended well, but its artifact has no manifest, so it is not complete"
-            return Failure(Reason("storage_error", message), retryable=False)
+            return Failure(Reason(StorageError.code, message), retryable=False)
         case SubmissionStatus.STOPPED:
-            return Failure(Reason(PREEMPTED, f"{name} was stopped, not by this control plane"), retryable=True)
+            message = f"{name} was stopped, not by this control plane"
+            return Failure(Reason(ReasonCode.PREEMPTED, message), retryable=True)
         case _:
             # The log's tail follows in Ray's message; the whole log is kept beside the attempt.
             explanation = submission.message.partition("\n")[0].strip() or "no reason given"
             return Failure(
-                Reason("worker_lost", f"{name} failed without saying why; Ray: {explanation}"), retryable=True
+                Reason(ReasonCode.WORKER_LOST, f"{name} failed without saying why; Ray: {explanation}"), retryable=True
             )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from swiftkv_platform.errors import InvalidInputError, StaleVersionError
 from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
 from swiftkv_platform.orchestration.engine_options import check_engine_options
@@ -16,7 +18,6 @@ from swiftkv_platform.orchestration.ports import (
     Catalog,
     Clock,
     Deployment,
-    DeploymentSpec,
     DeploymentState,
     DeploymentStatus,
     Holdings,
@@ -25,6 +26,7 @@ from swiftkv_platform.orchestration.registry import RegistryService, changed
 from swiftkv_platform.orchestration.routes import RouteRules
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.versions import Expected
+from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 
 ONE_TENANT = RouteRules()
 UNLIMITED = DeploymentLimits()
@@ -53,47 +55,24 @@ class DeploymentService:
         self._routes = routes
         self._limits = limits
 
-    def create(
-        self,
-        caller: Caller,
-        *,
-        model: str,
-        route_prefix: str,
-        min_replicas: int,
-        max_replicas: int,
-        target_ongoing_requests: float | None = None,
-        engine: Mapping[str, Any],
-        candidate: Mapping[str, Any] | None = None,
-        shadow: Mapping[str, Any] | None = None,
-        upscale_delay_s: float = DeploymentSpec.upscale_delay_s,
-        downscale_delay_s: float = DeploymentSpec.downscale_delay_s,
-    ) -> Deployment:
+    def create(self, caller: Caller, wanted: DeploymentSpec) -> Deployment:
         """Store a deployment; the reconciler brings it up.
 
         Args:
-            model: a `mdl_` id, the `job_` id of a job that succeeded, or an alias, which the deployment then follows.
+            wanted: its `model` is a `mdl_` id, the `job_` id of a job that succeeded, or an alias, which the deployment
+                then follows.
 
         Raises `InvalidInputError` for an unknown model, `ConflictError` for a route prefix that is taken or in the way
         of another deployment's, and as `RouteRules.placed` and `DeploymentLimits.check`.
         """
-        found, alias = self._registry.resolve(model, caller.tenant)
-        spec = DeploymentSpec(
-            id=new_id("dep"),
-            model=found.id,
-            artifact_uri=found.artifact_uri,
-            alias=alias,
-            route_prefix=self._routes.placed(route_prefix, caller.tenant),
-            min_replicas=min_replicas,
-            max_replicas=max_replicas,
-            target_ongoing_requests=target_ongoing_requests,
-            upscale_delay_s=upscale_delay_s,
-            downscale_delay_s=downscale_delay_s,
-            engine=engine,
-            candidate=None if candidate is None else self._with_artifact(candidate, caller),
-            shadow=shadow,
-            tenant=caller.tenant,
+        spec = _valid(
+            {
+                **self._resolved(wanted.model_dump(), caller),
+                "id": new_id("dep"),
+                "route_prefix": self._routes.placed(wanted.route_prefix, caller.tenant),
+                "tenant": caller.tenant,
+            }
         )
-        _check(spec)
 
         def admit(held: Holdings) -> None:
             self._limits.check(spec, caller.tenant, _demand(held))
@@ -121,13 +100,12 @@ class DeploymentService:
         seen = self._catalog.get_deployment(deployment_id, tenant=caller.tenant)
         patch = self._resolved(changes, caller)
 
-        def change(present: Deployment, held: Holdings) -> tuple[DeploymentSpec, DeploymentState]:
+        def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
             if expected is None:
                 _check_uncontradicted(patch, seen, present)
             else:
                 expected.check(f"deployment {deployment_id}", present.version)
-            spec = _patched(present.spec, patch)
-            _check(spec)
+            spec = _valid(merged(present.spec.model_dump(), patch))
             self._limits.check(spec, caller.tenant, _demand(held), before=present.spec)
             return changed(present, spec)
 
@@ -166,20 +144,10 @@ def _demand(held: Holdings) -> Demand:
     return sum((Demand.of_deployment(spec) for spec in held.deployments), sum(jobs, Demand()))
 
 
-def _patched(spec: DeploymentSpec, patch: Mapping[str, Any]) -> DeploymentSpec:
-    fields = {name: merged(getattr(spec, name), value) for name, value in patch.items()}
-    if fields.get("engine", spec.engine) is None:
-        fields["engine"] = {}
-    for name in ("candidate", "shadow"):
-        if fields.get(name) is not None:
-            fields[name] = {"share": 0.0, **fields[name]}
-    return replace(spec, **fields)
-
-
 def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: Deployment) -> None:
     if present.version == seen.version:
         return
-    path = contradicted(patch, vars(seen.spec), vars(present.spec))
+    path = contradicted(patch, seen.spec.model_dump(), present.spec.model_dump())
     if path is not None:
         field = ".".join(path)
         raise StaleVersionError(
@@ -190,34 +158,23 @@ def _check_uncontradicted(patch: Mapping[str, Any], seen: Deployment, present: D
         )
 
 
-def _check(spec: DeploymentSpec) -> None:
+def _valid(document: Mapping[str, Any]) -> ResolvedDeployment:
     """Raises `InvalidInputError` for what does not fit together."""
-    check_engine_options(spec.engine)
-    if spec.max_replicas < spec.min_replicas:
-        raise InvalidInputError(
-            f"max_replicas would be {spec.max_replicas}, below min_replicas {spec.min_replicas}",
-            field="max_replicas",
-            value=spec.max_replicas,
-        )
-    if spec.candidate is not None and "model" not in spec.candidate:
+    check_engine_options(document.get("engine", {}))
+    candidate, shadow = document.get("candidate"), document.get("shadow")
+    if candidate is not None and "model" not in candidate:
         raise InvalidInputError(
             "candidate.model is missing, and there is no candidate to change; name its model", field="candidate.model"
         )
-    if spec.shadow is not None and "against" not in spec.shadow:
+    if shadow is not None and "against" not in shadow:
         raise InvalidInputError(
             "shadow.against is missing, and there is no shadow to change; give 'teacher' or 'candidate'",
             field="shadow.against",
         )
-    if spec.candidate is None and spec.shadow is not None and spec.shadow["against"] == "candidate":
-        raise InvalidInputError(
-            "shadow.against is 'candidate', and the deployment has none; give a candidate, or 'teacher'",
-            field="shadow.against",
-            value="candidate",
-        )
-    if spec.shadow is not None and spec.engine.get("backend") == "vllm":
-        raise InvalidInputError(
-            "shadow compares distributions, which backend native alone gives, and engine.backend is 'vllm'; leave one "
-            "of them out",
-            field="shadow",
-            value=dict(spec.shadow),
-        )
+    try:
+        return ResolvedDeployment.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        context = first.get("ctx", {})
+        field = context.get("field", ".".join(map(str, first["loc"])))
+        raise InvalidInputError(first["msg"], field=field, value=context.get("value", first["input"])) from error

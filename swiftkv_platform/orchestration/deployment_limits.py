@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from swiftkv_platform.errors import InvalidInputError, OverQuotaError, QuotaExceededError
 from swiftkv_platform.orchestration.fair_queue import Demand
-from swiftkv_platform.orchestration.ports import DeploymentSpec
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _NOTHING = Demand()
 
@@ -22,11 +22,11 @@ class DeploymentLimits:
 
     def check(
         self,
-        spec: DeploymentSpec,
+        spec: ResolvedDeployment,
         tenant: str,
         held: Demand,
         *,
-        before: DeploymentSpec | None = None,
+        before: ResolvedDeployment | None = None,
     ) -> None:
         """Refuse what a deployment would have more than `before`, if that is above a limit.
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from swiftkv_platform.contract.autoscaling import replica_resources
 from swiftkv_platform.orchestration.job import Job, JobStatus
-from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec
+from swiftkv_platform.orchestration.ports import Deployment
 from swiftkv_platform.orchestration.tenants import Policies, TenantPolicy
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _PRIORITIES = {"high": 0, "normal": 1, "low": 2}
 
@@ -37,7 +38,7 @@ class Demand:
         return cls(1, workers * spec.resources.gpus_per_worker, workers * spec.resources.cpus_per_worker)
 
     @classmethod
-    def of_deployment(cls, spec: DeploymentSpec) -> Demand:
+    def of_deployment(cls, spec: ResolvedDeployment) -> Demand:
         resources, replicas = replica_resources(spec.engine), spec.max_replicas
         return cls(0, replicas * resources["num_gpus"], replicas * resources["num_cpus"], replicas)
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from ulid import ULID
 
-from swiftkv_platform.contract.attempts import submission_id
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.events import Level
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.specs import JobSpec
 
@@ -76,7 +77,7 @@ class Reason:
     """Reason for a job's status."""
 
     code: str
-    """`worker_lost`, `data_error`, ...: the codes of `errors.py` and those only the cluster can cause."""
+    """A `ReasonCode`, or the code of an error of `errors.py`."""
     message: str
     field: str | None = None
     """Dotted path of the spec's field to blame."""
@@ -195,6 +196,11 @@ class Job:
     version: int = 0
     """Raised by every update; an update of an older version is refused."""
 
+    @property
+    def attempt_id(self) -> AttemptId:
+        """Name of the present attempt."""
+        return AttemptId(self.id, self.attempt.number)
+
     def seconds_on_cluster(self, now: float) -> float:
         """Seconds on the cluster over all attempts, the present one included."""
         since = self.attempt.submitted_at
@@ -203,7 +209,6 @@ class Job:
 
 
 EventType = Literal["status", "message", "metrics", "checkpoint"]
-Level = Literal["info", "warn", "error"]
 
 
 @dataclass(frozen=True)
@@ -293,7 +298,7 @@ def transition(job: Job, status: JobStatus, *, now: int, reason: Reason | None =
 
 def start(job: Job, *, now: int, resume_from: str | None = None) -> tuple[Job, Event]:
     """Give the present attempt its submission id; what is submitted under it can be found again after a crash."""
-    name = submission_id(job.id, job.attempt.number)
+    name = job.attempt_id.submission_id
     attempt = replace(job.attempt, submission_id=name, resume_from=resume_from)
     return transition(replace(job, attempt=attempt), JobStatus.STARTING, now=now)
 

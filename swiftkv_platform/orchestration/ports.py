@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 T = TypeVar("T")
 
@@ -161,7 +164,7 @@ class Catalog(Protocol):
         ...
 
     def set_deployment_state(
-        self, deployment_id: str, state: DeploymentState, *, of: DeploymentSpec | None = None
+        self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
     ) -> None:
         """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free.
 
@@ -260,11 +263,11 @@ class AttemptStore(Protocol):
         """Write `attempt.json`; writing the same request again changes nothing."""
         ...
 
-    def request_pause(self, job_id: str, attempt: int) -> None:
+    def request_pause(self, attempt: AttemptId) -> None:
         """Ask the attempt to checkpoint and end; asking again changes nothing."""
         ...
 
-    def read_events(self, job_id: str, attempt: int, cursor: Mapping[str, int]) -> Sequence[StoredEvent]:
+    def read_events(self, attempt: AttemptId, cursor: Mapping[str, int]) -> Sequence[StoredEvent]:
         """Events after `cursor` (last sequence number read, by writer), each writer's in order and without gaps."""
         ...
 
@@ -272,13 +275,13 @@ class AttemptStore(Protocol):
         """Key of the newest complete checkpoint of the attempts before `before_attempt` (of all, if None)."""
         ...
 
-    def artifact_manifest(self, job_id: str, attempt: int) -> Manifest | None:
+    def artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
         """None: the artifact is not complete."""
         ...
 
-    def artifact_uri(self, job_id: str, attempt: int) -> str: ...
+    def artifact_uri(self, attempt: AttemptId) -> str: ...
 
-    def save_logs(self, job_id: str, attempt: int, pieces: Iterable[bytes]) -> None:
+    def save_logs(self, attempt: AttemptId, pieces: Iterable[bytes]) -> None:
         """Keep the log of an attempt that has ended."""
         ...
 
@@ -317,39 +320,10 @@ class DeploymentState:
 
 
 @dataclass(frozen=True)
-class DeploymentSpec:
-    """Specification of a deployment. The fields' names are those of `serve.args.ServeArgs`."""
-
-    id: str
-    model: str
-    """`mdl_` id."""
-    artifact_uri: str
-    route_prefix: str = "/"
-    min_replicas: int = 1
-    max_replicas: int = 1
-    target_ongoing_requests: float | None = None
-    """Requests a replica should work on at once; more replicas are started above it. None: by the engine's load."""
-    upscale_delay_s: float = 10.0
-    """Seconds for which the load must ask for more replicas before they are started."""
-    downscale_delay_s: float = 300.0
-    """Seconds for which it must ask for fewer before they are drained."""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Engine options, handed through."""
-    alias: str | None = None
-    """Alias that the model is promoted to; each later promotion to it is swapped in."""
-    candidate: Mapping[str, Any] | None = None
-    """`model`, `artifact_uri` and `share`: a second model in every replica that answers this share of the requests."""
-    shadow: Mapping[str, Any] | None = None
-    """`against` and `share`: the teacher or the candidate judges this share of the answers."""
-    tenant: str | None = None
-    """Tenant whose keys it answers, where replicas ask for keys; None: every tenant's."""
-
-
-@dataclass(frozen=True)
 class Deployment:
     """A served model."""
 
-    spec: DeploymentSpec
+    spec: ResolvedDeployment
     tenant: str
     created_at: int
     state: DeploymentState = DeploymentState(DeploymentStatus.PENDING)
@@ -363,18 +337,18 @@ class Holdings:
 
     jobs: Sequence[JobSpec]
     """Specs of the jobs whose attempts may be on the cluster."""
-    deployments: Sequence[DeploymentSpec]
+    deployments: Sequence[ResolvedDeployment]
 
 
 Admit = Callable[[Holdings], None]
-DeploymentChange = Callable[[Deployment, Holdings], tuple[DeploymentSpec, DeploymentState]]
+DeploymentChange = Callable[[Deployment, Holdings], tuple[ResolvedDeployment, DeploymentState]]
 """Function of a deployment, and of what else its tenant holds, that gives its new spec and state."""
 
 
 class ServeCluster(Protocol):
     """The cluster on which deployments run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
-    def apply(self, deployments: Sequence[DeploymentSpec]) -> None:
+    def apply(self, deployments: Sequence[ResolvedDeployment]) -> None:
         """Make these, and no others, the served applications. Returns before they are ready."""
         ...
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Any, assert_never
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from swiftkv_platform.contract.attempts import AttemptEvent
+from swiftkv_platform.contract.events import (
+    ArtifactEvent,
+    AttemptEvent,
+    AttemptStatus,
+    CheckpointEvent,
+    ErrorData,
+    ErrorEvent,
+    Level,
+    MessageEvent,
+    MetricsEvent,
+    PlacementData,
+    PlacementEvent,
+    StatusEvent,
+    TrackingEvent,
+)
 from swiftkv_platform.orchestration.job import (
     Event,
     EventType,
     Failure,
     Job,
     JobStatus,
-    Level,
     MetricPoint,
     Pace,
     Progress,
@@ -25,35 +36,6 @@ from swiftkv_platform.orchestration.job import (
     transition,
 )
 from swiftkv_platform.orchestration.ports import StoredEvent
-
-
-class _Status(BaseModel):
-    status: JobStatus
-
-
-class _Point(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    step: Annotated[int, Field(ge=0)]
-    tokens: int | None = None
-    memory_bytes: Annotated[float, Field(ge=0)] = 0
-
-
-class _Metrics(BaseModel):
-    points: list[_Point]
-    total_steps: Annotated[int, Field(ge=1)] | None = None
-
-
-class _Placement(BaseModel):
-    phase: Annotated[str, Field(max_length=200)]
-    state: Literal["waiting", "placed"]
-    needs: Annotated[str, Field(max_length=2000)] = ""
-
-
-class _Error(BaseModel):
-    code: str
-    field: str | None = None
-    retryable: bool
 
 
 @dataclass
@@ -72,18 +54,11 @@ class Reading:
 
 
 def read(job: Job, stored: Sequence[StoredEvent], *, now: int) -> Reading:
-    """The job after these events of its present attempt, each counted once: the job's cursor moves with them.
-
-    An event whose data does not fit its type becomes a warning; it cannot stop the job.
-    """
+    """The job after these events of its present attempt, each counted once: the job's cursor moves with them."""
     reading = Reading(job, now)
     cursor = dict(job.attempt.cursor)
     for item in stored:
-        try:
-            _take(reading, item.event)
-        except ValidationError as error:
-            message = f"event {item.sequence} of {item.writer} cannot be understood: {error}"
-            _record(reading, item.event, "message", message=message, level="warn")
+        _take(reading, item.event)
         cursor[item.writer] = item.sequence
     if stored:
         reading.job = replace(reading.job, attempt=replace(reading.job.attempt, cursor=cursor))
@@ -91,49 +66,51 @@ def read(job: Job, stored: Sequence[StoredEvent], *, now: int) -> Reading:
 
 
 def _take(reading: Reading, event: AttemptEvent) -> None:
-    match event.type:
-        case "status":
-            _advance(reading, _Status.model_validate(event.data).status)
-        case "metrics":
-            _measure(reading, event, _Metrics.model_validate(event.data))
+    match event:
+        case StatusEvent():
+            _advance(reading, event.data["status"])
+        case MetricsEvent():
+            _measure(reading, event)
             _note_progress(reading)
             _record(reading, event, "metrics")
-        case "placement":
-            _place(reading, _Placement.model_validate(event.data))
-        case "checkpoint":
+        case PlacementEvent():
+            _place(reading, _plain(event.data))
+        case CheckpointEvent():
             _note_progress(reading)
             _record(reading, event, "checkpoint")
-        case "error":
-            error = _Error.model_validate(event.data)
-            failure = Failure(Reason(error.code, _plain(event.message), error.field), error.retryable)
+        case ErrorEvent():
+            error: ErrorData = _plain(event.data)
+            failure = Failure(Reason(error["code"], _plain(event.message), error.get("field")), error["retryable"])
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, failure=failure))
             _record(reading, event, "message", level="error")
-        case "tracking":
+        case TrackingEvent():
             reading.job = replace(reading.job, tracking=_plain(event.data))
             _record(reading, event, "message")
-        case "message" | "artifact":
+        case MessageEvent() | ArtifactEvent():
             _record(reading, event, "message")
+        case _:
+            assert_never(event)
 
 
-def _advance(reading: Reading, status: JobStatus) -> None:
+def _advance(reading: Reading, status: AttemptStatus) -> None:
     """Follow the attempt from phase to phase; what it says while it is being stopped changes nothing."""
-    if status is JobStatus.PAUSED:
+    if status == "paused":
         reading.job = replace(reading.job, attempt=replace(reading.job.attempt, paused=True))
         return
-    if reading.job.status is JobStatus.STARTING and status in (JobStatus.RUNNING, JobStatus.EVALUATING):
+    if reading.job.status is JobStatus.STARTING:
         reading.move(JobStatus.RUNNING)
-    if reading.job.status is JobStatus.RUNNING and status is JobStatus.EVALUATING:
+    if reading.job.status is JobStatus.RUNNING and status == "evaluating":
         reading.move(JobStatus.EVALUATING)
 
 
-def _place(reading: Reading, told: _Placement) -> None:
+def _place(reading: Reading, told: PlacementData) -> None:
     """Note who waits for a place. Driver and worker have clocks of their own, so `placed` may be read first."""
-    attempt = reading.job.attempt
-    waiting = {phase: needs for phase, needs in attempt.waiting.items() if phase != told.phase}
-    if told.state == "placed":
-        attempt = replace(attempt, placed=(*attempt.placed, told.phase))
-    elif told.phase not in attempt.placed:
-        waiting[told.phase] = _plain(told.needs)
+    attempt, phase = reading.job.attempt, told["phase"]
+    waiting = {name: needs for name, needs in attempt.waiting.items() if name != phase}
+    if told["state"] == "placed":
+        attempt = replace(attempt, placed=(*attempt.placed, phase))
+    elif phase not in attempt.placed:
+        waiting[phase] = told.get("needs", "")
     attempt = replace(attempt, waiting=waiting, waiting_since=reading.now if waiting else None)
     reading.job = replace(reading.job, attempt=attempt)
 
@@ -144,28 +121,30 @@ def _note_progress(reading: Reading) -> None:
         reading.job = replace(reading.job, attempt=replace(reading.job.attempt, waiting_since=reading.now))
 
 
-def _measure(reading: Reading, event: AttemptEvent, metrics: _Metrics) -> None:
-    if not metrics.points:
+def _measure(reading: Reading, event: MetricsEvent) -> None:
+    points = event.data["points"]
+    if not points:
         return
     job = reading.job
-    for point in metrics.points:
-        values = {name: value for name, value in _plain(point.model_dump(exclude_unset=True)).items() if name != "step"}
-        reading.points.append(MetricPoint(point.step, job.attempt.number, event.time, values))
-    last, most = metrics.points[-1], int(max(point.memory_bytes for point in metrics.points))
-    total = metrics.total_steps or job.progress.total_steps
+    for point in points:
+        values = {name: value for name, value in _plain(point).items() if name != "step"}
+        reading.points.append(MetricPoint(point["step"], job.attempt.number, event.time, values))
+    step, tokens = points[-1]["step"], points[-1].get("tokens")
+    most = int(max(point.get("memory_bytes", 0) for point in points))
+    total = event.data.get("total_steps", job.progress.total_steps)
     pace = job.attempt.pace
-    if pace is None or last.step <= job.progress.step:
-        pace = Pace(last.step, event.time)  # a fresh start, or steps repeated from a checkpoint
+    if pace is None or step <= job.progress.step:
+        pace = Pace(step, event.time)  # a fresh start, or steps repeated from a checkpoint
     pace = replace(pace, last_time=event.time)
-    remaining = _seconds_remaining(pace, last.step, event.time, total)
+    remaining = _seconds_remaining(pace, step, event.time, total)
     reading.job = replace(
         job,
         attempt=replace(job.attempt, pace=pace, peak_memory=max(most, job.attempt.peak_memory)),
         progress=Progress(
-            step=last.step,
+            step=step,
             total_steps=total,
-            tokens=job.progress.tokens if last.tokens is None else last.tokens,
-            percent=round(min(100.0 * last.step / total, 100.0), 2) if total else 0.0,
+            tokens=job.progress.tokens if tokens is None else tokens,
+            percent=round(min(100.0 * step / total, 100.0), 2) if total else 0.0,
             seconds_remaining=remaining,
         ),
         estimated_finish=None if remaining is None else int(event.time) + remaining,
@@ -179,16 +158,14 @@ def _seconds_remaining(pace: Pace, step: int, time: float, total: int | None) ->
     return math.ceil(max(total - step, 0) * (time - pace.time) / (step - pace.step))
 
 
-def _record(
-    reading: Reading, event: AttemptEvent, kind: EventType, *, message: str | None = None, level: Level | None = None
-) -> None:
+def _record(reading: Reading, event: AttemptEvent, kind: EventType, *, level: Level | None = None) -> None:
     reading.events.append(
         Event(
             id=new_id("evt"),
             job_id=reading.job.id,
             created_at=int(event.time),
             type=kind,
-            message=_plain(event.message if message is None else message),
+            message=_plain(event.message),
             level=level or event.level,
             data=_plain(event.data),
         )

@@ -16,7 +16,10 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,
@@ -63,10 +66,10 @@ class Entrypoint:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment variables; Ray shows them to all that may see its dashboard: no secrets."""
 
-    def shell(self, job_id: str, attempt: int) -> str:
+    def shell(self, attempt: AttemptId) -> str:
         """Join the command and its arguments to one line for a shell."""
-        arguments = ["--job-id", job_id, "--attempt", str(attempt), "--store", self.store_uri]
-        return shlex.join([*self.command, *arguments])
+        arguments = ["--job-id", attempt.job_id, "--attempt", str(attempt.number), "--store", self.store_uri]
+        return shlex.join([*self.command, *arguments, PROTOCOL_OPTION, str(PROTOCOL)])
 
 
 class Reconciler:
@@ -178,7 +181,8 @@ class Reconciler:
             self._cluster.stop(latest.attempt.submission_id)
         causes = self._surprises[job.id]
         message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
-        failed, event = transition(latest, JobStatus.FAILED, now=int(self._clock()), reason=Reason("internal", message))
+        reason = Reason(ReasonCode.INTERNAL, message)
+        failed, event = transition(latest, JobStatus.FAILED, now=int(self._clock()), reason=reason)
         self._log.error("given up", job_id=job.id, causes=causes)
         return self._jobs.update(failed, events=[event])
 
@@ -213,7 +217,7 @@ class Reconciler:
                 code_tasks=access.code_tasks,
             )
         )
-        command = self._entrypoint.shell(job.id, attempt.number)
+        command = self._entrypoint.shell(job.attempt_id)
         self._cluster.submit(_submission_id(job), command, self._entrypoint.env)
         submitted = self._jobs.update(self._seen_by_ray(job))
         self._log.info("submitted", job_id=job.id, submission_id=attempt.submission_id)
@@ -224,7 +228,7 @@ class Reconciler:
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
             return self._submit(job)
         seen = job if submission is None else self._seen_by_ray(job)
-        stored = self._store.read_events(job.id, job.attempt.number, job.attempt.cursor)
+        stored = self._store.read_events(job.attempt_id, job.attempt.cursor)
         reading = read(seen, stored, now=int(self._clock()))
         if submission is None or submission.status.is_terminal:
             return self._finish(reading, submission)
@@ -233,7 +237,7 @@ class Reconciler:
     def _finish(self, reading: Reading, submission: Submission | None) -> Job:
         ended = reading.job
         if submission is not None:
-            self._store.save_logs(ended.id, ended.attempt.number, self._cluster.logs(_submission_id(ended)))
+            self._store.save_logs(ended.attempt_id, self._cluster.logs(_submission_id(ended)))
         model = self._outcomes.decide(reading, submission)
         settled = self._jobs.update(reading.job, events=reading.events, points=reading.points, model=model)
         self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
@@ -255,7 +259,7 @@ class Reconciler:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
         self._cap_cost(reading)
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
-            self._store.request_pause(reading.job.id, reading.job.attempt.number)
+            self._store.request_pause(reading.job.attempt_id)
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
         job = reading.job
         if job != before:
@@ -272,7 +276,7 @@ class Reconciler:
         if cap is None or cost is None or cost <= cap or job.status not in (JobStatus.STARTING, JobStatus.RUNNING):
             return
         message = f"it has cost {cost:.2f} and may cost {cap:.2f}; resume it with a higher limits.cost_cap"
-        reading.move(JobStatus.PAUSING, Reason("cost_cap", message, field="limits.cost_cap"))
+        reading.move(JobStatus.PAUSING, Reason(ReasonCode.COST_CAP, message, field="limits.cost_cap"))
 
     def _seen_by_ray(self, job: Job) -> Job:
         if job.attempt.submitted_at is not None:

@@ -7,19 +7,14 @@ A deployment made of an alias follows it: what is promoted is swapped in, what i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
 from swiftkv_platform.orchestration.job import Model, new_id
-from swiftkv_platform.orchestration.ports import (
-    Clock,
-    Deployment,
-    DeploymentSpec,
-    DeploymentState,
-    DeploymentStatus,
-)
+from swiftkv_platform.orchestration.ports import Clock, Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.orchestration.versions import Expected
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
 
@@ -44,7 +39,7 @@ class Promotion:
     """Version of the alias from then on: its place in the alias's history, from 1."""
 
 
-Change = Callable[[Deployment, Model], tuple[DeploymentSpec, DeploymentState]]
+Change = Callable[[Deployment, Model], tuple[ResolvedDeployment, DeploymentState]]
 """Function that gives the new state of a deployment whose alias stands for another model now."""
 
 
@@ -189,11 +184,13 @@ class RegistryService:
         return Promotion(new_id("prm"), tenant, alias, action, model, previous, reason, by, now, version)
 
 
-def _swap(deployment: Deployment, model: Model) -> tuple[DeploymentSpec, DeploymentState]:
-    return changed(deployment, replace(deployment.spec, model=model.id, artifact_uri=model.artifact_uri))
+def _swap(deployment: Deployment, model: Model) -> tuple[ResolvedDeployment, DeploymentState]:
+    return changed(
+        deployment, deployment.spec.model_copy(update={"model": model.id, "artifact_uri": model.artifact_uri})
+    )
 
 
-def changed(deployment: Deployment, spec: DeploymentSpec) -> tuple[DeploymentSpec, DeploymentState]:
+def changed(deployment: Deployment, spec: ResolvedDeployment) -> tuple[ResolvedDeployment, DeploymentState]:
     """A deployment of which something else is wanted, until the cluster has its say."""
     if spec == deployment.spec:
         return spec, deployment.state

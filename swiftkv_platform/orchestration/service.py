@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
 from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap
@@ -173,7 +174,7 @@ class JobService:
         def step(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in (JobStatus.CANCELLING, JobStatus.CANCELLED):
                 return job, []
-            reason = Reason("cancelled", f"cancelled by {caller.name}")
+            reason = Reason(ReasonCode.CANCELLED, f"cancelled by {caller.name}")
             cancelled, event = transition(job, JobStatus.CANCELLING, now=now, reason=reason)
             events = [event]
             if not job.status.holds_cluster:
@@ -190,7 +191,7 @@ class JobService:
             if job.status in (JobStatus.PAUSING, JobStatus.PAUSED):
                 return job, []
             status = JobStatus.PAUSING if job.status.holds_cluster else JobStatus.PAUSED
-            reason = Reason("paused", f"paused by {caller.name}")
+            reason = Reason(ReasonCode.PAUSED, f"paused by {caller.name}")
             paused, event = transition(job, status, now=now, reason=reason)
             return paused, [event]
 
@@ -213,7 +214,7 @@ class JobService:
                 limits = job.spec.limits.model_copy(update={"cost_cap": cost_cap})
                 job = replace(job, spec=job.spec.model_copy(update={"limits": limits}))
             self._check_cost(job)
-            queued, event = requeue(job, now=now, reason=Reason("resumed", f"resumed by {caller.name}"))
+            queued, event = requeue(job, now=now, reason=Reason(ReasonCode.RESUMED, f"resumed by {caller.name}"))
             return queued, [event]
 
         return self._change(job_id, caller, step)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from swiftkv_platform.orchestration.ports import (
     Catalog,
     Deployment,
-    DeploymentSpec,
     DeploymentState,
     DeploymentStatus,
     ServeCluster,
 )
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")
 
@@ -22,7 +22,7 @@ class DeploymentReconciler:
     def __init__(self, catalog: Catalog, cluster: ServeCluster) -> None:
         self._catalog = catalog
         self._cluster = cluster
-        self._applied: Sequence[DeploymentSpec] | None = None
+        self._applied: Sequence[ResolvedDeployment] | None = None
         """Deployments that this process last applied; None before it has applied any."""
 
     def tick(self) -> None:
@@ -32,7 +32,7 @@ class DeploymentReconciler:
             return
         wanted = [item.spec for item in deployments if item.state.status is not DeploymentStatus.DELETING]
         states = self._cluster.status()
-        stale: Sequence[DeploymentSpec] = ()
+        stale: Sequence[ResolvedDeployment] = ()
         if wanted != self._applied or _differ(wanted, states):
             # What the cluster has said is no word on what it is only now told to serve.
             stale = [spec for spec in wanted if spec not in (self._applied or ())]
@@ -53,7 +53,7 @@ class DeploymentReconciler:
             self._catalog.set_deployment_state(deployment.spec.id, state, of=deployment.spec)
 
 
-def _differ(wanted: Sequence[DeploymentSpec], states: Mapping[str, DeploymentState]) -> bool:
+def _differ(wanted: Sequence[ResolvedDeployment], states: Mapping[str, DeploymentState]) -> bool:
     """Whether something wanted is not served, or something else is and is not on its way out."""
     served = {name for name, state in states.items() if state.status is not DeploymentStatus.DELETING}
     return {spec.id for spec in wanted} != served

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.security.operator_files import OperatorFile
 from swiftkv_platform.specs.webhook import WebhookSpec
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class TenantPolicy(_Record):
+class TenantPolicy(FiniteModel):
     """Grants of one tenant; None is no limit."""
 
     weight: Annotated[float, Field(gt=0.0)] = 1.0
@@ -47,7 +44,7 @@ class TenantPolicy(_Record):
     """Webhook for all its jobs' changes of status, beside what each job names."""
 
 
-class _TenantsFile(_Record):
+class _TenantsFile(FiniteModel):
     default: TenantPolicy = TenantPolicy()
     tenants: dict[str, TenantPolicy] = {}
 

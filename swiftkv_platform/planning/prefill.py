@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.families import read_architecture
@@ -18,11 +17,7 @@ from swiftkv_platform.planning.kv_cache import QUANTIZED, check_kv_cache_dtype, 
 from swiftkv_platform.planning.layers import LayerMap, student_layer_map
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Components(_Result):
+class Components(FrozenModel):
     """FLOPs of one token by component."""
 
     vocabulary: float
@@ -39,7 +34,7 @@ class Components(_Result):
         return cls(**vars(flops), total=flops.total)
 
 
-class Comparison(_Result):
+class Comparison(FrozenModel):
     """Teacher and student, FLOPs a token."""
 
     dense: Components
@@ -50,7 +45,7 @@ class Comparison(_Result):
         return self.swiftkv.total / self.dense.total
 
 
-class Plan(_Result):
+class Plan(FrozenModel):
     """Cost of a student against its teacher on a prompt of `sequence_length` tokens."""
 
     model_type: str

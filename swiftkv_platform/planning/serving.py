@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Attention
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.families import read_architecture
@@ -36,10 +35,8 @@ class ServingSetup:
     """Share of the memory for activations, kernels and the allocator."""
 
 
-class Capacity(BaseModel):
+class Capacity(FrozenModel):
     """Capacity of one GPU."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     weights_bytes: int
     kv_block_bytes: int
@@ -51,10 +48,8 @@ class Capacity(BaseModel):
     """Sequences of `sequence_length` tokens, at the same time."""
 
 
-class ServingPlan(BaseModel):
+class ServingPlan(FrozenModel):
     """A student, exported without its teacher's projections, beside its teacher."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     num_key_value_layers: int
     key_value_group_size: int

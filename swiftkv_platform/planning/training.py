@@ -6,9 +6,8 @@ layers < l once, no gradient ─┬─ layers >= l as pretrained, no gradient
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer, Linear
 from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.families import read_architecture
@@ -20,11 +19,7 @@ from swiftkv_platform.planning.training_memory import WorkerMemory, worker_memor
 from swiftkv_platform.planning.training_setup import TrainingSetup
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class TrainingFlops(_Result):
+class TrainingFlops(FrozenModel):
     """FLOPs per trained token."""
 
     lower: float
@@ -40,7 +35,7 @@ class TrainingFlops(_Result):
     total: float
 
 
-class TrainingPlan(_Result):
+class TrainingPlan(FrozenModel):
     """A run of a student's distillation."""
 
     num_key_value_layers: int

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Layer
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import Parameters
@@ -23,10 +22,8 @@ LOSS_BUFFERS = 6
 """Float32 buffers that the losses hold at once: logits, targets, both logarithms, probabilities, a product."""
 
 
-class WorkerMemory(BaseModel):
+class WorkerMemory(FrozenModel):
     """Bytes on one worker's device; without a GPU, in its host memory."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     frozen: int
     """Teacher and student share these weights."""

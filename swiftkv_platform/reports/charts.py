@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,7 @@ def as_svg(figure: Figure, description: str) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    label = description.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return _PREFIX.sub(rf'\1 role="img" aria-label="{label}"', text, count=1)
+    return _PREFIX.sub(rf'\1 role="img" aria-label="{escape(description)}"', text, count=1)
 
 
 def as_png(figure: Figure) -> bytes:

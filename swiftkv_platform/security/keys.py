@@ -26,6 +26,7 @@ from swiftkv_platform.errors import (
     NotFoundError,
     UnauthenticatedError,
 )
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.operator_files import OperatorFile
 
 _PREFIX = "skv_"
@@ -49,10 +50,8 @@ class Scope(StrEnum):
     """All of these."""
 
 
-class ApiKey(BaseModel):
+class ApiKey(FrozenModel):
     """A line of the key file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: Annotated[str, Field(pattern=_NAME_PATTERN)]
     """Owner; jobs and the audit log carry it. Unique in the file."""

@@ -6,7 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from swiftkv_platform.frozen import FiniteModel
 
 MOST_WORKERS = 100_000
 """Workers of a job; what an operator allows is usually far less."""
@@ -34,10 +36,8 @@ Label = Annotated[str, Field(min_length=1, max_length=128, pattern=r'^[^"\\\x00-
 LabelValue = Annotated[str, Field(max_length=4096)]
 
 
-class Spec(BaseModel):
+class Spec(FiniteModel):
     """Part of a spec. Every number and text in it has bounds (`tests/unit/test_spec_bounds.py`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod

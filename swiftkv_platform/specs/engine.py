@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.limits import (
     MAX_GRAMMAR_BYTES,
     MAX_SEED,
@@ -22,10 +23,8 @@ NATIVE_ONLY: dict[str, tuple[Any, ...]] = {
 """Values of options that vLLM has not."""
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(FrozenModel):
     """Settings for loading and running a model. Unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     backend: Literal["auto", "native", "vllm"] = "auto"
     """Engine of a deployment's replicas: `native` is this project's own, `vllm` is vLLM with this project's plugin.
@@ -44,11 +43,14 @@ class EngineConfig(BaseModel):
     """Tokens of one step, decodes and chunks of prompts together. May be smaller than `max_num_seqs`."""
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     """Memory of the KV cache in bytes, on each device; None takes what `max_num_seqs` sequences of `max_model_len`
-    tokens need, at most a quarter of the device's free memory."""
+    tokens need, at most a quarter of a host's free memory, or what a GPU has left beside the largest step, 0.9 of its
+    memory being used."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = "auto"
-    """Type of K and V in the cache; `auto` is that of the weights. `fp8` and `int8` add one scale a token and head."""
-    block_size: Annotated[int, Field(ge=1)] = 16
-    """Tokens of a block, the unit in which the KV cache is given out and prefixes are found again."""
+    """Type of K and V in the cache; `auto` is that of the weights, and the only one on a GPU. `fp8` and `int8` add one
+    scale a token and head."""
+    block_size: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of a block, the unit in which the KV cache is given out and prefixes are found again. None: 16, and 256 on
+    a GPU, where attention reads blocks of a multiple of 256."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin alike."""
     fuse_weights: bool = True

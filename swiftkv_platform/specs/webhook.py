@@ -6,7 +6,9 @@ import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from swiftkv_platform.frozen import FrozenModel
 
 _HOST = re.compile(r"[A-Za-z0-9.:-]+")
 Status = Literal[
@@ -14,10 +16,8 @@ Status = Literal[
 ]
 
 
-class WebhookSpec(BaseModel):
+class WebhookSpec(FrozenModel):
     """Receiver of a job's changes of status."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     url: Annotated[str, Field(max_length=500)]
     """Address on a host that the operator allows. It carries no credentials and no query: what is sent is signed."""

@@ -10,23 +10,9 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from swiftkv_platform.contract.attempts import (
-    AttemptEvent,
-    AttemptRequest,
-    Manifest,
-    answers_prefix,
-    artifact_prefix,
-    checkpoints_prefix,
-    data_prefix,
-    event_key,
-    events_prefix,
-    logs_key,
-    pause_key,
-    preempt_key,
-    request_key,
-    starts_prefix,
-    trials_prefix,
-)
+from swiftkv_platform.contract.attempt_id import AttemptId, attempts_prefix, trials_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent, parse_event
 from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
@@ -85,12 +71,12 @@ class AttemptStore:
 
     def write_request(self, request: AttemptRequest) -> None:
         """Write what an attempt has to do; doing it again replaces the request."""
-        key = request_key(request.job_id, request.attempt)
+        key = request.attempt_id.request_key
         self._store.put_bytes(key, request.model_dump_json().encode())
 
-    def read_request(self, job_id: str, attempt: int) -> AttemptRequest:
+    def read_request(self, attempt: AttemptId) -> AttemptRequest:
         """Return what the attempt has to do. Raises `ObjectNotFoundError`."""
-        key = request_key(job_id, attempt)
+        key = attempt.request_key
         data = self._store.get_bytes(key)
         try:
             return AttemptRequest.model_validate_json(data)
@@ -99,59 +85,53 @@ class AttemptStore:
                 f"attempt request {key!r} cannot be understood: {error}", field="key", value=key
             ) from error
 
-    def request_pause(self, job_id: str, attempt: int) -> None:
+    def request_pause(self, attempt: AttemptId) -> None:
         """Ask the attempt to checkpoint and end; asking again changes nothing."""
-        self._store.put_bytes(pause_key(job_id, attempt), b"{}")
+        self._store.put_bytes(attempt.pause_key, b"{}")
 
-    def pause_requested(self, job_id: str, attempt: int) -> bool:
+    def pause_requested(self, attempt: AttemptId) -> bool:
         """Whether the attempt has been asked to pause."""
-        return self._store.head(pause_key(job_id, attempt)) is not None
+        return self._store.head(attempt.pause_key) is not None
 
-    def announce_preemption(self, job_id: str, attempt: int) -> None:
+    def announce_preemption(self, attempt: AttemptId) -> None:
         """Ask the attempt's workers to checkpoint and end, since their machines are taken away."""
-        self._store.put_bytes(preempt_key(job_id, attempt), b"{}")
+        self._store.put_bytes(attempt.preempt_key, b"{}")
 
-    def preemption_announced(self, job_id: str, attempt: int) -> bool:
+    def preemption_announced(self, attempt: AttemptId) -> bool:
         """Whether the attempt's machines are taken away."""
-        return self._store.head(preempt_key(job_id, attempt)) is not None
+        return self._store.head(attempt.preempt_key) is not None
 
-    def read_events(self, job_id: str, attempt: int, cursor: Mapping[str, int]) -> list[StoredEvent]:
+    def read_events(self, attempt: AttemptId, cursor: Mapping[str, int]) -> list[StoredEvent]:
         """Events after `cursor` (writer -> last sequence seen), merged by time, each writer's own order kept.
 
         A writer's events are returned up to the first missing number; one that cannot be understood is a warning.
         """
-        writers = self._store.list_directories(events_prefix(job_id, attempt))
-        streams = [self._writer_events(job_id, attempt, writer, cursor.get(writer, 0)) for writer in writers]
+        writers = self._store.list_directories(attempt.events_prefix)
+        streams = [self._writer_events(attempt, writer, cursor.get(writer, 0)) for writer in writers]
         return list(heapq.merge(*streams, key=lambda stored: stored.event.time))
 
-    def _writer_events(self, job_id: str, attempt: int, writer: str, last_seen: int) -> Iterator[StoredEvent]:
+    def _writer_events(self, attempt: AttemptId, writer: str, last_seen: int) -> Iterator[StoredEvent]:
         expected = last_seen + 1
-        for sequence, key in _event_keys(self._store, job_id, attempt, writer, after=last_seen):
+        for sequence, key in _event_keys(self._store, attempt, writer, after=last_seen):
             if sequence != expected:
                 return
             expected += 1
-            data = self._store.get_bytes(key)
-            try:
-                event = AttemptEvent.model_validate_json(data)
-            except ValidationError as error:
-                # A worker of another version must not keep its job from being followed or cancelled.
-                message = f"event {key!r} cannot be understood: {error.errors(include_url=False)[0]['msg']}"
-                event = AttemptEvent(time=time.time(), level="warn", type="message", message=message)
+            event = parse_event(self._store.get_bytes(key), name=key, now=time.time())
             yield StoredEvent(writer, sequence, event)
 
     def discard_inputs(self, job_id: str) -> None:
         """Delete the prepared rows, calibrated starts and written answers of every attempt of a job that has ended."""
         for attempt in self._attempts(job_id):
-            delete_directory(self._store, data_prefix(job_id, attempt))
-            self._store.delete_prefix(answers_prefix(job_id, attempt))
-            self._store.delete_prefix(starts_prefix(job_id, attempt))
+            delete_directory(self._store, attempt.data_prefix)
+            self._store.delete_prefix(attempt.answers_prefix)
+            self._store.delete_prefix(attempt.starts_prefix)
 
     def discard_trial_checkpoints(self, job_id: str) -> None:
         """Delete every checkpoint of a sweep's trials, once its model is published; their reports stay."""
         for name in self._store.list_directories(trials_prefix(job_id)):
             trial = f"{trials_prefix(job_id)}/{name}"
-            for attempt in self._store.list_directories(f"{trial}/jobs/{job_id}/attempts"):
-                self._store.delete_prefix(f"{trial}/{checkpoints_prefix(job_id, int(attempt))}")
+            for number in self._store.list_directories(f"{trial}/{attempts_prefix(job_id)}"):
+                self._store.delete_prefix(f"{trial}/{AttemptId(job_id, int(number)).checkpoints_prefix}")
 
     def list_checkpoints(self, job_id: str) -> list[StoredCheckpoint]:
         """Complete checkpoints of all attempts, by step, then attempt."""
@@ -177,44 +157,44 @@ class AttemptStore:
             if (before_attempt is None or name.attempt < before_attempt) and is_complete(self._store, name.key):
                 yield name.key
 
-    def is_superseded(self, job_id: str, attempt: int) -> bool:
+    def is_superseded(self, attempt: AttemptId) -> bool:
         """Whether a later attempt of the job has been asked for."""
-        return any(number > attempt for number in self._attempts(job_id))
+        return any(later.number > attempt.number for later in self._attempts(attempt.job_id))
 
     def _checkpoint_names(self, job_id: str) -> list[_CheckpointName]:
         """Checkpoint directories of all attempts in ascending order, complete or not."""
         names: list[_CheckpointName] = []
         for attempt in self._attempts(job_id):
-            prefix = checkpoints_prefix(job_id, attempt)
+            prefix = attempt.checkpoints_prefix
             for name in self._store.list_directories(prefix):
                 match = _CHECKPOINT_NAME.match(name)
                 if match:
-                    names.append(_CheckpointName(int(match.group(1)), attempt, join_key(prefix, name)))
+                    names.append(_CheckpointName(int(match.group(1)), attempt.number, join_key(prefix, name)))
         return sorted(names)
 
-    def _attempts(self, job_id: str) -> list[int]:
-        """Numbers of the attempts that have left anything behind."""
-        names = self._store.list_directories(f"jobs/{job_id}/attempts")
-        return [int(name) for name in names if name.isdecimal()]
+    def _attempts(self, job_id: str) -> list[AttemptId]:
+        """Attempts of the job that have left anything behind."""
+        names = self._store.list_directories(attempts_prefix(job_id))
+        return [AttemptId(job_id, int(name)) for name in names if name.isdecimal()]
 
-    def artifact_manifest(self, job_id: str, attempt: int) -> Manifest | None:
+    def artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
         """The manifest of the attempt's model, None while that is not complete."""
         try:
-            return read_manifest(self._store, artifact_prefix(job_id, attempt))
+            return read_manifest(self._store, attempt.artifact_prefix)
         except ObjectNotFoundError:
             return None
 
-    def artifact_uri(self, job_id: str, attempt: int) -> str:
+    def artifact_uri(self, attempt: AttemptId) -> str:
         """Address of the attempt's model: `fetch_directory(open_store(uri), "", destination)` fetches it."""
-        return join_key(self._store.uri, artifact_prefix(job_id, attempt))
+        return join_key(self._store.uri, attempt.artifact_prefix)
 
-    def save_logs(self, job_id: str, attempt: int, pieces: Iterable[bytes]) -> None:
+    def save_logs(self, attempt: AttemptId, pieces: Iterable[bytes]) -> None:
         """Keep the entrypoint's log of an attempt that has ended; the middle of a long one is left out."""
-        keep(self._store, logs_key(job_id, attempt), pieces, most=self._max_log_bytes)
+        keep(self._store, attempt.logs_key, pieces, most=self._max_log_bytes)
 
-    def saved_logs(self, job_id: str, attempt: int) -> SavedLog | None:
+    def saved_logs(self, attempt: AttemptId) -> SavedLog | None:
         """The log kept by `save_logs`, None if there is none."""
-        return open_log(self._store, logs_key(job_id, attempt))
+        return open_log(self._store, attempt.logs_key)
 
 
 class EventWriter:
@@ -224,9 +204,8 @@ class EventWriter:
     next `write` raises `ConflictError` (on servers with conditional writes; see `s3_store`).
     """
 
-    def __init__(self, store: ObjectStore, job_id: str, attempt: int, writer: str) -> None:
+    def __init__(self, store: ObjectStore, attempt: AttemptId, writer: str) -> None:
         self._store = store
-        self._job_id = job_id
         self._attempt = attempt
         self._writer = writer
         self._last: int | None = None
@@ -234,19 +213,19 @@ class EventWriter:
     def write(self, event: AttemptEvent) -> int:
         """Store `event`, without this process's credentials, under the next number, which it returns."""
         if self._last is None:
-            keys = _event_keys(self._store, self._job_id, self._attempt, self._writer, after=0)
+            keys = _event_keys(self._store, self._attempt, self._writer, after=0)
             self._last = max((sequence for sequence, _ in keys), default=0)
         sequence, self._last = self._last + 1, None  # looked up again after a failure: the object may have arrived
-        key = event_key(self._job_id, self._attempt, self._writer, sequence)
+        key = self._attempt.event_key(self._writer, sequence)
         self._store.put_bytes(key, redact(event.model_dump_json()).encode(), if_absent=True)
         self._last = sequence
         return sequence
 
 
-def _event_keys(store: ObjectStore, job_id: str, attempt: int, writer: str, *, after: int) -> Iterator[tuple[int, str]]:
+def _event_keys(store: ObjectStore, attempt: AttemptId, writer: str, *, after: int) -> Iterator[tuple[int, str]]:
     """Numbers and keys of a writer's events after number `after`, ascending."""
-    prefix = join_key(events_prefix(job_id, attempt), writer)
-    start_after = event_key(job_id, attempt, writer, after)
+    prefix = join_key(attempt.events_prefix, writer)
+    start_after = attempt.event_key(writer, after)
     for info in store.list(prefix, start_after=start_after):
         match = _EVENT_NAME.fullmatch(info.key.removeprefix(f"{prefix}/"))
         if match:

@@ -14,9 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from swiftkv_platform.errors import ObjectNotFoundError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.storage.object_store import ObjectStore
 
 _BLOCK = 1 << 16
@@ -24,10 +25,8 @@ _NOTICE_BYTES = 200
 """Room for the line that says what is left out."""
 
 
-class Layout(BaseModel):
+class Layout(FrozenModel):
     """Place of the kept bytes in the log as it was printed; all sizes in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: int
     """Size of the log as it was printed."""

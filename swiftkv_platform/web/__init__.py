@@ -1,1 +1,1 @@
-"""ASGI parts that the control plane and the replicas share. Knows no route and no error format."""
+"""ASGI parts that the control plane and the replicas share. Knows no route."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import text
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.orchestration.ports import DeploymentStatus, SubmissionStatus
@@ -44,6 +45,15 @@ def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
 
 def address(server: Server) -> str:
     return str(server.client.base_url)
+
+
+def test_a_job_that_cannot_be_read_is_named(server: Server, page: Page) -> None:
+    ids = [server.client.post("/jobs", json=SPEC).json()["id"] for _ in range(2)]
+    with server.parts.database.writing() as session:
+        session.execute(text("UPDATE jobs SET status = 'dancing' WHERE id = :id"), {"id": ids[0]})
+    page.goto(address(server))
+    expect(page.get_by_role("row")).to_have_count(2)
+    expect(page.get_by_text(f"cannot read them: {ids[0]}")).to_be_visible()
 
 
 def test_a_job_from_its_spec_to_its_report(server: Server, page: Page) -> None:

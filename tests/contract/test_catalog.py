@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -17,12 +18,12 @@ from swiftkv_platform.orchestration.job import (
 )
 from swiftkv_platform.orchestration.ports import (
     Deployment,
-    DeploymentSpec,
     DeploymentState,
     DeploymentStatus,
     Holdings,
     Page,
 )
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.records import TENANT, make_job, make_model, store
 
 
@@ -45,7 +46,7 @@ def model(jobs: SqlJobRepository) -> Model:
 
 
 def make_deployment(model: Model, route_prefix: str = "/") -> Deployment:
-    spec = DeploymentSpec(
+    spec = ResolvedDeployment(
         id=new_id("dep"),
         model=model.id,
         artifact_uri=model.artifact_uri,
@@ -82,12 +83,12 @@ def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlCatalog, model:
 
 def test_a_change_of_a_deployment_outlives_what_was_said_of_the_one_before(catalog: SqlCatalog, model: Model) -> None:
     before = catalog.create_deployment(make_deployment(model)).spec
-    after = replace(before, engine={"dtype": "float32"}, max_replicas=3)
+    after = before.model_copy(update={"engine": {"dtype": "float32"}, "max_replicas": 3})
     swapping = DeploymentState(DeploymentStatus.SWAPPING)
     catalog.set_deployment_state(before.id, DeploymentState(DeploymentStatus.DEPLOYING), of=before)
     seen: list[Deployment] = []
 
-    def change(present: Deployment, held: Holdings) -> tuple[DeploymentSpec, DeploymentState]:
+    def change(present: Deployment, held: Holdings) -> tuple[ResolvedDeployment, DeploymentState]:
         seen.append(present)
         return after, swapping
 
@@ -121,3 +122,15 @@ def test_a_deployment_that_cannot_be_read_hides_no_other(
     held: list[Holdings] = []
     catalog.create_deployment(make_deployment(model, "/third"), admit=held.append)
     assert held[0].deployments == [sound.spec]
+
+
+def test_a_deployment_that_a_newer_version_has_stored_is_served_on(
+    database: Database, catalog: SqlCatalog, model: Model
+) -> None:
+    stored = catalog.create_deployment(make_deployment(model))
+    document = json.dumps({**stored.spec.model_dump(mode="json"), "colour": "red"})
+    with database.writing() as session:
+        session.execute(
+            text("UPDATE deployments SET spec = :spec WHERE id = :id"), {"spec": document, "id": stored.spec.id}
+        )
+    assert catalog.all_deployments() == [stored]

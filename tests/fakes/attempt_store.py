@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from swiftkv_platform.contract.attempts import (
-    AttemptEvent,
-    Manifest,
-    ManifestFile,
-    artifact_prefix,
-    checkpoints_prefix,
-)
+from pydantic import BaseModel
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import Manifest, ManifestFile
+from swiftkv_platform.contract.events import ATTEMPT_EVENT
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.attempt_store import EventWriter
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -18,17 +16,29 @@ from swiftkv_platform.storage.object_store import ObjectStore
 METRICS = {"distilled": {"kl": 0.1}}
 
 
+class _Unchecked(BaseModel):
+    time: float = 0.0
+    type: str
+    message: str = "nonsense"
+    data: dict[str, Any]
+
+
 class FakeWorker:
     """Says what a test wants said, as one writer of one attempt."""
 
     def __init__(self, store: ObjectStore, job_id: str, attempt: int = 1, writer: str = "driver") -> None:
         self._store = store
-        self._job_id = job_id
-        self._attempt = attempt
-        self._events = EventWriter(store, job_id, attempt, writer)
+        self._attempt = AttemptId(job_id, attempt)
+        self._events = EventWriter(store, self._attempt, writer)
 
-    def say(self, kind: Any, message: str = "", *, time: float = 0.0, level: Any = "info", **data: Any) -> None:
-        self._events.write(AttemptEvent(time=time, level=level, type=kind, message=message or kind, data=data))
+    def say(self, kind: str, message: str = "", *, time: float = 0.0, level: str = "info", **data: Any) -> None:
+        """Write an event of the contract."""
+        document = {"time": time, "level": level, "type": kind, "message": message or kind, "data": data}
+        self._events.write(ATTEMPT_EVENT.validate_python(document))
+
+    def say_nonsense(self, kind: str, **data: Any) -> None:
+        """Write an event that the contract does not have."""
+        self._events.write(_Unchecked(type=kind, data=data))  # type: ignore[arg-type]
 
     def step(self, *steps: int, time: float, total: int = 10) -> None:
         """Metrics of these steps in one event."""
@@ -37,12 +47,12 @@ class FakeWorker:
 
     def checkpoint(self, step: int) -> str:
         """A complete checkpoint's key."""
-        key = f"{checkpoints_prefix(self._job_id, self._attempt)}/step-{step:08d}"
+        key = f"{self._attempt.checkpoints_prefix}/step-{step:08d}"
         self._publish(key, "checkpoint")
         return key
 
     def artifact(self) -> Manifest:
-        return self._publish(artifact_prefix(self._job_id, self._attempt), "artifact")
+        return self._publish(self._attempt.artifact_prefix, "artifact")
 
     def _publish(self, prefix: str, kind: Any) -> Manifest:
         self._store.put_bytes(f"{prefix}/data.bin", b"weights")

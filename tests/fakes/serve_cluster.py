@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 
 class FakeServeCluster:
     """Every applied deployment is deploying until a test says otherwise, with `become`."""
 
     def __init__(self) -> None:
-        self.applied: list[list[DeploymentSpec]] = []
+        self.applied: list[list[ResolvedDeployment]] = []
         """Every set handed to `apply`, in order."""
         self.away = False
         self._states: dict[str, DeploymentState] = {}
 
-    def apply(self, deployments: Sequence[DeploymentSpec]) -> None:
+    def apply(self, deployments: Sequence[ResolvedDeployment]) -> None:
         self._answer()
         self.applied.append(list(deployments))
         wanted = {spec.id for spec in deployments}

@@ -64,16 +64,18 @@ ATTEMPT = """
 import argparse, os, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.addresses import open_store
 from tests.fakes.attempt_store import FakeWorker
 arguments = argparse.ArgumentParser()
-for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str)):
+for name, kind in (("--job-id", str), ("--attempt", int), ("--store", str), ("--protocol", int)):
     arguments.add_argument(name, type=kind)
 given = arguments.parse_args()
 store = open_store(given.store)
 attempts = AttemptStore(store)
-request = attempts.read_request(given.job_id, given.attempt)
+attempt = AttemptId(given.job_id, given.attempt)
+request = attempts.read_request(attempt)
 gates = Path({gates!r})
 with (gates / "ledger").open("a") as ledger:
     ledger.write(f"{{given.job_id}} {{given.attempt}} {{os.getpid()}} {{request.resume_from}}\\n")
@@ -86,7 +88,7 @@ if request.spec.metadata.get("fail") == str(given.attempt):
     worker.say("error", "the node died", time=time.time(), code="worker_lost", retryable=True)
     sys.exit(1)
 while request.spec.metadata.get("wait") and not (gates / request.spec.metadata["wait"]).exists():
-    if attempts.pause_requested(given.job_id, given.attempt):
+    if attempts.pause_requested(attempt):
         worker.say("status", "paused", time=time.time(), status="paused")
         sys.exit(0)
     time.sleep(0.05)

@@ -18,7 +18,9 @@ import psutil
 import pytest
 import torch
 
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, artifact_prefix, checkpoints_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.local.ray_head import RayHead
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -105,7 +107,7 @@ def test_a_job_on_s3_survives_the_loss_of_a_worker(
     assert runs[1][0] - 1 in saved, "the second run goes on from a checkpoint"
     assert starts(store) == [0, runs[1][0] - 1]
     assert runs[1][-1] == saved[-1] == TOTAL_STEPS
-    assert len(store.list_directories(checkpoints_prefix(JOB, 1))) == spec.checkpoint.keep
+    assert len(store.list_directories(AttemptId(JOB, 1).checkpoints_prefix)) == spec.checkpoint.keep
     _assert_artifact_is_complete(store, said, tmp_path / "artifact")
     assert_equal_bit_for_bit(final_weights(store, tmp_path / "checkpoint"), uninterrupted)
     _another_attempt_trains_no_more_and_meets_its_gate(store, spec)
@@ -114,7 +116,7 @@ def test_a_job_on_s3_survives_the_loss_of_a_worker(
 def _steps_by_run(store: ObjectStore, total_steps: int = TOTAL_STEPS) -> list[list[int]]:
     """Steps that each start of the workers reported, in the order of the starts."""
     by_writer: dict[str, list[int]] = {}
-    for stored in AttemptStore(store).read_events(JOB, 1, {}):
+    for stored in AttemptStore(store).read_events(AttemptId(JOB, 1), {}):
         if stored.event.type == "metrics":
             assert stored.event.data["total_steps"] == total_steps
             by_writer.setdefault(stored.writer, []).extend(point["step"] for point in stored.event.data["points"])
@@ -127,7 +129,7 @@ def _assert_artifact_is_complete(store: ObjectStore, said: list[AttemptEvent], d
 
     import swiftkv_platform.model  # noqa: F401 (registers the classes)
 
-    manifest = fetch_directory(store, artifact_prefix(JOB, 1), directory)
+    manifest = fetch_directory(store, AttemptId(JOB, 1).artifact_prefix, directory)
     (published,) = (event.data for event in said if event.type == "artifact")
     assert published["sha256"] == manifest_digest(manifest)
     assert published["metrics"] == manifest.metrics
@@ -165,7 +167,7 @@ def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec:
     assert (failure.code, failure.field, failure.retryable) == ("quality_gate", "evaluation.max_kl", False)
     said = [event.type for event in events(store, attempt=2)]
     assert [kind for kind in said if kind not in ("message", "placement")] == ["status", "status", "error"]
-    assert AttemptStore(store).artifact_manifest(JOB, 2) is None
+    assert AttemptStore(store).artifact_manifest(AttemptId(JOB, 2)) is None
 
 
 def test_sigterm_brings_about_a_checkpoint(cluster: str, tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_sigterm_brings_about_a_checkpoint(cluster: str, tiny_teacher: Path, cor
     assert newest.step == _steps_by_run(store, 100_000)[1][-1] >= saved + 2
     error = events(store)[-1]
     assert (error.type, error.data["code"], error.data["retryable"]) == ("error", "preempted", True)
-    assert AttemptStore(store).artifact_manifest(JOB, 1) is None
+    assert AttemptStore(store).artifact_manifest(AttemptId(JOB, 1)) is None
 
 
 def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
@@ -203,10 +205,10 @@ def test_paused_killed_and_resumed_a_job_ends_as_if_nothing_had_been(
     store = open_store(str(tmp_path / "store"))
     paused = start(store, spec, cluster)
     wait_for_step(store, paused, chance.randint(1, 12))
-    AttemptStore(store).request_pause(JOB, 1)
+    AttemptStore(store).request_pause(AttemptId(JOB, 1))
     assert paused.wait() == 0
     assert events(store)[-1].data == {"status": "paused"}
-    assert AttemptStore(store).artifact_manifest(JOB, 1) is None
+    assert AttemptStore(store).artifact_manifest(AttemptId(JOB, 1)) is None
 
     killed = start(store, spec, cluster, attempt=2)
     wait_for_step(store, killed, TOTAL_STEPS - chance.randint(5, 12), attempt=2)

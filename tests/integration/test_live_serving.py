@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from swiftkv_platform.cluster.dashboard import RayDashboard
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.model import convert
-from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
 from tests.fakes.tokenizers import byte_tokenizer
@@ -71,8 +71,10 @@ def expected(artifacts: Path) -> Expected:
 
 
 @pytest.fixture(scope="module")
-def spec(artifacts: Path) -> DeploymentSpec:
-    return DeploymentSpec("dep_live", "one", str(artifacts / "one"), "/live", engine=ENGINE)
+def spec(artifacts: Path) -> ResolvedDeployment:
+    return ResolvedDeployment(
+        id="dep_live", model="one", artifact_uri=str(artifacts / "one"), route_prefix="/live", engine=ENGINE
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,11 @@ def url(serve_port: int) -> str:
     return f"http://127.0.0.1:{serve_port}/live"
 
 
-def serve(cluster: RayServe, spec: DeploymentSpec, *, replicas: int = 1) -> DeploymentState:
+def changed(spec: ResolvedDeployment, **fields: Any) -> ResolvedDeployment:
+    return ResolvedDeployment.model_validate({**spec.model_dump(), **fields})
+
+
+def serve(cluster: RayServe, spec: ResolvedDeployment, *, replicas: int = 1) -> DeploymentState:
     """Apply, and wait until `replicas` replicas serve it or it is refused."""
     cluster.apply([spec])
 
@@ -101,12 +107,12 @@ def serve(cluster: RayServe, spec: DeploymentSpec, *, replicas: int = 1) -> Depl
     return state
 
 
-def as_version(spec: DeploymentSpec, name: str, artifacts: Path) -> DeploymentSpec:
-    return replace(spec, model=name, artifact_uri=str(artifacts / name))
+def as_version(spec: ResolvedDeployment, name: str, artifacts: Path) -> ResolvedDeployment:
+    return changed(spec, model=name, artifact_uri=str(artifacts / name))
 
 
 def test_swaps_under_load_fail_no_request_and_mix_no_versions(
-    cluster: RayServe, spec: DeploymentSpec, artifacts: Path, url: str, expected: Expected
+    cluster: RayServe, spec: ResolvedDeployment, artifacts: Path, url: str, expected: Expected
 ) -> None:
     serve(cluster, spec)
     replica = health(url)["replica"]
@@ -129,7 +135,7 @@ def test_swaps_under_load_fail_no_request_and_mix_no_versions(
 
 
 def test_a_corrupt_version_is_refused_and_the_old_one_serves_on(
-    cluster: RayServe, spec: DeploymentSpec, artifacts: Path, url: str, expected: Expected
+    cluster: RayServe, spec: ResolvedDeployment, artifacts: Path, url: str, expected: Expected
 ) -> None:
     serve(cluster, spec)
     with Load(url, expected) as load:
@@ -142,7 +148,7 @@ def test_a_corrupt_version_is_refused_and_the_old_one_serves_on(
     assert serve(cluster, as_version(spec, "two", artifacts)).status is DeploymentStatus.RUNNING
 
 
-def test_the_official_client_streams_what_it_answers(cluster: RayServe, spec: DeploymentSpec, url: str) -> None:
+def test_the_official_client_streams_what_it_answers(cluster: RayServe, spec: ResolvedDeployment, url: str) -> None:
     serve(cluster, spec)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         question: dict[str, Any] = {"model": "one", "prompt": "hello", "max_tokens": 24, "temperature": 0.0}
@@ -154,7 +160,7 @@ def test_the_official_client_streams_what_it_answers(cluster: RayServe, spec: De
 
 
 def test_clients_that_leave_take_nothing_with_them(
-    cluster: RayServe, spec: DeploymentSpec, url: str, expected: Expected
+    cluster: RayServe, spec: ResolvedDeployment, url: str, expected: Expected
 ) -> None:
     serve(cluster, spec)
     over, wrong, refused = time.monotonic() + LOAD_TEST_S, [], []
@@ -206,11 +212,11 @@ def leave(client: httpx.Client, prompt: Sequence[int], chosen: random.Random) ->
 
 
 def test_more_than_it_can_do_is_refused_at_once_and_nothing_hangs(
-    cluster: RayServe, spec: DeploymentSpec, url: str
+    cluster: RayServe, spec: ResolvedDeployment, url: str
 ) -> None:
     """Counts alone: every request is answered or refused, and never are more inside than may run and wait."""
     places, line = 4, 4
-    serve(cluster, replace(spec, engine={**ENGINE, "max_num_seqs": places, "max_num_waiting": line}))
+    serve(cluster, changed(spec, engine={**ENGINE, "max_num_seqs": places, "max_num_waiting": line}))
     together, over = threading.Barrier(40), threading.Event()
     statuses: list[int] = []
     inside: list[float] = []
@@ -243,9 +249,9 @@ def test_more_than_it_can_do_is_refused_at_once_and_nothing_hangs(
 
 
 def test_a_prompt_goes_to_the_replica_that_has_its_prefix_unless_it_is_too_busy(
-    cluster: RayServe, spec: DeploymentSpec, dashboard_url: str, url: str
+    cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str
 ) -> None:
-    serve(cluster, replace(spec, min_replicas=2, max_replicas=2), replicas=2)
+    serve(cluster, changed(spec, min_replicas=2, max_replicas=2), replicas=2)
     wait_for(lambda: len(replica_pids(dashboard_url)) == 2)
     with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
 
@@ -269,9 +275,9 @@ def test_a_prompt_goes_to_the_replica_that_has_its_prefix_unless_it_is_too_busy(
 
 
 def test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_one_fails_nothing(
-    cluster: RayServe, spec: DeploymentSpec, dashboard_url: str, url: str, expected: Expected
+    cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str, expected: Expected
 ) -> None:
-    two = replace(spec, min_replicas=2, max_replicas=2)
+    two = changed(spec, min_replicas=2, max_replicas=2)
     serve(cluster, two, replicas=2)
     with Load(url, expected) as load:
         victim = replica_pids(dashboard_url)[0]
@@ -294,11 +300,11 @@ def replica_pids(dashboard_url: str) -> list[int]:
 
 
 def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
-    cluster: RayServe, spec: DeploymentSpec, url: str
+    cluster: RayServe, spec: ResolvedDeployment, url: str
 ) -> None:
     """By the engine's own load: fewer requests than the fallback would start a replica for, with long prompts."""
     engine = {**spec.engine, "max_num_batched_tokens": 8, "enable_prefix_caching": False}
-    scaled = replace(spec, max_replicas=2, upscale_delay_s=1.0, downscale_delay_s=2.0, engine=engine)
+    scaled = changed(spec, max_replicas=2, upscale_delay_s=1.0, downscale_delay_s=2.0, engine=engine)
     serve(cluster, scaled)
     over = threading.Event()
 
@@ -320,14 +326,14 @@ def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
 
 
 def test_a_candidate_answers_its_share_and_the_teacher_judges_in_the_shadow(
-    cluster: RayServe, spec: DeploymentSpec, artifacts: Path, url: str, expected: Expected
+    cluster: RayServe, spec: ResolvedDeployment, artifacts: Path, url: str, expected: Expected
 ) -> None:
     """Both come and go while the replica lives; each answer is one model's own and carries its name."""
     candidate = {"model": "two", "artifact_uri": str(artifacts / "two"), "share": 0.5}
     serve(cluster, spec)
     replica = health(url)["replica"]
     with Load(url, expected) as load:
-        serve(cluster, replace(spec, candidate=candidate, shadow={"against": "teacher", "share": 1.0}))
+        serve(cluster, changed(spec, candidate=candidate, shadow={"against": "teacher", "share": 1.0}))
         wait_for(lambda: load.answers.count("two") > 20 and metrics(url)["swiftkv:shadow_positions_total"] > 0)
         serve(cluster, spec)
         before = len(load.answers)
@@ -341,10 +347,10 @@ def test_a_candidate_answers_its_share_and_the_teacher_judges_in_the_shadow(
 
 
 def test_without_requests_no_replica_is_left_and_the_first_one_brings_it_back(
-    cluster: RayServe, spec: DeploymentSpec, dashboard_url: str, url: str, expected: Expected
+    cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str, expected: Expected
 ) -> None:
     serve(cluster, spec)
-    cluster.apply([replace(spec, min_replicas=0, upscale_delay_s=0.0, downscale_delay_s=1.0)])
+    cluster.apply([changed(spec, min_replicas=0, upscale_delay_s=0.0, downscale_delay_s=1.0)])
     wait_for(lambda: replica_pids(dashboard_url) == [])
     with httpx.Client(base_url=url, timeout=120.0, trust_env=False) as client:
         assert ask(client, PROMPTS[0], stream=False) == ({"one"}, expected["one"][0])

@@ -19,10 +19,10 @@ from swiftkv_platform.client.errors import ResourceNotFoundError, ServiceUnavail
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
 from tests.integration.planes import eventually
+from tests.old_home import ARCHIVE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-ARCHIVE = Path(__file__).parents[1] / "fixtures" / "home-0.1.0.tar.xz"
 WRITTEN_AT = "/tmp/swiftkv-old"
 PAUSED_AT_STEP = 22
 

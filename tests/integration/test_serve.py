@@ -14,8 +14,9 @@ import pytest
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.orchestration.ports import DeploymentSpec, DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
 from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.integration.conftest import wait_for
@@ -46,9 +47,15 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def specs(artifacts: Path) -> list[DeploymentSpec]:
-    def spec(name: str, **options: Any) -> DeploymentSpec:
-        return DeploymentSpec(f"dep_{name}", f"mdl_{name}", str(artifacts / name), f"/{name}", **options)
+def specs(artifacts: Path) -> list[ResolvedDeployment]:
+    def spec(name: str, **options: Any) -> ResolvedDeployment:
+        return ResolvedDeployment(
+            id=f"dep_{name}",
+            model=f"mdl_{name}",
+            artifact_uri=str(artifacts / name),
+            route_prefix=f"/{name}",
+            **options,
+        )
 
     return [spec("good", tenant="acme", engine={"max_num_seqs": 1, "max_num_waiting": 0}), spec("corrupt")]
 
@@ -65,7 +72,7 @@ def key(keys: Path) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(
-    dashboard_url: str, serve_port: int, specs: list[DeploymentSpec], keys: Path, key: str
+    dashboard_url: str, serve_port: int, specs: list[ResolvedDeployment], keys: Path, key: str
 ) -> Iterator[RayServe]:
     """Both deployments applied, and at their ends."""
     serve_url = f"http://127.0.0.1:{serve_port}"
@@ -183,7 +190,7 @@ def test_a_wrong_token_is_a_cluster_that_cannot_be_used(cluster: RayServe, monke
 
 
 def test_what_is_no_longer_applied_is_gone_and_the_rest_serves_on(
-    cluster: RayServe, client: httpx.Client, specs: list[DeploymentSpec]
+    cluster: RayServe, client: httpx.Client, specs: list[ResolvedDeployment]
 ) -> None:
     """Last: it takes the deployments down."""
     cluster.apply(specs[:1])

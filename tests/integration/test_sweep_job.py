@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.contract.attempts import AttemptRequest, artifact_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.specs import JobSpec, SweepSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
@@ -18,6 +19,7 @@ from tests.integration.conftest import wait_for
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 JOB, STEPS, LONG = "job_1", 3, 500
+FIRST, SECOND = AttemptId(JOB, 1), AttemptId(JOB, 2)
 
 
 def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
@@ -53,7 +55,7 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     first = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
     run_sweep(store, first, Reporter(store, first, "driver"))
 
-    manifest = fetch_directory(store, artifact_prefix(JOB, 1), tmp_path / "artifact")
+    manifest = fetch_directory(store, FIRST.artifact_prefix, tmp_path / "artifact")
     sweep = json.loads((tmp_path / "artifact" / "sweep.json").read_text())
     good, bad = sweep["points"]
     assert (sweep["recommended"], good["name"], bad["name"]) == ("lr0.001", "lr0.001", "lr1e+30")
@@ -71,9 +73,9 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
 
     assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=2, spec=spec, run_id="run")) is None
 
-    again = [stored.event for stored in attempts.read_events(JOB, 2, {})]
+    again = [stored.event for stored in attempts.read_events(SECOND, {})]
     assert not [event for event in again if event.type == "metrics"], "no trial ran again"
-    second = attempts.artifact_manifest(JOB, 2)
+    second = attempts.artifact_manifest(SECOND)
     assert second is not None
     assert second.metrics == manifest.metrics
     weights = "model.safetensors"
@@ -95,8 +97,8 @@ def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher:
     attempts = AttemptStore(store)
 
     def pause() -> None:
-        wait_for(lambda: any(stored.event.type == "metrics" for stored in attempts.read_events(JOB, 1, {})))
-        attempts.request_pause(JOB, 1)
+        wait_for(lambda: any(stored.event.type == "metrics" for stored in attempts.read_events(FIRST, {})))
+        attempts.request_pause(FIRST)
 
     watcher = threading.Thread(target=pause)
     watcher.start()
@@ -104,16 +106,16 @@ def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher:
     watcher.join()
 
     assert _messages(attempts, 1)[-1] == "paused"
-    assert attempts.artifact_manifest(JOB, 1) is None
+    assert attempts.artifact_manifest(FIRST) is None
     assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=2, spec=spec, run_id="run")) is None
     begun = [int(said.split()[-1]) for said in _messages(attempts, 2) if "training begins at step" in said]
     assert len(begun) == 2
     assert 0 < max(begun) < LONG
-    assert attempts.artifact_manifest(JOB, 2) is not None
+    assert attempts.artifact_manifest(SECOND) is not None
 
 
 def _messages(attempts: AttemptStore, attempt: int) -> list[str]:
-    return [stored.event.message for stored in attempts.read_events(JOB, attempt, {})]
+    return [stored.event.message for stored in attempts.read_events(AttemptId(JOB, attempt), {})]
 
 
 def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -> None:
@@ -133,7 +135,7 @@ def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -
 
 
 def _assert_steps_count_through_the_trials(attempts: AttemptStore) -> None:
-    events = [stored.event for stored in attempts.read_events(JOB, 1, {}) if stored.event.type == "metrics"]
+    events = [stored.event for stored in attempts.read_events(FIRST, {}) if stored.event.type == "metrics"]
     steps = sorted(point["step"] for event in events for point in event.data["points"])
     assert {event.data["total_steps"] for event in events} == {2 * STEPS}
     assert steps[:STEPS] == [1, 2, 3]

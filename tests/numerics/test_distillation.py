@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swiftkv_platform.contract.attempts import checkpoints_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.distillation.checkpoint import read_trained
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
@@ -241,7 +241,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(process_group: None, tmp_path: Path) -> None:
     whole = run(_run(tmp_path, "whole"))
-    checkpoints = tmp_path / "s" / checkpoints_prefix("j", 1)
+    checkpoints = tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix
     run(_run(tmp_path, "s", spec={"checkpoint": {"every_steps": 1}}, stop_after=3))
     (newest,) = checkpoints.glob("step-00000002-*")  # that of step 3 is not begun
     (damaged,) = newest.glob("*.distcp")
@@ -266,7 +266,7 @@ def test_a_run_told_to_end_saves_first_and_loses_no_step(
     seldom = {"checkpoint": {"every_steps": 100}}
     whole = run(_run(tmp_path, "whole", spec=seldom))
     first = run(_run(tmp_path, "cut", spec=seldom, stop_requests={1: StopRequest.SAVE, 3: stop_request}))
-    saved = sorted(path.name[:13] for path in (tmp_path / "cut" / checkpoints_prefix("j", 1)).iterdir())
+    saved = sorted(path.name[:13] for path in (tmp_path / "cut" / AttemptId("j", 1).checkpoints_prefix).iterdir())
     second = run(_run(tmp_path, "cut", spec=seldom))
 
     assert saved == ["step-00000001", "step-00000003"]
@@ -280,13 +280,13 @@ def test_another_attempt_goes_on_where_it_is_told_to_and_a_finished_run_trains_n
     process_group: None, tmp_path: Path
 ) -> None:
     run(_run(tmp_path, "s"))
-    (newest,) = sorted((tmp_path / "s" / checkpoints_prefix("j", 1)).glob("step-00000004-*"))
-    key = f"{checkpoints_prefix('j', 1)}/{newest.name}"
+    (newest,) = sorted((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).glob("step-00000004-*"))
+    key = f"{AttemptId('j', 1).checkpoints_prefix}/{newest.name}"
 
     again = run(_run(tmp_path, "s", attempt=2, resume_from=key))
 
     assert again.steps == []
-    assert not (tmp_path / "s" / checkpoints_prefix("j", 2)).exists()
+    assert not (tmp_path / "s" / AttemptId("j", 2).checkpoints_prefix).exists()
 
 
 def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(
@@ -295,7 +295,7 @@ def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(
     changes = {"training": {"max_steps": 5}, "checkpoint": {"every_steps": 1, "keep": 2}}
     outcome = run(_run(tmp_path, "s", spec=changes))
 
-    directories = sorted((tmp_path / "s" / checkpoints_prefix("j", 1)).iterdir())
+    directories = sorted((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).iterdir())
     assert [directory.name[:16] for directory in directories] == ["step-00000004-w1", "step-00000005-w1"]
     tensors = read_trained(directories[-1])
     assert tensors.keys() == outcome.trained.keys()
@@ -311,4 +311,4 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(
     changes = {"optimizer": {"learning_rate": 1e30, "warmup_ratio": 0.0}, "checkpoint": {"every_steps": 1}}
     with pytest.raises(LossNotFiniteError, match="learning_rate"):
         run(_run(tmp_path, "s", spec=changes))
-    assert list((tmp_path / "s" / checkpoints_prefix("j", 1)).glob("step-*/manifest.json"))
+    assert list((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).glob("step-*/manifest.json"))

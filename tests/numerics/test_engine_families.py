@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, kernels
+from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, kernels, memory
+from swiftkv_platform.engine.varlen import VarlenOperator, reference_varlen_attn
 from swiftkv_platform.model import convert, load_dense
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
@@ -40,15 +42,17 @@ def check(plain: Any, output: RequestOutput) -> None:
     assert found == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize("operator", [None, reference_varlen_attn], ids=["runs", "block tables"])
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
 @pytest.mark.parametrize("g", [2, None], ids=["student", "dense"])
-def test_every_family_is_served(name: str, g: int | None, tmp_path: Path) -> None:
+def test_every_family_is_served(name: str, g: int | None, operator: VarlenOperator | None, tmp_path: Path) -> None:
     model: Any = family_teacher(name)
     if g is not None:
         model = disturb(convert(model, num_key_value_layers=2, key_value_group_size=g))
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path) if g else load_dense(tmp_path)
-    engine = LLMEngine.from_pretrained(tmp_path, CONFIG)
+    with patch.object(memory, "choose_operator", return_value=operator):
+        engine = LLMEngine.from_pretrained(tmp_path, CONFIG)
     for params in (PARAMS, replace(PARAMS, prompt_logprobs=None)):
         for output in engine.generate(prompts(), params):
             check(plain.eval(), output)

@@ -10,13 +10,15 @@ import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swiftkv_platform.engine import EngineConfig, LLMEngine
+from swiftkv_platform.engine import EngineConfig, LLMEngine, memory
 from swiftkv_platform.engine.loading import load_model
+from swiftkv_platform.engine.varlen import VarlenOperator, reference_varlen_attn
 from swiftkv_platform.model import convert, load_dense
 from tests.engine_schedules import Subject, check_outputs, random_arrivals, random_config, run
 from tests.tiny_models import random_teacher
@@ -52,7 +54,11 @@ def _subject(directory: Path, arguments: dict[str, Any]) -> Subject:
 
 
 @pytest.mark.timeout(NUM_SCHEDULES * 10 + 300)
-def test_random_schedules_give_the_tokens_of_the_plain_forward(subjects: dict[str, Subject]) -> None:
+@pytest.mark.parametrize("operator", [None, reference_varlen_attn], ids=["runs", "block tables"])
+def test_random_schedules_give_the_tokens_of_the_plain_forward(
+    subjects: dict[str, Subject], operator: VarlenOperator | None
+) -> None:
+    """However attention reads the cache: by runs of slots, or by the block tables of a GPU."""
     seen: Counter[str] = Counter()
     for seed in range(NUM_SCHEDULES):
         draw = random.Random(seed)
@@ -60,7 +66,8 @@ def test_random_schedules_give_the_tokens_of_the_plain_forward(subjects: dict[st
         subject = subjects[name]
         arrivals = random_arrivals(draw, subject.plain.config.vocab_size, exits=name != "dense")
         config = random_config(draw, subject, arrivals)
-        engine = LLMEngine(subject.loaded, config)
+        with patch.object(memory, "choose_operator", return_value=operator):
+            engine = LLMEngine(subject.loaded, config)
         try:
             finished = run(engine, arrivals)
             check_outputs(subject, arrivals, finished)

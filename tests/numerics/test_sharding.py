@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.attempts import checkpoints_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
 from tests.numerics.distillation_worker import Outcome, Run, group_of_one, run, run_spawned, tiny_teacher
 
 pytestmark = pytest.mark.timeout(900)  # every strategy is trained once, before the first test
@@ -61,7 +61,7 @@ def _resumed(path: Path, began: str, sharding: str, workers: int, *, attempt: in
         workers,
         MICRO_BATCH,
         attempt=attempt,
-        resume_from=f"{checkpoints_prefix('j', 1)}/step-{MIDDLE:08d}*",
+        resume_from=f"{AttemptId('j', 1).checkpoints_prefix}/step-{MIDDLE:08d}*",
     )
 
 
@@ -96,7 +96,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Outcome]:
         scenario = replace(scenario, spec=scenario.spec | {"distillation": {"trainable": trainable}})
         runs[2][trainable, sharding] = scenario
         for after in {"ddp": ["zero3"], "zero3": ["ddp", "fsdp2"], "fsdp2": []}[sharding] if trainable == "all" else []:
-            key = f"{checkpoints_prefix('j', 1)}/step-{MIDDLE:08d}*"
+            key = f"{AttemptId('j', 1).checkpoints_prefix}/step-{MIDDLE:08d}*"
             spec = scenario.spec | {"sharding": SHARDINGS[after]}
             attempt = 2 + list(SHARDINGS).index(after)
             runs[2]["all", sharding, after] = replace(scenario, spec=spec, attempt=attempt, resume_from=key)
@@ -109,7 +109,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Outcome]:
     for sharding, again in product(("ddp", "fsdp2"), (False, True)):
         scenario = _scenario(path / f"muon-{sharding}", sharding, WORKERS, MICRO_BATCH)
         if again:
-            key = f"{checkpoints_prefix('j', 1)}/step-{MIDDLE:08d}*"
+            key = f"{AttemptId('j', 1).checkpoints_prefix}/step-{MIDDLE:08d}*"
             scenario = replace(scenario, attempt=2, resume_from=key)
         optimizer = {"name": "muon", "learning_rate": 1e-2, "warmup_ratio": 0.25}
         runs[2]["muon", sharding, again] = replace(scenario, spec=scenario.spec | {"optimizer": optimizer})

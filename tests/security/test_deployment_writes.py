@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 
 from swiftkv_platform.orchestration.job import new_id
-from swiftkv_platform.orchestration.ports import Deployment, DeploymentSpec
+from swiftkv_platform.orchestration.ports import Deployment
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.security.deployment_planes import DeploymentPlane, at_once
 
 FIELDS: list[dict[str, Any]] = [
@@ -156,7 +157,14 @@ def test_a_deployment_that_was_asked_for_before_a_promotion_follows_it(plane: De
     """Between looking an alias up and storing the deployment, another model may have been promoted."""
     before, after = plane.model("acme"), plane.model("acme")
     promote(plane, after)
-    spec = DeploymentSpec(new_id("dep"), before, "s3://bucket/before", "/late", alias="production", tenant="acme")
+    spec = ResolvedDeployment(
+        id=new_id("dep"),
+        model=before,
+        artifact_uri="s3://bucket/before",
+        route_prefix="/late",
+        alias="production",
+        tenant="acme",
+    )
     stored = plane.parts.catalog.create_deployment(Deployment(spec, "acme", 1))
     assert (stored.spec.model, stored.spec.artifact_uri) == (after, "s3://bucket/artifact")
     assert get(plane, f"/deployments/{spec.id}")["model"] == after

@@ -18,6 +18,7 @@ import pytest
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.cluster.ray_jobs import RayJobs
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -35,6 +36,7 @@ import json, resource, sys
 from pathlib import Path
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.cluster.ray_jobs import RayJobs
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 
@@ -42,9 +44,9 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 cluster, attempts = RayJobs(sys.argv[1]), AttemptStore(LocalObjectStore(Path(sys.argv[2])))
-attempts.save_logs("job_1", 1, cluster.logs("job_1-small"))
+attempts.save_logs(AttemptId("job_1", 1), cluster.logs("job_1-small"))
 before = peak()
-attempts.save_logs("job_1", 2, cluster.logs("job_1-large"))
+attempts.save_logs(AttemptId("job_1", 2), cluster.logs("job_1-large"))
 print(json.dumps(peak() - before))
 """
 
@@ -230,7 +232,7 @@ def test_a_range_of_what_is_kept_is_all_that_is_read(tmp_path: Path, monkeypatch
     """The store's own reads, counted: the end of a log costs a block or two."""
     store = LocalObjectStore(tmp_path)
     attempts = AttemptStore(store)
-    attempts.save_logs("job_1", 1, iter([LINE * 1000] * 100))
+    attempts.save_logs(AttemptId("job_1", 1), iter([LINE * 1000] * 100))
     read, stream = 0, store.stream
 
     def counted(*arguments: Any, **named: Any) -> Iterator[bytes]:
@@ -240,7 +242,7 @@ def test_a_range_of_what_is_kept_is_all_that_is_read(tmp_path: Path, monkeypatch
             yield piece
 
     monkeypatch.setattr(store, "stream", counted)
-    saved = attempts.saved_logs("job_1", 1)
+    saved = attempts.saved_logs(AttemptId("job_1", 1))
     assert saved is not None
     assert b"".join(saved.tail(5)) == LINE * 5
     assert read < 256 * 1024
@@ -251,8 +253,8 @@ def test_a_follower_of_a_long_log_is_told_what_was_left_out(tmp_path: Path) -> N
     attempts = AttemptStore(LocalObjectStore(tmp_path), max_log_bytes=64 * 1024)
     lines = [b"line %06d\n" % number for number in range(100_000)]
     whole = b"".join(lines)
-    attempts.save_logs("job_1", 1, iter(lines))
-    saved = attempts.saved_logs("job_1", 1)
+    attempts.save_logs(AttemptId("job_1", 1), iter(lines))
+    saved = attempts.saved_logs(AttemptId("job_1", 1))
     assert saved is not None
     text = b"".join(saved.stream(0))
     assert len(text) <= 64 * 1024
@@ -269,10 +271,10 @@ def test_a_follower_of_a_long_log_is_told_what_was_left_out(tmp_path: Path) -> N
 def test_a_log_that_ray_cannot_read_holds_no_attempt(ray: FakeRayLogs, tmp_path: Path) -> None:
     attempts, cluster = AttemptStore(LocalObjectStore(tmp_path)), RayJobs(ray.url)
     ray.logs["job_1-1"] = RayLog(LINE, broken=True)
-    attempts.save_logs("job_1", 1, cluster.logs("job_1-1"))
+    attempts.save_logs(AttemptId("job_1", 1), cluster.logs("job_1-1"))
     assert kept(tmp_path).startswith(b"Ray cannot read the log of job_1-1: ")
     ray.logs["job_1-1"] = RayLog(LINE * 10_000, cut_after=100_000)
-    attempts.save_logs("job_1", 1, cluster.logs("job_1-1"))
+    attempts.save_logs(AttemptId("job_1", 1), cluster.logs("job_1-1"))
     assert kept(tmp_path).startswith((LINE * 10_000)[:60_000])
     assert b"Ray broke off" in kept(tmp_path)[-200:]
     ray.logs["job_1-1"] = RayLog(LINE, starting=True)

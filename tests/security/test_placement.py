@@ -139,6 +139,6 @@ def test_a_user_reaches_an_attempt_that_waits_for_a_place(
 
 def test_a_malformed_word_about_places_is_a_warning(plane: Plane, reconciler: Reconciler) -> None:
     job = started(plane, reconciler)
-    plane.worker(job).say("placement", phase="prepare", state="dancing")
+    plane.worker(job).say_nonsense("placement", phase="prepare", state="dancing")
     reconciler.tick()
     assert [event.level for event in plane.events(job)].count("warn") == 1

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import text
 from structlog.testing import capture_logs
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import StorageError, UnreadableRowError
 from swiftkv_platform.orchestration.job import Job, JobStatus
@@ -206,3 +207,28 @@ def test_a_row_that_cannot_be_read_breaks_neither_lists_nor_the_queue(plane: Pla
     with pytest.raises(UnreadableRowError, match="another version"):
         plane.get(damaged)
     plane.jobs.count_by_status()
+
+
+OUT_OF_RANGE = {
+    "an endless time": b'{"time": 1e999, "type": "message", "message": "m"}',
+    "a time that no calendar has": b'{"time": 1e300, "type": "message", "message": "m"}',
+    "a time that is no number": b'{"time": NaN, "type": "message", "message": "m"}',
+    "a time before time": b'{"time": -1e18, "type": "message", "message": "m"}',
+    "a step that no database holds": b"""{"time": 1, "type": "metrics", "message": "m",
+        "data": {"points": [{"step": 18446744073709551616}], "total_steps": 9}}""",
+    "endless memory": b"""{"time": 1, "type": "metrics", "message": "m",
+        "data": {"points": [{"step": 1, "memory_bytes": 1e999}], "total_steps": 9}}""",
+}
+
+
+@pytest.mark.parametrize("event", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE.keys())
+def test_an_event_with_a_number_out_of_range_is_a_warning(plane: Plane, event: bytes) -> None:
+    job, reconciler = plane.submit(), plane.reconciler()
+    reconciler.tick()
+    plane.objects.put_bytes(AttemptId(job.id, 1).event_key("driver", 1), event)
+    turn(plane, reconciler, 3)
+    assert reconciler.jobs_put_off == 0
+    last = plane.events(job)[-1]
+    assert (last.level, last.type) == ("warn", "message")
+    assert "cannot be understood" in last.message
+    assert 0 <= last.created_at < 2**40

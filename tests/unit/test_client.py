@@ -25,7 +25,7 @@ from swiftkv_platform.client import (
     UnreachableError,
     WaitTimeoutError,
 )
-from swiftkv_platform.client.sse import ServerSentEvent, iter_events
+from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, SwiftKVError
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.scripted_server import (
@@ -264,6 +264,16 @@ def test_a_list_is_read_over_all_its_pages(script: Script, client: Client) -> No
     assert script.requests[1].query["after"] == "job_2"
 
 
+def test_rows_that_the_server_cannot_read_are_named_and_end_no_list(
+    script: Script, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    unreadable = {"object": "list", "data": [], "has_more": True, "last_id": "job_2", "left_out": ["job_2"]}
+    script.on("GET", "/jobs", json_answer(unreadable), list_answer([job_row(id="job_1")]))
+    assert [job.id for job in client.jobs.list()] == ["job_1"]
+    assert script.requests[1].query["after"] == "job_2"
+    assert "job_2" in caplog.text
+
+
 def test_a_limit_ends_a_list(script: Script, client: Client) -> None:
     script.on("GET", "/jobs", list_answer([job_row(id="job_2"), job_row(id="job_1")], has_more=True))
     assert len(client.jobs.list(limit=2)) == 2
@@ -368,10 +378,33 @@ def test_events_do_not_depend_on_how_the_bytes_arrive(cuts: list[int]) -> None:
         "id: 2\rdata: cr\r\r"
         "data: never finished"
     ).encode()
-    places = sorted({0, len(stream), *(min(cut, len(stream)) for cut in cuts)})
-    chunks = [stream[start:end] for start, end in itertools.pairwise(places)]
-    assert list(iter_events(chunks)) == [
-        ServerSentEvent("å\u2028b", "tick", "1"),
-        ServerSentEvent("one\ntwo", "message", "1"),
-        ServerSentEvent("cr", "message", "2"),
+    response = httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=iter(_pieces(stream, cuts)))
+    assert [(event.data, event.event, event.id) for event in iter_events(response)] == [
+        ("å\u2028b", "tick", "1"),
+        ("one\ntwo", "message", "1"),
+        ("cr", "message", "2"),
     ]
+
+
+@given(st.lists(st.integers(min_value=0, max_value=60), max_size=12))
+def test_lines_do_not_depend_on_how_the_bytes_arrive(cuts: list[int]) -> None:
+    log = "step 1\r\nå\u2028b\x0cc\n\nprogress 1%\rprogress 2%\r\nunfinished\r".encode()
+    assert list(iter_lines(_pieces(log, cuts))) == [
+        "step 1",
+        "å\u2028b\x0cc",
+        "",
+        "progress 1%",
+        "progress 2%",
+        "unfinished",
+    ]
+
+
+def _pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
+    places = sorted({0, len(stream), *(min(cut, len(stream)) for cut in cuts)})
+    return [stream[start:end] for start, end in itertools.pairwise(places)]
+
+
+def test_an_answer_that_is_no_event_stream_is_named(script: Script, client: Client) -> None:
+    script.on("POST", "/generate", Answer(200, b"<html>", {"Content-Type": "text/html"}))
+    with pytest.raises(UnreachableError, match="'text/html'"):
+        list(client.generate("a", stream=True))

@@ -101,9 +101,9 @@ def test_the_control_plane_image_installs_no_torch() -> None:
     assert installed == {
         "Dockerfile.cluster": ["train,eval,serve"],
         "Dockerfile.cluster-vllm": [],
-        "Dockerfile.control-plane": ["postgres"],
+        "Dockerfile.control-plane": ["platform,postgres"],
     }
-    light = [*project["dependencies"], *extras["postgres"]]
+    light = [*project["dependencies"], *extras["platform"], *extras["postgres"]]
     assert not [requirement for requirement in light if re.match(r"(torch|transformers|datasets|swiftkv)", requirement)]
 
 

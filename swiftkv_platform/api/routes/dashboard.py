@@ -7,11 +7,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request, Response, status
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from swiftkv_platform.api.dependencies import SESSION_COOKIE, current_session
 from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.errors import UnauthenticatedError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.web.middleware import PAGE_HEADERS
 
 FILES = Path(__file__).parent.parent / "dashboard"
@@ -25,9 +26,7 @@ def index() -> FileResponse:
     return FileResponse(FILES / "index.html", headers=dict(PAGE_HEADERS))
 
 
-class SignIn(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class SignIn(FrozenModel):
     api_key: Annotated[str, Field(max_length=200)]
 
 

@@ -14,7 +14,6 @@ from swiftkv_platform.api.catalog_schemas import (
     DeploymentAnswer,
     DeploymentChange,
     DeploymentMetricsAnswer,
-    DeploymentRequest,
     ReplicaMetricsAnswer,
 )
 from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Parts, Reader, TheSettings, authorization
@@ -26,6 +25,7 @@ from swiftkv_platform.orchestration.deploying import DeploymentService
 from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.routes import RouteRules
+from swiftkv_platform.specs.deployment import DeploymentSpec
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 """Seconds; a replica that is busy keeps silent until the first token."""
@@ -45,10 +45,10 @@ Service = Annotated[DeploymentService, Depends(deployment_service)]
 
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_deployment(
-    body: DeploymentRequest, service: Service, caller: Deployer, settings: TheSettings, response: Response
+    body: DeploymentSpec, service: Service, caller: Deployer, settings: TheSettings, response: Response
 ) -> DeploymentAnswer:
     """Serve a model. Answers at once; `status` becomes `running` when it takes requests."""
-    deployment = service.create(caller, **body.model_dump())
+    deployment = service.create(caller, body)
     response.headers["Location"] = f"/deployments/{deployment.spec.id}"
     tag(response, deployment.version)
     return DeploymentAnswer.of(deployment, settings.serve_url)

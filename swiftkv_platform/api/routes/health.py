@@ -11,9 +11,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from swiftkv_platform.api.dependencies import Components
-from swiftkv_platform.api.error_handlers import FieldProblem, problem_response
 from swiftkv_platform.api.probing import Kept, complaint_of
 from swiftkv_platform.orchestration.loop import ControlLoop
+from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_response
 
 router = APIRouter(tags=["operations"])
 
@@ -40,7 +40,7 @@ async def readyz(request: Request) -> Response:
     ]
     if errors:
         detail = "; ".join(f"{error.field}: {error.message}" for error in errors)
-        return problem_response(request.url.path, 503, "not_ready", detail, errors=errors)
+        return problem_response(make_problem(request.url.path, 503, "not_ready", detail, errors))
     return JSONResponse({"status": "ok", "checks": dict.fromkeys(readiness.checks, "ok")})
 
 

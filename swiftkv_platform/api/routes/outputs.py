@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 
 from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
 from swiftkv_platform.api.schemas import ArtifactFileAnswer, CheckpointAnswer, ListAnswer, list_answer, page_of
-from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile, artifact_prefix
+from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
 from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
@@ -38,7 +38,7 @@ def list_artifacts(
 
     def answer(item: tuple[str, ManifestFile]) -> ArtifactFileAnswer:
         path, file = item
-        url = parts.objects.presigned_url(f"{_prefix(job)}/{path}", _URL_LIFETIME_S)
+        url = parts.objects.presigned_url(f"{job.attempt_id.artifact_prefix}/{path}", _URL_LIFETIME_S)
         if url is None:
             url = str(request.url_for("download_artifact", job_id=job.id, path=path))
         return ArtifactFileAnswer(path=path, size=file.size, sha256=file.sha256, url=url)
@@ -59,22 +59,18 @@ def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader) -> S
             value=path,
         )
     return StreamingResponse(
-        parts.objects.stream(f"{_prefix(job)}/{path}"),
+        parts.objects.stream(f"{job.attempt_id.artifact_prefix}/{path}"),
         media_type="application/octet-stream",
         headers={"Content-Length": str(file.size), "ETag": f'"{file.sha256}"'},
     )
-
-
-def _prefix(job: Job) -> str:
-    return artifact_prefix(job.id, job.attempt.number)
 
 
 def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
     """Files by path, the manifest itself included."""
     if job.status is not JobStatus.SUCCEEDED:
         return {}
-    manifest = read_manifest(parts.objects, _prefix(job))
-    itself = parts.objects.head(f"{_prefix(job)}/{MANIFEST}")
+    manifest = read_manifest(parts.objects, job.attempt_id.artifact_prefix)
+    itself = parts.objects.head(f"{job.attempt_id.artifact_prefix}/{MANIFEST}")
     if itself is None:
         return manifest.files
     return {**manifest.files, MANIFEST: ManifestFile(size=itself.size, sha256=manifest_digest(manifest))}

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.harness.metrics import (
@@ -35,6 +34,7 @@ from swiftkv_platform.evaluation.harness.tasks import (
     resolve_tasks,
     task_manager,
 )
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import points_lost
@@ -44,10 +44,8 @@ _BOOTSTRAP_ITERATIONS = 1000
 _CODE_EVAL = "HF_ALLOW_CODE_EVAL"
 
 
-class TaskScore(BaseModel):
+class TaskScore(FrozenModel):
     """One task, answered by teacher and student."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     task: str
     metric: str

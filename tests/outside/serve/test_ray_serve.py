@@ -12,7 +12,7 @@ import pytest
 
 import tests.integration.conftest
 from swiftkv_platform.cluster.ray_serve import RayServe
-from swiftkv_platform.orchestration.ports import DeploymentSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.integration.conftest import dashboard_url, serve_port, wait_for
 from tests.integration.load import PROMPTS, Expected, ask
 from tests.integration.test_live_serving import (
@@ -47,13 +47,15 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
-def spec(artifacts: Path) -> DeploymentSpec:
+def spec(artifacts: Path) -> ResolvedDeployment:
     engine = {**ENGINE, "backend": "vllm", "kv_cache_bytes": 16 << 20}
-    return DeploymentSpec("dep_live", "one", str(artifacts / "one"), "/live", engine=engine)
+    return ResolvedDeployment(
+        id="dep_live", model="one", artifact_uri=str(artifacts / "one"), route_prefix="/live", engine=engine
+    )
 
 
 def test_no_process_of_vllms_outlives_its_replica(
-    cluster: RayServe, spec: DeploymentSpec, dashboard_url: str, url: str, expected: Expected
+    cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str, expected: Expected
 ) -> None:
     serve(cluster, spec)
     [replica] = replica_pids(dashboard_url)

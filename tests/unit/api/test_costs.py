@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.orchestration.estimates import PROCESS_MEMORY
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.tenants import Tenants
@@ -150,7 +151,7 @@ def test_a_job_over_its_cap_is_paused_and_goes_on_with_a_higher_one(
     assert priced.get(f"/jobs/{job_id}")["status"] == "running"
     clock.now += 1
     priced.tick()
-    assert priced.parts.attempts.pause_requested(job_id, 1), "it is given the time to checkpoint"
+    assert priced.parts.attempts.pause_requested(AttemptId(job_id, 1)), "it is given the time to checkpoint"
     checkpoint = worker.checkpoint(1)
     worker.say("status", status="paused")
     for _ in range(2):
@@ -166,7 +167,7 @@ def test_a_job_over_its_cap_is_paused_and_goes_on_with_a_higher_one(
     resumed = priced.client.post(f"/jobs/{job_id}/resume", json={"cost_cap": 8})
     assert (resumed.status_code, resumed.json()["spec"]["limits"]["cost_cap"]) == (200, 8)
     priced.tick()
-    request = priced.parts.attempts.read_request(job_id, 2)
+    request = priced.parts.attempts.read_request(AttemptId(job_id, 2))
     assert (request.resume_from, request.spec.limits.cost_cap) == (checkpoint, 8)
 
 

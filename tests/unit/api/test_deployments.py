@@ -75,7 +75,7 @@ def test_a_candidate_and_a_shadow_are_part_of_what_is_served(server: Server, mod
     assert (created["candidate"], created["shadow"]) == ({**candidate, "artifact_uri": artifact_uri}, shadow)
     server.tick()
     [spec] = server.serving.applied[-1]
-    assert (spec.candidate, spec.shadow) == (created["candidate"], shadow)
+    assert spec.model_dump(include={"candidate", "shadow"}) == {"candidate": created["candidate"], "shadow": shadow}
     for body, field in (
         ({"candidate": None}, "shadow.against"),
         ({"candidate": {"model": "mdl_unknown"}}, "candidate.model"),

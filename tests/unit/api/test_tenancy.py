@@ -13,11 +13,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
-from swiftkv_platform.api.guards import RateLimit
 from swiftkv_platform.errors import InvalidInputError, RateLimitedError
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
+from swiftkv_platform.web.rate_limits import RateLimit
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.api.conftest import SPEC, Server, control_plane
 
@@ -243,7 +243,7 @@ def test_a_key_that_asks_too_often_is_told_to_wait(server: Server, tmp_path: Pat
         statuses = [client.get("/jobs", headers=hasty).status_code for _ in range(5)]
         assert statuses == [200, 200, 200, 429, 429]
         refused = client.get("/jobs", headers=hasty)
-        assert (refused.json()["code"], refused.headers["Retry-After"]) == ("rate_limited", "1")
+        assert (refused.json()["code"], refused.headers["Retry-After"]) == ("rate_limited", "2"), "a token every 2 s"
         assert client.get("/jobs", headers=calm).status_code == 200
 
 
@@ -252,9 +252,14 @@ def test_a_bucket_refills_with_time() -> None:
     limit = RateLimit(60, lambda: now)
     for _ in range(6):
         limit.take("ann")
-    with pytest.raises(RateLimitedError, match="60 requests"):
+    with pytest.raises(RateLimitedError, match="60 requests") as refused:
         limit.take("ann")
-    now += 1.0
+    assert refused.value.retry_after_s == pytest.approx(1.0)
+    now += 0.25
+    with pytest.raises(RateLimitedError) as refused:
+        limit.take("ann")
+    assert refused.value.retry_after_s == pytest.approx(0.75)
+    now += 0.75
     limit.take("ann")
     with pytest.raises(RateLimitedError):
         limit.take("ann")

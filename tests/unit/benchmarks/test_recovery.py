@@ -34,6 +34,7 @@ def test_runs_of_several_seeds_become_their_mean_and_deviation() -> None:
     assert tail["held_out"]["kl"] == {"mean": 0.5, "std": None}
 
 
+@pytest.mark.slow  # trains students
 def test_seeds_train_on_other_orders_of_the_same_rows(tmp_path: Path) -> None:
     spec = JobSpec.model_validate(
         {

@@ -165,6 +165,7 @@ def report(directory: Path, part: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # replays traces on every engine
 def test_every_part_runs_and_says_how_its_figures_came_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

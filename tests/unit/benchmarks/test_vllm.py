@@ -22,6 +22,9 @@ REAL = os.environ.get("SWIFTKV_TEST_VLLM_PYTHON")
 REASON = "SWIFTKV_TEST_VLLM_PYTHON names no interpreter; vLLM's dependencies differ from ours"
 
 
+pytestmark = pytest.mark.slow  # the worker is an interpreter of its own
+
+
 @pytest.fixture(scope="module")
 def fake_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """This interpreter, with the stand-in on its path."""
@@ -62,6 +65,18 @@ def test_answers_come_with_the_time_of_every_token(worker: VLLMWorker) -> None:
     assert worker.idle_cpu_seconds >= 0
     worker.close()
     assert ended(worker)
+
+
+def test_a_request_is_sent_when_it_is_due(worker: VLLMWorker) -> None:
+    first, second = worker.generate([[7] * 20, [8] * 20], [2, 2], arrivals=[0.3, 0.0])
+    assert min(first) >= 0.3
+    assert max(second) < min(first)
+
+
+def test_log_probabilities_are_those_of_the_answers(worker: VLLMWorker) -> None:
+    for token_ids, logprobs in worker.logprobs([[7] * 20, [8] * 9], [3, 3]):
+        assert len(token_ids) == len(logprobs) == 3
+        assert max(logprobs) < 0
 
 
 def test_what_vllm_refuses_ends_the_worker_with_its_reason(worker: VLLMWorker) -> None:

@@ -228,6 +228,22 @@ def test_deploy_can_replace_a_model(run: Run, script: Script) -> None:
     assert script.sent("PATCH", "/deployments/dep_1")[0].body == {"model": "mdl_2", "max_replicas": 3}
 
 
+def test_deploy_takes_every_option_of_the_spec(run: Run, script: Script) -> None:
+    script.on("POST", "/deployments", json_answer({"id": "dep_1", "model": "mdl_1", "status": "pending"}, 201))
+    options = ["--engine", "{max_num_seqs: 8}", "--candidate", '{"model": "mdl_2"}', "--upscale-delay-s", "2.5"]
+    result = run("deploy", "mdl_1", "--no-wait", "--target-ongoing-requests", "3", *options)
+    assert result.exit_code == 0, result.output
+    assert script.sent("POST", "/deployments")[0].body == {
+        "model": "mdl_1",
+        "engine": {"max_num_seqs": 8},
+        "candidate": {"model": "mdl_2"},
+        "upscale_delay_s": 2.5,
+        "target_ongoing_requests": 3.0,
+    }
+    for refused in (["--engine", "[8]"], ["--engine", "{"], ["--min-replicas", "-1"]):
+        assert run("deploy", "mdl_1", *refused).exit_code == 2
+
+
 def test_deploy_waits_until_the_model_answers(run: Run, script: Script) -> None:
     row = {"id": "dep_1", "model": "mdl_1", "status": "deploying"}
     script.on("POST", "/deployments", json_answer(row, 201))

@@ -18,6 +18,7 @@ from swiftkv_platform.local.demo.plot import plot_loss
 from swiftkv_platform.local.demo.report import build_report, print_report, write_report
 from swiftkv_platform.local.demo.run import job_spec
 from swiftkv_platform.specs import JobSpec
+from tests.requirements import required_module
 
 EVALUATION: dict[str, Any] = {
     "teacher": {"perplexity": 8.0},
@@ -72,7 +73,7 @@ def test_a_report_without_its_figures_is_an_error() -> None:
 
 
 def test_the_loss_curve_is_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    required_module("matplotlib")
     points = [MetricPoint(step=n, tokens=n * 100, logits_loss=1.0 / n) for n in range(1, 5)]
     assert plot_loss(points, tmp_path / "loss.png") is None
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

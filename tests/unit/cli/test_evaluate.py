@@ -38,6 +38,7 @@ def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
 
 
+@pytest.mark.slow  # evaluates, prefill cost and plots included
 def test_a_student_is_measured_against_its_teacher_mode(student: Path, corpus: Path, tmp_path: Path) -> None:
     task = {
         "task": "add",

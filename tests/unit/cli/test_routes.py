@@ -182,6 +182,7 @@ def test_the_client_reaches_every_route(platform: Platform) -> None:
                 assert shown(route) in platform.recorder.reached, route
 
 
+@pytest.mark.slow  # runs every command
 def test_a_command_reaches_every_route(platform: Platform) -> None:
     for route, (_, command) in CALLS.items():
         if command is not None:

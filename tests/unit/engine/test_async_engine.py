@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, Prompt, RequestOutput, SamplingParams
+from swiftkv_platform.engine.admission import Departures
 from swiftkv_platform.engine.streams import RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 
@@ -143,6 +144,45 @@ async def test_one_request_too_many_is_refused_at_once(engine: AsyncLLMEngine) -
         await answer(engine, [9])
     assert all(output.finish_reason == "length" for output in await asyncio.gather(*tasks))
     assert (await answer(engine, [9])).finished
+
+
+async def test_a_full_queue_knows_how_long_its_places_are_taken(swiftkv_dir: Path) -> None:
+    engine = AsyncLLMEngine(
+        LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_seqs=1, max_num_waiting=2)),
+    )
+    now = 100.0
+    engine._departures = departures = Departures(lambda: now)
+    tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError) as refused:
+        engine.check([[9]], GREEDY)
+    assert refused.value.retry_after_s == 1.0, "nothing is known of the pace yet"
+    for _ in range(8):
+        departures.note(1, full=True)
+        now += 5.0
+    for num_answers, wait in ((1, 5.0), (2, 10.0)):
+        with pytest.raises(QueueFullError) as refused:
+            engine.check([[9]] * num_answers, GREEDY)
+        assert refused.value.retry_after_s == pytest.approx(wait)
+    await asyncio.gather(*tasks)
+    await engine.aclose()
+
+
+async def test_a_queue_that_is_too_slow_says_when_it_is_short_enough(swiftkv_dir: Path) -> None:
+    config = EngineConfig(max_num_seqs=1, max_num_waiting=64, max_queue_s=12.0)
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, config))
+    now = 100.0
+    engine._departures = departures = Departures(lambda: now)
+    tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(3)]
+    await asyncio.sleep(0)
+    for _ in range(8):
+        departures.note(1, full=True)
+        now += 5.0
+    with pytest.raises(QueueFullError, match=r"would wait 15\.0 s") as refused:
+        engine.check([[9]], GREEDY)
+    assert refused.value.retry_after_s == pytest.approx(3.0)
+    await asyncio.gather(*tasks)
+    await engine.aclose()
 
 
 async def test_prompt_tokens_bound_the_queue_too(swiftkv_dir: Path) -> None:

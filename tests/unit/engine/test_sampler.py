@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.sampler import SamplingRow, logprobs, sample
+from swiftkv_platform.engine.sampler import SamplingRow, counted_noise, logprobs, sample
 
 PROBS = torch.tensor([0.05, 0.5, 0.3, 0.15])
 LOGITS = PROBS.log() + 3.0
@@ -109,3 +109,22 @@ def test_logprobs_hold_the_token_and_the_best_ones() -> None:
     assert list(first) == [0, 1, 2]
     assert list(second) == [1]
     assert [first[token] for token in (0, 1, 2)] == pytest.approx(PROBS[:3].log().tolist(), abs=1e-5)
+
+
+def test_noise_of_a_gpu_is_gumbel_noise_that_belongs_to_its_key() -> None:
+    keys = torch.tensor([3, -(1 << 62), 1 << 40])
+    noise = counted_noise(keys, 200_000)
+    for index, key in enumerate(keys):
+        assert torch.equal(noise[index], counted_noise(key[None], 200_000)[0])
+    uniform = (-(-noise.double()).exp()).exp().sort(dim=-1).values  # the distribution function of Gumbel's
+    expected = (torch.arange(200_000) + 0.5) / 200_000
+    assert (uniform - expected).abs().max() < 0.005  # Kolmogorov and Smirnov's statistic, beyond the 0.01% quantile
+    assert noise.isfinite().all()
+    assert torch.corrcoef(noise)[0, 1:].abs().max() < 0.01
+    assert torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1].abs() < 0.01
+
+
+def test_noise_of_neighbouring_keys_draws_from_the_distribution() -> None:
+    tokens = (LOGITS + counted_noise(torch.arange(20_000), len(PROBS))).argmax(dim=-1)
+    shares = torch.bincount(tokens, minlength=len(PROBS)) / len(tokens)
+    torch.testing.assert_close(shares, PROBS, atol=0.015, rtol=0)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jobs.attempt.checkpoints import AttemptCheckpoints
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, checkpoints_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -15,7 +16,7 @@ from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
-PREFIX = checkpoints_prefix("job", 2)
+PREFIX = AttemptId("job", 2).checkpoints_prefix
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def _earlier(store: ObjectStore, shard: Path, *steps: int) -> list[str]:
     first, names = AttemptCheckpoints(store, request, keep=9), [f"step-{step:08d}-w2-e" for step in steps]
     for name, step in zip(names, steps, strict=True):
         _save(first, shard, name, step)
-    return [f"{checkpoints_prefix('job', 1)}/{name}" for name in names]
+    return [f"{AttemptId('job', 1).checkpoints_prefix}/{name}" for name in names]
 
 
 def test_what_to_go_on_from_is_newest_first_and_never_newer_than_told(store: ObjectStore, shard: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from jobs.attempt.events import MetricsBuffer, Reporter
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import ConflictError, StorageError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -24,7 +25,7 @@ REQUEST = AttemptRequest(job_id="job", attempt=1, spec=JobSpec(name="n"), run_id
 
 
 def _said(store: ObjectStore) -> list[AttemptEvent]:
-    return [stored.event for stored in AttemptStore(store).read_events("job", 1, {})]
+    return [stored.event for stored in AttemptStore(store).read_events(REQUEST.attempt_id, {})]
 
 
 def _point(step: int) -> dict[str, float]:
@@ -55,7 +56,7 @@ class HangingStore(InMemoryObjectStore):
 
 @contextmanager
 def metrics_buffer(store: ObjectStore, *, interval_s: float) -> Iterator[MetricsBuffer]:
-    buffer = MetricsBuffer(Reporter(store, REQUEST, "rank0"), total_steps=9, interval_s=interval_s)
+    buffer = MetricsBuffer(Reporter(store, REQUEST.attempt_id, "rank0"), total_steps=9, interval_s=interval_s)
     try:
         yield buffer
     finally:
@@ -65,9 +66,9 @@ def metrics_buffer(store: ObjectStore, *, interval_s: float) -> Iterator[Metrics
 def test_a_restarted_process_has_a_name_of_its_own(tmp_path: Path) -> None:
     store = LocalObjectStore(tmp_path)
     for _ in range(2):
-        Reporter(store, REQUEST, "rank0").message("hello")
+        Reporter(store, REQUEST.attempt_id, "rank0").message("hello")
 
-    stored = AttemptStore(store).read_events("job", 1, {})
+    stored = AttemptStore(store).read_events(REQUEST.attempt_id, {})
     assert [event.sequence for event in stored] == [1, 1]
     assert len({event.writer for event in stored}) == 2
     assert all(event.writer.startswith("rank0-") for event in stored)
@@ -75,7 +76,7 @@ def test_a_restarted_process_has_a_name_of_its_own(tmp_path: Path) -> None:
 
 def test_an_error_carries_what_the_control_plane_decides_by(tmp_path: Path) -> None:
     store = LocalObjectStore(tmp_path)
-    Reporter(store, REQUEST, "driver").error(
+    Reporter(store, REQUEST.attempt_id, "driver").error(
         "no rows", code="data_error", field="data.sources", value="x", retryable=False
     )
 
@@ -86,11 +87,11 @@ def test_an_error_carries_what_the_control_plane_decides_by(tmp_path: Path) -> N
 
 def test_threads_of_a_process_never_share_a_number(tmp_path: Path) -> None:
     store = LocalObjectStore(tmp_path)
-    reporter = Reporter(store, REQUEST, "rank0")
+    reporter = Reporter(store, REQUEST.attempt_id, "rank0")
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(reporter.message, (str(number) for number in range(40))))
 
-    stored = AttemptStore(store).read_events("job", 1, {})
+    stored = AttemptStore(store).read_events(REQUEST.attempt_id, {})
     assert [event.sequence for event in stored] == list(range(1, 41))
     assert sorted(int(event.event.message) for event in stored) == list(range(40))
 
@@ -168,7 +169,7 @@ def test_a_store_that_is_back_gets_the_points_without_another_step() -> None:
 def test_the_end_tries_once_more_and_says_what_is_lost() -> None:
     store = HangingStore()
     store.error = StorageError("away")
-    buffer = MetricsBuffer(Reporter(store, REQUEST, "rank0"), total_steps=9, interval_s=3600.0)
+    buffer = MetricsBuffer(Reporter(store, REQUEST.attempt_id, "rank0"), total_steps=9, interval_s=3600.0)
     with capture_logs() as lines:
         buffer.add(_point(1))
         buffer.close()

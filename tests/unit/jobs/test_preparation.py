@@ -11,7 +11,8 @@ import pytest
 from jobs.attempt.preparation import find_rows
 from jobs.tasks import prepare
 from jobs.worker.prepare import prepare as prepare_here
-from swiftkv_platform.contract.attempts import AttemptRequest, data_prefix, start_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -48,7 +49,7 @@ def test_a_later_attempt_trains_on_the_rows_of_the_first(
     tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
 ) -> None:
     plan, stored = prepare(request(tiny_teacher, corpus, 1), store.uri)
-    assert stored.rows == data_prefix("job", 1)
+    assert stored.rows == AttemptId("job", 1).data_prefix
     assert find_rows(store, request(tiny_teacher, corpus, 2)) == stored.rows
     corpus.write_text('{"text": "something else altogether"}\n')
     assert prepare(request(tiny_teacher, corpus, 2), store.uri) == (plan, stored)
@@ -69,7 +70,7 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(
 ) -> None:
     first, again, later = (request(tiny_teacher, corpus, n, initialization="calibrated") for n in (1, 1, 2))
     _, stored = prepare(first, store.uri)
-    assert stored.start == start_prefix("job", 1, "tiny")
+    assert stored.start == AttemptId("job", 1).start_prefix("tiny")
     assert prepare(again, store.uri)[1] == stored
     assert prepare(later, store.uri)[1] == stored
 

@@ -20,7 +20,8 @@ from jobs.values import Plan
 from jobs.worker.evaluate import evaluate_and_publish
 from jobs.worker.prepare import collect_share, load_student
 from jobs.worker.prepare import prepare as prepare_in
-from swiftkv_platform.contract.attempts import AttemptRequest, artifact_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.distillation import calibration_text
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, QualityGateError
@@ -85,7 +86,7 @@ def _checkpoint(store: ObjectStore, spec: JobSpec, teacher: Path, tmp_path: Path
 def _evaluate(spec: JobSpec, store: ObjectStore, checkpoint: str, prepared: Prepared, destination: Path) -> Any:
     request = AttemptRequest(job_id="job", attempt=1, spec=spec, run_id="run")
     manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
-    fetch_directory(store, artifact_prefix("job", 1), destination)
+    fetch_directory(store, AttemptId("job", 1).artifact_prefix, destination)
     return manifest
 
 
@@ -112,6 +113,7 @@ def test_calibration_moves_the_start_away_from_the_copies(tiny_teacher: Path, co
     assert any("k_proj" in name for name in changed)
 
 
+@pytest.mark.slow  # calibrates twice
 def test_padding_does_not_change_the_calibration(tiny_teacher: Path, corpus: Path) -> None:
     """Rows of one sample each, mostly padding, calibrate like the same rows without it: not at all by the padding."""
     unpacked = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "packing": False}
@@ -140,6 +142,7 @@ def test_a_tokenizer_of_another_model_is_refused(corpus: Path, tmp_path: Path) -
         prepare(_spec(tmp_path / "teacher", corpus))
 
 
+@pytest.mark.slow  # calibrates twice
 def test_a_calibration_divided_among_workers_is_the_same(
     tiny_teacher: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_calibration_divided_among_workers_is_the_same(
         torch.testing.assert_close(together.calibrated[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.slow  # prepares, trains and evaluates
 def test_a_job_may_start_from_the_copies(tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path) -> None:
     spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"})
     _, prepared = prepare(spec)
@@ -176,6 +180,7 @@ def test_a_job_may_start_from_the_copies(tiny_teacher: Path, corpus: Path, store
     assert manifest.metrics["tokens_trained"] == 77
 
 
+@pytest.mark.slow  # prepares, trains and evaluates
 def test_the_artifact_is_the_trained_student_with_its_teacher(
     tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -199,6 +204,7 @@ def test_the_artifact_is_the_trained_student_with_its_teacher(
     assert prepared.data.fingerprint in (tmp_path / "artifact" / "evaluation.html").read_text()
 
 
+@pytest.mark.slow  # prepares, trains and evaluates
 @pytest.mark.parametrize("trainable", ["tail", "all"])
 def test_trained_layers_are_measured_against_the_teacher_they_came_from_and_published_without_it(
     trainable: str, tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
@@ -216,6 +222,7 @@ def test_trained_layers_are_measured_against_the_teacher_they_came_from_and_publ
         student.swiftkv(False)
 
 
+@pytest.mark.slow  # prepares, trains and evaluates
 def test_the_gate_keeps_a_bad_student_from_being_published(
     tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -225,7 +232,7 @@ def test_the_gate_keeps_a_bad_student_from_being_published(
 
     with pytest.raises(QualityGateError, match="max_kl"):
         _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
-    assert not is_complete(store, artifact_prefix("job", 1))
+    assert not is_complete(store, AttemptId("job", 1).artifact_prefix)
     report = json.loads(store.get_bytes("jobs/job/attempts/1/evaluation.json"))
     assert [(gate["field"], gate["passed"]) for gate in report["gates"]] == [("evaluation.max_kl", False)]
     assert b">failed<" in store.get_bytes("jobs/job/attempts/1/evaluation.html")

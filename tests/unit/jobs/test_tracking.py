@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.storage.addresses import open_store
+from tests.requirements import required_module
 
-pytest.importorskip("wandb")
+required_module("wandb")
 
 PROGRAM = """
 import shutil, sys

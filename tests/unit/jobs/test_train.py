@@ -12,7 +12,9 @@ import torch
 
 from jobs.values import WorkerConfig
 from jobs.worker.train import _RankZero
-from swiftkv_platform.contract.attempts import AttemptEvent, AttemptRequest, Manifest
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.specs import JobSpec
@@ -54,7 +56,7 @@ def step(number: int) -> StepMetrics:
 
 
 def said(store: ObjectStore) -> list[AttemptEvent]:
-    return [stored.event for stored in AttemptStore(store).read_events("job", 1, {})]
+    return [stored.event for stored in AttemptStore(store).read_events(AttemptId("job", 1), {})]
 
 
 def steps(events: list[AttemptEvent]) -> list[int]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from swiftkv_platform.local import stack
 from swiftkv_platform.local.processes import ProcessRef
 from swiftkv_platform.local.ray_head import RayHead, ensure_token, free_ports, make_temp_dir
-from swiftkv_platform.local.stack import Stack
+from swiftkv_platform.local.stack import Stack, StackOptions, StartError
 from swiftkv_platform.local.state import RunDirectory, StackState
 from swiftkv_platform.settings import Settings
 
@@ -41,6 +42,16 @@ def head(tmp_path: Path) -> RayHead:
         num_cpus=4,
         object_store_memory=1,
     )
+
+
+def test_packages_that_are_missing_are_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "_SERVICES", ("json", "no_such_service"))
+    home = tmp_path / "home"
+    with pytest.raises(StartError, match=r"needs no_such_service; pip install 'swiftkv-platform\[train,serve\]'"):
+        Stack(Settings(home=home, _env_file=None)).up(StackOptions(), print)
+    assert not home.exists()
 
 
 def test_a_wanted_port_is_taken_where_it_is_free() -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Reconciler
@@ -134,7 +135,7 @@ def paused_once(world: World, attempt: int, age: int) -> None:
         succeed(world, attempt, age)
         if attempt == 1:
             world.service.pause(world.job.id, ANN)
-    elif world.plane.store.pause_requested(world.job.id, attempt):
+    elif world.plane.store.pause_requested(AttemptId(world.job.id, attempt)):
         worker = world.plane.worker(world.job, attempt)
         worker.checkpoint(1)
         worker.say("status", status="paused")
@@ -169,6 +170,7 @@ SCENARIOS: list[tuple[Callable[[World, int, int], None], JobStatus, int]] = [
 ]
 
 
+@pytest.mark.slow  # runs a job once for each place of a kill
 @pytest.mark.parametrize(
     ("script", "outcome", "attempts"), SCENARIOS, ids=[script.__name__ for script, *_ in SCENARIOS]
 )

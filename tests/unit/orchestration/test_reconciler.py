@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from swiftkv_platform.contract.attempts import MANIFEST, artifact_prefix, data_prefix
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import MANIFEST
+from swiftkv_platform.contract.protocol import PROTOCOL
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
@@ -18,9 +20,10 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     reconciler.tick()
     assert plane.get(job).status is JobStatus.STARTING
     submission = plane.cluster.submissions[f"{job.id}-1"]
-    assert submission.entrypoint == f"python -m jobs.distill --job-id {job.id} --attempt 1 --store memory://test"
+    arguments = f"--job-id {job.id} --attempt 1 --store memory://test --protocol {PROTOCOL}"
+    assert submission.entrypoint == f"python -m jobs.distill {arguments}"
     assert submission.env == {"OMP_NUM_THREADS": "1"}
-    request = plane.store.read_request(job.id, 1)
+    request = plane.store.read_request(AttemptId(job.id, 1))
     assert (request.spec, request.resume_from, request.run_id) == (job.spec, None, job.id)
 
     worker = plane.worker(job)
@@ -58,9 +61,9 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     assert done.distilled_model is not None
     model = plane.catalog.get_model(done.distilled_model, tenant=TENANT)
     assert (model.artifact_uri, model.size, model.metrics) == (done.artifact_uri, manifest.size, METRICS)
-    assert model.artifact_uri == plane.store.artifact_uri(job.id, 1)
+    assert model.artifact_uri == plane.store.artifact_uri(AttemptId(job.id, 1))
     assert (model.lineage, model.job_id, model.attempt) == ({"teacher": "tiny"}, job.id, 1)
-    saved = plane.store.saved_logs(job.id, 1)
+    saved = plane.store.saved_logs(AttemptId(job.id, 1))
     assert saved is not None
     assert b"".join(saved.stream()) == b"trained\n"
     assert plane.statuses(job) == ["queued", "starting", "running", "evaluating", "succeeded"]
@@ -90,7 +93,7 @@ def test_a_failure_that_another_try_can_mend_goes_on_from_the_newest_checkpoint(
     plane.clock.now += 1
     reconciler.tick()
     assert plane.cluster.started == [f"{job.id}-1", f"{job.id}-2"]
-    assert plane.store.read_request(job.id, 2).resume_from == newest
+    assert plane.store.read_request(AttemptId(job.id, 2)).resume_from == newest
     assert plane.get(job).attempt.resume_from == newest
 
     plane.worker(job, attempt=2).say("error", "again", code="storage_error", retryable=True)
@@ -119,7 +122,7 @@ def test_bad_data_is_not_tried_again(plane: Plane) -> None:
 def test_prepared_rows_are_kept_for_another_attempt_and_for_no_longer(plane: Plane) -> None:
     job = plane.submit(fault_tolerance={"max_retries": 1})
     reconciler = plane.reconciler()
-    rows = f"{data_prefix(job.id, 1)}/{MANIFEST}"
+    rows = f"{AttemptId(job.id, 1).data_prefix}/{MANIFEST}"
     for attempt, kept in ((1, True), (2, False)):
         plane.clock.now += 1
         reconciler.tick()
@@ -158,7 +161,7 @@ def test_an_artifact_whose_manifest_is_damaged_is_made_again(plane: Plane) -> No
     job = plane.submit()
     reconciler = plane.reconciler()
     reconciler.tick()
-    plane.objects.put_bytes(f"{artifact_prefix(job.id, 1)}/{MANIFEST}", b"nonsense")
+    plane.objects.put_bytes(f"{AttemptId(job.id, 1).artifact_prefix}/{MANIFEST}", b"nonsense")
     plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
     reconciler.tick()
     waiting = plane.get(job)
@@ -273,10 +276,10 @@ class _FailingFor:
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
 
-    def read_events(self, job_id: str, *arguments: object) -> object:
-        if job_id == self._job_id:
+    def read_events(self, attempt: AttemptId, *arguments: object) -> object:
+        if attempt.job_id == self._job_id:
             raise StorageError("this job's events cannot be read")
-        return self._store.read_events(job_id, *arguments)  # type: ignore[attr-defined]
+        return self._store.read_events(attempt, *arguments)  # type: ignore[attr-defined]
 
 
 def test_one_jobs_trouble_is_not_anothers(plane: Plane) -> None:
@@ -313,8 +316,8 @@ def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
     reconciler = plane.reconciler()
     reconciler.tick()
     worker = plane.worker(job)
-    worker.say("metrics", points="none")
-    worker.say("status", status="dancing")
+    worker.say_nonsense("metrics", points="none")
+    worker.say_nonsense("status", status="dancing")
     worker.say("metrics", points=[{"step": 1, "loss": float("nan"), "name": "a\0b"}])
     reconciler.tick()
     warnings = [event for event in plane.events(job) if event.level == "warn"]

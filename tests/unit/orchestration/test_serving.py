@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.versions import Expected
+from swiftkv_platform.specs.deployment import DeploymentSpec
 from tests.unit.orchestration.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
@@ -45,12 +45,13 @@ def service(plane: Plane) -> DeploymentService:
 def deploy(plane: Plane, model: str, route_prefix: str = "/") -> Deployment:
     return service(plane).create(
         ANN,
-        model=model,
-        route_prefix=route_prefix,
-        min_replicas=1,
-        max_replicas=2,
-        target_ongoing_requests=4,
-        engine={"dtype": "float32"},
+        DeploymentSpec(
+            model=model,
+            route_prefix=route_prefix,
+            max_replicas=2,
+            target_ongoing_requests=4,
+            engine={"dtype": "float32"},
+        ),
     )
 
 
@@ -146,7 +147,9 @@ class BusyCatalog(SqlRegistry):
         while self.meanwhile:
             fields = self.meanwhile.pop()
             self.change_deployment(
-                deployment_id, lambda other, held, new=fields: (replace(other.spec, **new), other.state), tenant=tenant
+                deployment_id,
+                lambda other, held, new=fields: (other.spec.model_copy(update=new), other.state),
+                tenant=tenant,
             )
         return found
 

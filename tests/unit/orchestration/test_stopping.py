@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason
 from swiftkv_platform.orchestration.ports import SubmissionStatus
@@ -77,7 +78,7 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
     for _ in range(2):
         assert service(plane).pause(job.id, ANN).status is JobStatus.PAUSING
     reconciler.tick()
-    assert plane.store.pause_requested(job.id, 1)
+    assert plane.store.pause_requested(AttemptId(job.id, 1))
     running = plane.cluster.status(f"{job.id}-1")
     assert running.status is SubmissionStatus.RUNNING, "the attempt is given the time to checkpoint"
 
@@ -94,8 +95,8 @@ def test_a_paused_job_leaves_the_cluster_and_goes_on_from_its_checkpoint(plane: 
         resumed = service(plane).resume(job.id, ANN)
         assert (resumed.status, resumed.attempt.number, resumed.retries) == (JobStatus.QUEUED, 2, 0)
     reconciler.tick()
-    assert plane.store.read_request(job.id, 2).resume_from == checkpoint
-    assert not plane.store.pause_requested(job.id, 2)
+    assert plane.store.read_request(AttemptId(job.id, 2)).resume_from == checkpoint
+    assert not plane.store.pause_requested(AttemptId(job.id, 2))
     assert plane.statuses(job) == ["queued", "starting", "running", "pausing", "paused", "queued", "starting"]
 
 

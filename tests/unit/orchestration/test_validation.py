@@ -16,6 +16,7 @@ from swiftkv_platform.orchestration.estimates import Estimate
 from swiftkv_platform.orchestration.validation import validate
 from swiftkv_platform.specs import JobSpec
 from tests.model_configs import llama_config
+from tests.requirements import required_module
 
 DATA = "data.sources[0].name_or_path"
 BUILTIN = SourceEstimate("builtin:python-stdlib", formats=("text",))
@@ -194,7 +195,7 @@ def test_a_named_format_wants_its_own_columns(tmp_path: Path) -> None:
 
 
 def test_parquet_columns_are_read_from_its_schema(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow, parquet = required_module("pyarrow"), required_module("pyarrow.parquet")
     file = tmp_path / "data.parquet"
     parquet.write_table(arrow.table({"body": ["x"]}), file)
     with pytest.raises(DataError, match="has the columns body"):

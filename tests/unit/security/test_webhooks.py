@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from standardwebhooks import Webhook, WebhookVerificationError
 
 from swiftkv_platform.errors import InvalidInputError, UnauthenticatedError
 from swiftkv_platform.security.webhooks import Secret, verify
@@ -26,6 +28,20 @@ def test_a_signature_is_the_standards() -> None:
     verify(HEADERS, BODY, SECRET, now=1614265330 + 299)
     several = {**HEADERS, "webhook-signature": f"v1,bm9wZQ== {signature}"}
     verify(several, BODY, SECRET, now=1614265330)
+
+
+@pytest.mark.parametrize("secret", [SECRET, "a secret that is no base64"])
+def test_the_standards_own_library_verifies_what_is_signed(secret: str) -> None:
+    now = int(time.time())
+    headers = {
+        "webhook-id": "msg_å",
+        "webhook-timestamp": str(now),
+        "webhook-signature": Secret.parse(secret, name="s").sign("msg_å", now, BODY),
+    }
+    receiver = Webhook(secret if secret == SECRET else secret.encode())
+    assert receiver.verify(BODY, headers) == {"test": 2432232314}
+    with pytest.raises(WebhookVerificationError):
+        receiver.verify(BODY + b" ", headers)
 
 
 @pytest.mark.parametrize(

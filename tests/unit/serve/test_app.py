@@ -13,7 +13,7 @@ from serve.app import build_app
 from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
-from swiftkv_platform.orchestration.ports import DeploymentSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}
 
@@ -38,12 +38,19 @@ def test_scaling_and_resources_come_from_the_arguments() -> None:
 def test_each_rank_of_a_replica_has_its_own_device() -> None:
     options = deployment(engine={"num_threads": 2, "tensor_parallel_size": 4, "device": "cuda"}).ray_actor_options
     assert (options["num_cpus"], options["num_gpus"]) == (8, 4)
-    spec = DeploymentSpec(
+    spec = ResolvedDeployment(
         id="dep_1", model="mdl_1", artifact_uri="/a", engine={"tensor_parallel_size": 2, "device": "cuda"}
     )
     args = _application(spec, None)["args"]
     assert (args["num_cpus"], args["num_gpus"]) == (2, 2)
     assert "api_keys_file" not in args
+
+
+def test_resources_that_are_named_go_before_those_that_the_engine_needs() -> None:
+    engine = {"num_threads": 2, "device": "cuda"}
+    named = deployment(engine=engine, num_cpus=0.5).ray_actor_options
+    assert (named["num_cpus"], named["num_gpus"]) == (0.5, 1)
+    assert deployment(engine=engine, num_gpus=0).ray_actor_options["num_gpus"] == 0
 
 
 def test_without_a_target_the_load_decides() -> None:

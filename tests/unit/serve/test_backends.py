@@ -1,4 +1,4 @@
-"""Which engine a version runs on, and what is refused of an engine that has it not."""
+"""Choice of the engine that a version runs on, and refusal of what an engine has not."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_option_of_the_native_engine_alone_is_refused_beside_vllm(option: str
 
 def test_a_shadow_is_refused_beside_vllm() -> None:
     document = {"model": "mdl_1", "artifact_uri": "/a", "shadow": {"against": "teacher"}}
-    with pytest.raises(ValidationError, match="shadow needs backend native"):
+    with pytest.raises(ValidationError, match="shadow compares distributions, which backend native alone gives"):
         Served.model_validate({**document, "engine": {"backend": "vllm"}})
     assert Served.model_validate({**document, "engine": {"backend": "auto"}}).shadow is not None
 

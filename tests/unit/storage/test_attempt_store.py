@@ -6,17 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.contract.attempts import (
-    AttemptEvent,
-    AttemptRequest,
-    answers_key,
-    artifact_prefix,
-    checkpoints_prefix,
-    data_prefix,
-    event_key,
-    start_prefix,
-    trials_prefix,
-)
+from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent, MessageEvent
 from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -25,6 +17,7 @@ from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
 from tests.fakes.object_store import InMemoryObjectStore
 
 JOB = "job_1"
+FIRST, SECOND = AttemptId(JOB, 1), AttemptId(JOB, 2)
 
 
 @pytest.fixture
@@ -38,15 +31,15 @@ def attempts(store: InMemoryObjectStore) -> AttemptStore:
 
 
 def event(time: float, message: str = "") -> AttemptEvent:
-    return AttemptEvent(time=time, type="message", message=message)
+    return MessageEvent(time=time, message=message)
 
 
 def read(attempts: AttemptStore, cursor: dict[str, int]) -> list[tuple[str, int]]:
-    return [(stored.writer, stored.sequence) for stored in attempts.read_events(JOB, 1, cursor)]
+    return [(stored.writer, stored.sequence) for stored in attempts.read_events(FIRST, cursor)]
 
 
 def checkpoint(store: InMemoryObjectStore, attempt: int, name: str, *, complete: bool = True) -> str:
-    key = f"{checkpoints_prefix(JOB, attempt)}/{name}"
+    key = f"{AttemptId(JOB, attempt).checkpoints_prefix}/{name}"
     store.put_bytes(f"{key}/shard", b"x" * attempt)
     if complete:
         write_manifest(store, key, {}, kind="checkpoint", lineage={"name": name}, metrics={})
@@ -57,18 +50,25 @@ def test_a_request_comes_back(attempts: AttemptStore) -> None:
     request = AttemptRequest(job_id=JOB, attempt=2, spec=JobSpec(name="x"), run_id="r", resume_from="jobs/a")
     attempts.write_request(request)
     attempts.write_request(request)
-    assert attempts.read_request(JOB, 2) == request
+    assert attempts.read_request(SECOND) == request
     with pytest.raises(ObjectNotFoundError):
-        attempts.read_request(JOB, 3)
+        attempts.read_request(AttemptId(JOB, 3))
 
 
 def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
-    inputs = [data_prefix(JOB, 1) + "/manifest.json", data_prefix(JOB, 2) + "/tokens.bin", answers_key(JOB, 1, "a")]
-    inputs.append(start_prefix(JOB, 1, "lr1") + "/manifest.json")
+    inputs = [
+        FIRST.data_prefix + "/manifest.json",
+        SECOND.data_prefix + "/tokens.bin",
+        FIRST.answers_key("a"),
+    ]
+    inputs.append(FIRST.start_prefix("lr1") + "/manifest.json")
     trial = f"{trials_prefix(JOB)}/lr1"
-    of_a_trial = f"{trial}/{checkpoints_prefix(JOB, 2)}/step-00000001/shard"
-    kept = [f"{trial}/{artifact_prefix(JOB, 2)}/evaluation.json", f"{checkpoints_prefix(JOB, 2)}/step-00000001/shard"]
-    others = [data_prefix("job_2", 1) + "/tokens.bin"]
+    of_a_trial = f"{trial}/{SECOND.checkpoints_prefix}/step-00000001/shard"
+    kept = [
+        f"{trial}/{SECOND.artifact_prefix}/evaluation.json",
+        f"{SECOND.checkpoints_prefix}/step-00000001/shard",
+    ]
+    others = [AttemptId("job_2", 1).data_prefix + "/tokens.bin"]
     for key in (*inputs, of_a_trial, *kept, *others):
         store.put_bytes(key, b"x")
 
@@ -81,12 +81,12 @@ def test_what_a_job_that_has_ended_needs_no_more_is_deleted(store: InMemoryObjec
 
 def test_events_come_after_the_cursor_in_order_of_time(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     assert read(attempts, {}) == []
-    driver, worker = EventWriter(store, JOB, 1, "driver"), EventWriter(store, JOB, 1, "rank-0")
+    driver, worker = EventWriter(store, FIRST, "driver"), EventWriter(store, FIRST, "rank-0")
     assert [driver.write(event(1.0)), driver.write(event(4.0))] == [1, 2]
     assert [worker.write(event(2.0)), worker.write(event(3.0, "hello"))] == [1, 2]
     assert read(attempts, {}) == [("driver", 1), ("rank-0", 1), ("rank-0", 2), ("driver", 2)]
     assert read(attempts, {"rank-0": 1, "driver": 2}) == [("rank-0", 2)]
-    assert attempts.read_events(JOB, 1, {"rank-0": 1, "driver": 2})[0].event == event(3.0, "hello")
+    assert attempts.read_events(FIRST, {"rank-0": 1, "driver": 2})[0].event == event(3.0, "hello")
     assert read(attempts, {"rank-0": 2, "driver": 2}) == []
 
 
@@ -94,40 +94,40 @@ def test_events_come_after_the_cursor_in_order_of_time(store: InMemoryObjectStor
 def test_an_event_that_cannot_be_understood_is_a_warning(
     store: InMemoryObjectStore, attempts: AttemptStore, data: bytes
 ) -> None:
-    store.put_bytes(event_key(JOB, 1, "driver", 1), data)
-    store.put_bytes(event_key(JOB, 1, "driver", 2), event(2.0, "after it").model_dump_json().encode())
-    strange, known = attempts.read_events(JOB, 1, {})
+    store.put_bytes(FIRST.event_key("driver", 1), data)
+    store.put_bytes(FIRST.event_key("driver", 2), event(2.0, "after it").model_dump_json().encode())
+    strange, known = attempts.read_events(FIRST, {})
     assert (strange.event.level, strange.event.type) == ("warn", "message")
-    assert event_key(JOB, 1, "driver", 1) in strange.event.message
+    assert FIRST.event_key("driver", 1) in strange.event.message
     assert known.event == event(2.0, "after it")
 
 
 def test_a_clock_that_jumps_back_does_not_reorder_a_writer(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
-    writer = EventWriter(store, JOB, 1, "driver")
+    writer = EventWriter(store, FIRST, "driver")
     for time in (5.0, 1.0, 9.0):
         writer.write(event(time))
-    EventWriter(store, JOB, 1, "rank-0").write(event(6.0))
+    EventWriter(store, FIRST, "rank-0").write(event(6.0))
     assert read(attempts, {}) == [("driver", 1), ("driver", 2), ("rank-0", 1), ("driver", 3)]
 
 
 def test_reading_stops_at_a_gap_until_it_is_filled(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
     for sequence in (1, 3):
-        store.put_bytes(event_key(JOB, 1, "driver", sequence), event(float(sequence)).model_dump_json().encode())
+        store.put_bytes(FIRST.event_key("driver", sequence), event(float(sequence)).model_dump_json().encode())
     store.put_bytes("jobs/job_1/attempts/1/events/driver/notes.txt", b"not an event")
     assert read(attempts, {}) == [("driver", 1)]
     assert read(attempts, {"driver": 1}) == []
-    store.put_bytes(event_key(JOB, 1, "driver", 2), event(2.0).model_dump_json().encode())
+    store.put_bytes(FIRST.event_key("driver", 2), event(2.0).model_dump_json().encode())
     assert read(attempts, {"driver": 1}) == [("driver", 2), ("driver", 3)]
 
 
 def test_a_restarted_writer_goes_on_and_a_second_one_is_noticed(store: InMemoryObjectStore) -> None:
-    first = EventWriter(store, JOB, 1, "driver")
+    first = EventWriter(store, FIRST, "driver")
     assert first.write(event(1.0)) == 1
-    second = EventWriter(store, JOB, 1, "driver")
+    second = EventWriter(store, FIRST, "driver")
     assert second.write(event(2.0)) == 2
     with pytest.raises(ConflictError):
         first.write(event(3.0))
-    assert EventWriter(store, JOB, 2, "driver").write(event(1.0)) == 1
+    assert EventWriter(store, SECOND, "driver").write(event(1.0)) == 1
 
 
 def test_a_write_whose_answer_was_lost_does_not_block_the_writer(attempts: AttemptStore) -> None:
@@ -141,7 +141,7 @@ def test_a_write_whose_answer_was_lost_does_not_block_the_writer(attempts: Attem
                 raise StorageError("connection lost")
 
     store = LosesOneAnswer()
-    writer = EventWriter(store, JOB, 1, "driver")
+    writer = EventWriter(store, FIRST, "driver")
     writer.write(event(1.0))
     store.lose = True
     with pytest.raises(StorageError, match="connection lost"):
@@ -178,18 +178,18 @@ def test_of_one_step_the_newest_attempt_counts(store: InMemoryObjectStore, attem
 def test_the_artifact_of_an_attempt_can_be_fetched_by_its_address(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     attempts = AttemptStore(store)
-    assert attempts.artifact_manifest(JOB, 1) is None
-    store.put_bytes(f"{artifact_prefix(JOB, 1)}/stray", b"")
-    assert attempts.artifact_manifest(JOB, 1) is None
-    manifest = write_manifest(store, artifact_prefix(JOB, 1), {}, kind="artifact", lineage={}, metrics={"kl": 0.1})
-    assert attempts.artifact_manifest(JOB, 1) == manifest
-    uri = attempts.artifact_uri(JOB, 1)
+    assert attempts.artifact_manifest(FIRST) is None
+    store.put_bytes(f"{FIRST.artifact_prefix}/stray", b"")
+    assert attempts.artifact_manifest(FIRST) is None
+    manifest = write_manifest(store, FIRST.artifact_prefix, {}, kind="artifact", lineage={}, metrics={"kl": 0.1})
+    assert attempts.artifact_manifest(FIRST) == manifest
+    uri = attempts.artifact_uri(FIRST)
     assert fetch_directory(open_store(uri), "", tmp_path / "out") == manifest
 
 
 def test_logs_are_kept(attempts: AttemptStore) -> None:
-    assert attempts.saved_logs(JOB, 1) is None
-    attempts.save_logs(JOB, 1, iter([b"line 1\nl", "äine 2\n".encode()]))
-    saved = attempts.saved_logs(JOB, 1)
+    assert attempts.saved_logs(FIRST) is None
+    attempts.save_logs(FIRST, iter([b"line 1\nl", "äine 2\n".encode()]))
+    saved = attempts.saved_logs(FIRST)
     assert saved is not None
     assert b"".join(saved.stream()).decode() == "line 1\nläine 2\n"

@@ -17,9 +17,10 @@ from swiftkv_platform.specs import TrackingSpec, WandbSpec
 from swiftkv_platform.tracking.providers import create_tracker
 from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
 from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+from tests.requirements import required_module
 from tests.s3_servers import free_port
 
-pytest.importorskip("wandb")
+required_module("wandb")
 
 BLOCK, HEADER = 32768, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4

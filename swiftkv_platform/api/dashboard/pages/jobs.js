@@ -36,5 +36,6 @@ export function Jobs() {
     </div>
     <${Problem} problem=${problem} />
     ${page && html`<${Table} caption="Jobs" columns=${COLUMNS} rows=${page.data} empty="No jobs. “New job” submits one." />`}
+    ${page?.left_out.length > 0 && html`<p class="problem">Not shown, since this version cannot read them: ${page.left_out.join(", ")}</p>`}
     ${page?.has_more && html`<p class="quiet">The newest 100 are shown.</p>`}`;
 }

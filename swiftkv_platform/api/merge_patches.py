@@ -1,0 +1,71 @@
+"""Bodies of `PATCH`, derived from a spec: JSON merge patches (RFC 7396). Knows no route.
+
+Each field that may be changed has the bounds that it has in the spec; what a body leaves out stays.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.fields import FieldInfo
+
+from swiftkv_platform.specs.deployment import Change
+
+
+class MergePatch(BaseModel):
+    """Changes of an object: those fields that a body sets."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def changes(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True)
+
+
+Patch = TypeVar("Patch", bound=MergePatch)
+
+
+def merge_patch_of(spec: type[BaseModel]) -> Callable[[type[Patch]], type[Patch]]:
+    """Class decorator that adds the fields of `spec` which may be changed."""
+
+    def derive(patch: type[Patch]) -> type[Patch]:
+        fields: dict[str, Any] = {
+            name: _changed(field) for name, field in spec.model_fields.items() if _rule(field).allowed
+        }
+        return create_model(
+            patch.__name__, __base__=patch, __module__=patch.__module__, __doc__=patch.__doc__, **fields
+        )
+
+    return derive
+
+
+def _rule(field: FieldInfo) -> Change:
+    return next((item for item in field.metadata if isinstance(item, Change)), Change())
+
+
+def _changed(field: FieldInfo) -> Any:
+    """The field as a change has it. Its default is never read, and no schema shows one."""
+    description = " ".join(text for text in (field.description, _rule(field).effect) if text)
+    bounds = [item for item in field.metadata if not isinstance(item, Change)]
+    annotation: Any = _partial(field.annotation)
+    for bound in bounds:
+        annotation = Annotated[annotation, bound]
+    return annotation, Field(default_factory=NoneType, description=description or None)
+
+
+def _partial(annotation: Any) -> Any:
+    """An annotation in which objects may be given in part; a dictionary may also be null, as if it were empty."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is dict:
+        return annotation | None
+    if origin in (Union, UnionType):
+        return Union[tuple(_partial(argument) for argument in arguments)]  # noqa: UP007  # of a tuple
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        name = annotation.__name__.removesuffix("Spec") + "Change"
+        fields: dict[str, Any] = {key: _changed(field) for key, field in annotation.model_fields.items()}
+        doc = f"Changes of a {name.removesuffix('Change').lower()}, or the fields of a new one."
+        return create_model(name, __base__=MergePatch, __module__=__name__, __doc__=doc, **fields)
+    return annotation

@@ -1,0 +1,81 @@
+"""Options of a command made from the fields of a spec, with their bounds and descriptions. Knows no command."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Collection
+from types import NoneType
+from typing import Annotated, Any
+
+import typer
+import yaml
+from annotated_types import Ge, Le
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+_SCALARS = (str, int, float, bool)
+
+
+def spec_options(
+    spec: type[BaseModel], *, without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator that replaces a command's parameter `given` by one option for each field of `spec`.
+
+    The command gets, as `given`, the values of those options that were used.
+    """
+    fields = {name: field for name, field in spec.model_fields.items() if name not in without}
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(field))
+        for name, field in fields.items()
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**arguments: Any) -> None:
+            values = {name: arguments.pop(name) for name in fields}
+            command(**arguments, given={name: value for name, value in values.items() if value is not None})
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [
+            item.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for item in signature.parameters.values()
+            if item.name != "given"
+        ]
+        run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _annotation(field: FieldInfo) -> Any:
+    kind = _scalar(field.annotation)
+    if kind is None:
+        return Annotated[dict[str, Any] | None, typer.Option(parser=_mapping, metavar="YAML", help=_help(field))]
+    at_least: Any = next((item.ge for item in field.metadata if isinstance(item, Ge)), None)
+    at_most: Any = next((item.le for item in field.metadata if isinstance(item, Le)), None)
+    return Annotated[kind | None, typer.Option(min=at_least, max=at_most, help=_help(field))]
+
+
+def _scalar(annotation: Any) -> Any:
+    """The type of one word, in an optional annotation too; None for an object."""
+    if annotation in _SCALARS:
+        return annotation
+    members = [member for member in typing.get_args(annotation) if member is not NoneType]
+    return _scalar(members[0]) if members and typing.get_origin(annotation) is not dict else None
+
+
+def _help(field: FieldInfo) -> str:
+    description = " ".join((field.description or "").split())
+    return description if field.default in (None, {}) else f"{description} Default: {field.default}."
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise typer.BadParameter(f"{text!r} is neither YAML nor JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is no object; something like '{{share: 0.1}}' would do")
+    return value

@@ -1,0 +1,96 @@
+"""Name of one try of a job, and the keys of its objects. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttemptId:
+    """One try of a job. `contract.attempts` says what lies below each key."""
+
+    job_id: str
+    number: int
+    """1 for the job's first try."""
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of everything that the attempt writes."""
+        return f"{attempts_prefix(self.job_id)}/{self.number}"
+
+    @property
+    def submission_id(self) -> str:
+        """Ray's id of the attempt: one a try, so that a second submission of the same try is refused by Ray."""
+        return f"{self.job_id}-{self.number}"
+
+    @property
+    def request_key(self) -> str:
+        return f"{self.prefix}/attempt.json"
+
+    @property
+    def preempt_key(self) -> str:
+        """Key of the object whose existence says that the attempt's machines are taken away."""
+        return f"{self.prefix}/control/preempt.json"
+
+    @property
+    def pause_key(self) -> str:
+        """Key of the object whose existence asks the attempt to pause."""
+        return f"{self.prefix}/control/pause.json"
+
+    @property
+    def events_prefix(self) -> str:
+        return f"{self.prefix}/events"
+
+    def event_key(self, writer: str, sequence: int) -> str:
+        return f"{self.events_prefix}/{writer}/{sequence:08d}.json"
+
+    @property
+    def checkpoints_prefix(self) -> str:
+        return f"{self.prefix}/checkpoints"
+
+    @property
+    def data_prefix(self) -> str:
+        return f"{self.prefix}/data"
+
+    @property
+    def answers_prefix(self) -> str:
+        return f"{self.prefix}/answers"
+
+    def answers_key(self, key: str) -> str:
+        return f"{self.answers_prefix}/{key}.jsonl"
+
+    @property
+    def starts_prefix(self) -> str:
+        return f"{self.prefix}/starts"
+
+    def start_prefix(self, name: str) -> str:
+        """Return the prefix of the calibrated start of the spec `name`: the job's own, or that of a sweep's trial.
+        Trials keep theirs in one store."""
+        return f"{self.starts_prefix}/{name}"
+
+    @property
+    def artifact_prefix(self) -> str:
+        return f"{self.prefix}/artifact"
+
+    @property
+    def tracking_prefix(self) -> str:
+        return f"{self.prefix}/tracking"
+
+    @property
+    def logs_key(self) -> str:
+        return f"{self.prefix}/logs.txt"
+
+    def so_far(self) -> tuple[AttemptId, ...]:
+        """Return the job's attempts up to this one, the first try first."""
+        return tuple(AttemptId(self.job_id, number) for number in range(1, self.number + 1))
+
+
+def attempts_prefix(job_id: str) -> str:
+    """Return the prefix below which every attempt of a job has, by its number, its objects."""
+    return f"jobs/{job_id}/attempts"
+
+
+def trials_prefix(job_id: str) -> str:
+    """Return the prefix below which every trial of a sweep has, by its name, a store of its own, laid out like the
+    job's."""
+    return f"jobs/{job_id}/trials"

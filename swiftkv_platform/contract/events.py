@@ -1,0 +1,219 @@
+"""Events that a running attempt reports: one frozen model a kind, written by driver and workers and read by the control
+plane. They are stored: what is added to one is optional, and readers keep the keys of `data` that they do not know.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+Level = Literal["info", "warn", "error"]
+AttemptStatus = Literal["running", "evaluating", "paused"]
+"""`running` and `evaluating` when that phase begins; `paused`: the attempt has been asked to pause, its checkpoint is
+complete, and it ends."""
+
+_YEAR_10000 = 253_402_300_800
+_MOST_CAUSE = 500
+"""Characters of the explanation why an event cannot be understood."""
+_Time = Annotated[float, Field(ge=0, lt=_YEAR_10000)]
+_Step = Annotated[int, Field(ge=0, lt=2**63)]
+_OPEN = ConfigDict(extra="allow")
+"""Configuration of `data`: what a newer version says beside it is kept."""
+
+
+@with_config(_OPEN)
+class StatusData(TypedDict):
+    status: AttemptStatus
+
+
+@with_config(_OPEN)
+class _KnownMeasurements(TypedDict):
+    step: _Step
+    tokens: NotRequired[_Step | None]
+    """Tokens trained on so far."""
+    memory_bytes: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+
+
+_KNOWN_MEASUREMENTS = TypeAdapter(_KnownMeasurements)
+
+
+def _checked_point(point: dict[str, Any]) -> dict[str, Any]:
+    checked: dict[str, Any] = {**_KNOWN_MEASUREMENTS.validate_python(point)}
+    return {name: checked[name] for name in point}
+
+
+Point = Annotated[dict[str, Any], AfterValidator(_checked_point)]
+"""Measurements of one optimizer step, by name: `step`, and where they are known `tokens`, `memory_bytes`, `loss`,
+`logits_loss`, `lr`, `grad_norm`, `tokens_per_second`, ..."""
+
+
+@with_config(_OPEN)
+class MetricsData(TypedDict):
+    points: list[Point]
+    """Several steps may share an event."""
+    total_steps: NotRequired[Annotated[int, Field(ge=1, lt=2**63)]]
+
+
+@with_config(_OPEN)
+class CheckpointData(TypedDict):
+    step: _Step
+    key: str
+    """Key of its directory."""
+    size: int
+    """Bytes of its files."""
+    sha256: str
+    """Digest of its manifest."""
+
+
+@with_config(_OPEN)
+class ArtifactData(TypedDict):
+    key: str
+    sha256: str
+    """Digest of its manifest."""
+    size: int
+    """Bytes of its files."""
+    metrics: dict[str, Any]
+    """The evaluation report."""
+
+
+@with_config(_OPEN)
+class TrackingData(TypedDict):
+    provider: str
+    run_id: str
+    mode: str
+    url: str | None
+    """Page of the run; None offline."""
+
+
+@with_config(_OPEN)
+class PlacementData(TypedDict):
+    phase: Annotated[str, Field(max_length=200)]
+    state: Literal["waiting", "placed"]
+    """`waiting` of the driver, before it asks the cluster for workers; `placed` of one of them."""
+    needs: NotRequired[Annotated[str, Field(max_length=2000)]]
+    """Needs of the workers that wait, and what there is, in words."""
+
+
+@with_config(_OPEN)
+class ErrorData(TypedDict):
+    code: str
+    """A `ReasonCode`, or the code of an error of `errors.py`."""
+    field: NotRequired[str | None]
+    value: NotRequired[Any]
+    retryable: bool
+
+
+class _Event(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    time: _Time
+    """Unix seconds."""
+    level: Level = "info"
+    type: str
+    message: str
+
+
+class MessageEvent(_Event):
+    """Event for people to read."""
+
+    type: Literal["message"] = "message"
+    data: dict[str, Any] = {}
+
+
+class StatusEvent(_Event):
+    """Beginning of a phase, or pause, of the attempt; the driver's."""
+
+    type: Literal["status"] = "status"
+    data: StatusData
+
+
+class MetricsEvent(_Event):
+    """Measurements of optimizer steps."""
+
+    type: Literal["metrics"] = "metrics"
+    data: MetricsData
+
+
+class CheckpointEvent(_Event):
+    """A complete checkpoint."""
+
+    type: Literal["checkpoint"] = "checkpoint"
+    data: CheckpointData
+
+
+class ArtifactEvent(_Event):
+    """The published model: the attempt has done its work."""
+
+    type: Literal["artifact"] = "artifact"
+    data: ArtifactData
+
+
+class TrackingEvent(_Event):
+    """The attempt's run at a tracker."""
+
+    type: Literal["tracking"] = "tracking"
+    data: TrackingData
+
+
+class PlacementEvent(_Event):
+    """Workers of a phase that wait for a place on the cluster, or one that has found it."""
+
+    type: Literal["placement"] = "placement"
+    data: PlacementData
+
+
+class ErrorEvent(_Event):
+    """Failure of the attempt."""
+
+    type: Literal["error"] = "error"
+    data: ErrorData
+
+
+AttemptEvent = Annotated[
+    MessageEvent
+    | StatusEvent
+    | MetricsEvent
+    | CheckpointEvent
+    | ArtifactEvent
+    | TrackingEvent
+    | PlacementEvent
+    | ErrorEvent,
+    Field(discriminator="type"),
+]
+"""Event that a worker or the driver reports."""
+
+ATTEMPT_EVENT: TypeAdapter[AttemptEvent] = TypeAdapter(AttemptEvent)
+
+
+class _Envelope(BaseModel):
+    """Parts of an event that can be told although its kind, or something in it, is not understood."""
+
+    time: _Time
+    data: dict[str, Any] = {}
+
+
+def parse_event(stored: bytes, *, name: str, now: float) -> AttemptEvent:
+    """Read an event. One that is malformed, or of a kind that this version does not know, becomes a warning: a worker
+    of another version must not keep its job from being followed or cancelled.
+
+    Args:
+        name: what the warning calls the event.
+        now: the warning's time, where the event has none.
+    """
+    try:
+        return ATTEMPT_EVENT.validate_json(stored)
+    except ValidationError as error:
+        message = f"event {name!r} cannot be understood: {_cause(error)}"
+    try:
+        envelope = _Envelope.model_validate_json(stored)
+    except ValidationError:
+        envelope = _Envelope(time=now)
+    return MessageEvent(time=envelope.time, level="warn", message=message, data=envelope.data)
+
+
+def _cause(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    return f"{path}: {first['msg']}"[:_MOST_CAUSE] if path else first["msg"][:_MOST_CAUSE]

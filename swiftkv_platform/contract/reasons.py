@@ -1,0 +1,28 @@
+"""Reasons for the end of an attempt, or for a job's status, that are no error of ours."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ReasonCode(StrEnum):
+    """`status_reason.code` of a job, where that is not the code of an error of `errors.py`."""
+
+    WORKER_LOST = "worker_lost"
+    """A process or a machine of the attempt is gone."""
+    PREEMPTED = "preempted"
+    """The attempt was stopped from outside."""
+    OUT_OF_MEMORY = "out_of_memory"
+    NOT_PLACED = "not_placed"
+    """Its workers found no place on the cluster."""
+    MAX_RUNTIME_EXCEEDED = "max_runtime_exceeded"
+    PROTOCOL_MISMATCH = "protocol_mismatch"
+    """Control plane and workers are of versions that do not fit."""
+    INTERNAL = "internal"
+    """The control plane failed to handle the job."""
+    COST_CAP = "cost_cap"
+    """The job has cost what it may, and pauses."""
+    PAUSED = "paused"
+    """A caller asked for the pause."""
+    RESUMED = "resumed"
+    CANCELLED = "cancelled"

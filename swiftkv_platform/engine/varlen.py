@@ -1,0 +1,200 @@
+"""Attention of queries laid end to end to contexts in the blocks of a cache, in one operator for all sequences.
+
+On a GPU it is PyTorch's own, `torch.nn.attention.varlen.varlen_attn` (FlashAttention); where that cannot compute a
+model, and in tests on a CPU, an operator of the same signature made of plain ones. Knows tensors and block tables, no
+schedule and no layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.logs import get_logger
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_CAPABILITY = (8, 0)
+"""Least compute capability of a GPU that FlashAttention runs on: Ampere."""
+FLASH_PAGE = 256
+"""Number that the tokens of a block must be a multiple of for FlashAttention 2, the one that comes with PyTorch."""
+MAX_FLASH_HEAD_DIM, FLASH_HEAD_DIM_MULTIPLE = 256, 8
+
+
+class VarlenOperator(Protocol):
+    """Signature of `varlen_attn`, as far as the engine uses it."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+        seqused_k: torch.Tensor,
+        block_table: torch.Tensor | None,
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Operator and shape with which attention reads a cache by its blocks."""
+
+    operator: VarlenOperator
+    block_size: int
+    device: torch.device
+    expanded: bool
+    """Keys and values are handed over as the contexts laid end to end, block by block, and not as the cache's storage.
+    """
+
+
+@dataclass(frozen=True)
+class VarlenArguments:
+    """Arguments of a call beside queries, keys and values, the same in every layer; int32, on the device."""
+
+    cu_seq_q: torch.Tensor
+    """First query of each run of consecutive ones, and the number of all, [num_runs + 1]."""
+    cu_seq_k: torch.Tensor
+    """First key of each run's context where contexts are laid end to end, [num_runs + 1]. The last entry is the end of
+    all; runs of one sequence read the same context."""
+    seqused_k: torch.Tensor
+    """Keys that a run's last query sees, [num_runs]."""
+    block_table: torch.Tensor | None
+    """Blocks of each run's context, [num_runs, most blocks]; None where contexts are laid end to end."""
+    max_q: int
+    max_k: int
+
+    def attend(
+        self,
+        operator: VarlenOperator,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend from queries [num_tokens, num_heads, head_dim] to keys and values [num_blocks, block_size,
+        num_kv_heads, head_dim] or, without a block table, [num_keys, num_kv_heads, head_dim]: the shape of `query`."""
+        output: torch.Tensor = operator(
+            query,
+            key,
+            value,
+            self.cu_seq_q,
+            self.cu_seq_k,
+            self.max_q,
+            self.max_k,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[-2],
+            seqused_k=self.seqused_k,
+            block_table=self.block_table,
+        )
+        return output
+
+
+def reference_varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor | None,
+) -> torch.Tensor:
+    """`varlen_attn` for any device and type: contexts are gathered and padded to the longest, and masks written out."""
+    device, num_tokens = query.device, query.shape[0]
+    starts, lengths = cu_seq_q[:-1, None].long(), cu_seq_q.diff()[:, None]  # [num_runs, 1]
+    rows = torch.arange(max_q, device=device)
+    keys_at = torch.arange(max_k, device=device)
+    if block_table is None:
+        slots = (cu_seq_k[:-1, None].long() + keys_at).clamp(max=key.shape[0] - 1)
+    else:
+        block_size = key.shape[1]
+        slots = block_table[:, keys_at // block_size].long() * block_size + keys_at % block_size
+        key, value = key.flatten(0, 1), value.flatten(0, 1)
+    used = keys_at < seqused_k[:, None]  # [num_runs, max_k]
+    # What lies in a block behind a context may be anything, and a weight of 0 does not make a NaN of it harmless.
+    keys, values = (x[slots].masked_fill(~used[..., None, None], 0.0).transpose(1, 2) for x in (key, value))
+    positions = (seqused_k[:, None] - lengths + rows)[:, :, None]  # [num_runs, max_q, 1]
+    seen = used[:, None] & (keys_at <= positions)
+    if window_size[0] >= 0:
+        seen &= keys_at >= positions - window_size[0]
+    queries = query[(starts + rows).clamp(max=num_tokens - 1)].transpose(1, 2)  # [num_runs, num_heads, max_q, head_dim]
+    output = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=seen[:, None], scale=scale, enable_gqa=enable_gqa
+    )
+    tokens = torch.arange(num_tokens, device=device)
+    run = torch.searchsorted(cu_seq_q[1:], tokens.to(cu_seq_q.dtype), right=True)
+    return output.transpose(1, 2)[run, tokens - cu_seq_q[run]]
+
+
+def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> VarlenOperator | None:
+    """The operator for a model; None on a CPU, where contexts are read in runs (`attention.py`)."""
+    if device.type == "cpu":
+        return None
+    reason = _unsupported(device, dtype, head_dim)
+    if reason is None:
+        return varlen_attn
+    get_logger().warning("flash_attention_unavailable", reason=reason, instead="plain operators, which are slow")
+    return reference_varlen_attn
+
+
+def _unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Reason that FlashAttention cannot compute a model; None: it can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLASH_CAPABILITY:
+        return f"the GPU has compute capability {capability}; {FLASH_CAPABILITY} or more is needed"
+    if dtype not in FLASH_DTYPES:
+        return f"the model computes in {dtype}; float16 or bfloat16 is needed"
+    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % FLASH_HEAD_DIM_MULTIPLE:
+        return f"heads have {head_dim} numbers; a multiple of 8 up to {MAX_FLASH_HEAD_DIM} is needed"
+    return None
+
+
+def block_size_for(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:
+    """Tokens of a block that the operator can read.
+
+    Raises:
+        InvalidInputError: `wanted` is not a multiple of what FlashAttention reads.
+    """
+    if operator is not varlen_attn:
+        return wanted or default
+    if wanted is not None and wanted % FLASH_PAGE:
+        raise InvalidInputError(
+            f"block_size is {wanted}; attention on a GPU reads blocks of a multiple of {FLASH_PAGE} tokens: give one, "
+            "or leave block_size out",
+            field="block_size",
+            value=wanted,
+        )
+    return wanted or FLASH_PAGE
+
+
+def consecutive_runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending positions as runs of consecutive ones: number of positions, and the one behind the last."""
+    if positions[-1] - positions[0] == len(positions) - 1:
+        return [(len(positions), positions[-1] + 1)]
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        if runs and runs[-1][1] == position:
+            runs[-1] = (runs[-1][0] + 1, position + 1)
+        else:
+            runs.append((1, position + 1))
+    return runs

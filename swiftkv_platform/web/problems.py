@@ -1,0 +1,164 @@
+"""Errors as problem documents (RFC 9457): their statuses, types and headers, the same in every application of ours.
+
+The one place where errors become HTTP. Knows no route; how an application words a refused body is its own business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import JSONResponse
+
+from swiftkv_platform.errors import (
+    ArtifactCorruptError,
+    ClusterUnavailableError,
+    ConflictError,
+    DatabaseUnavailableError,
+    DeadlineExceededError,
+    EngineDeadError,
+    ForbiddenError,
+    IdempotencyConflictError,
+    InvalidInputError,
+    NotFoundError,
+    ObjectNotFoundError,
+    OverloadedError,
+    PreconditionFailedError,
+    QuotaExceededError,
+    StorageError,
+    SwiftKVError,
+    UnauthenticatedError,
+)
+
+_STATUS: Sequence[tuple[type[SwiftKVError], HTTPStatus]] = (
+    (InvalidInputError, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (IdempotencyConflictError, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (UnauthenticatedError, HTTPStatus.UNAUTHORIZED),
+    (ForbiddenError, HTTPStatus.FORBIDDEN),
+    (QuotaExceededError, HTTPStatus.TOO_MANY_REQUESTS),
+    (OverloadedError, HTTPStatus.TOO_MANY_REQUESTS),
+    (NotFoundError, HTTPStatus.NOT_FOUND),
+    (PreconditionFailedError, HTTPStatus.PRECONDITION_FAILED),
+    (ConflictError, HTTPStatus.CONFLICT),
+    (ObjectNotFoundError, HTTPStatus.NOT_FOUND),
+    (ArtifactCorruptError, HTTPStatus.INTERNAL_SERVER_ERROR),
+    (StorageError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (ClusterUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (DatabaseUnavailableError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (EngineDeadError, HTTPStatus.SERVICE_UNAVAILABLE),
+    (DeadlineExceededError, HTTPStatus.GATEWAY_TIMEOUT),
+    (SwiftKVError, HTTPStatus.INTERNAL_SERVER_ERROR),
+)
+"""The first class that fits decides."""
+
+_HEADERS: Mapping[int, Mapping[str, str]] = {
+    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
+    HTTPStatus.TOO_MANY_REQUESTS: {"Retry-After": "30"},
+    HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "5"},
+}
+"""Headers by status. `Retry-After` is a hint here, where it is unknown how long the wait will be."""
+_LONGEST_VALUE = 500
+"""Bytes of a refused value that are repeated in the answer."""
+
+
+class FieldProblem(BaseModel):
+    """One field that was refused."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    field: str | None
+    """Dotted path, such as `swiftkv.num_key_value_layers`; null where the request as a whole is meant."""
+    value: Any = None
+    """Value as it was sent; null where it is missing or long."""
+    message: str
+    """Statement of the problem, and of what would do."""
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem details."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    type: str
+    """`urn:swiftkv:problem:` and the `code`."""
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    """Stable machine-readable name."""
+    errors: list[FieldProblem] = []
+
+
+def make_problem(path: str, status: int, code: str, detail: str, errors: Sequence[FieldProblem] = ()) -> Problem:
+    """The document of a problem with a request for `path`."""
+    return Problem(
+        type=f"urn:swiftkv:problem:{code}",
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail,
+        instance=path,
+        code=code,
+        errors=list(errors),
+    )
+
+
+def problem_of(error: SwiftKVError, path: str) -> Problem:
+    """The document of an error."""
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    errors = []
+    if error.field is not None:
+        errors.append(FieldProblem(field=error.field, value=short_value(error.value), message=error.message))
+    return make_problem(path, status, error.code, error.message, errors)
+
+
+def problem_headers(status: int, error: SwiftKVError | None = None) -> dict[str, str]:
+    """Headers of an answer with a problem; `Retry-After` is the wait that the error knows, in whole seconds."""
+    headers = dict(_HEADERS.get(status, {}))
+    if isinstance(error, OverloadedError):
+        headers["Retry-After"] = str(max(math.ceil(error.retry_after_s), 1))
+    return headers
+
+
+def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An `application/problem+json` answer, with the headers of its status where `headers` names no others."""
+    return AsciiJSON(
+        problem.model_dump(),
+        status_code=problem.status,
+        headers={**problem_headers(problem.status), **(headers or {})},
+        media_type="application/problem+json",
+    )
+
+
+class AsciiJSON(JSONResponse):
+    """Errors repeat what they were sent, and whatever that was has to fit."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False).encode("ascii")
+
+
+def short_value(value: Any) -> Any:
+    """The value if it is JSON, and short enough to repeat; takes no longer for a long one."""
+    try:
+        if not _has_room_for(value):
+            return None
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return value if len(text) <= _LONGEST_VALUE else None
+
+
+def _has_room_for(value: Any) -> bool:
+    """Whether a value may be short, judged by no more of its parts than a short one has."""
+    room, pending = _LONGEST_VALUE, [value]
+    while pending and room >= 0:
+        item = pending.pop()
+        room -= len(item) if isinstance(item, str | list | tuple | dict) else 1
+        if room >= 0 and isinstance(item, list | tuple | dict):
+            pending.extend(item)
+            pending.extend(item.values() if isinstance(item, dict) else ())
+    return room >= 0

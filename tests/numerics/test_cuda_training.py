@@ -1,0 +1,75 @@
+"""A training step but for its backward pass, and evaluation, on a GPU's tensors, which are fake: devices agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.optimizer import build_optimizers
+from swiftkv_platform.evaluation.quality import evaluate
+from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.specs import DistillationSpec
+from swiftkv_platform.specs.job import OptimizerSpec
+from tests.fakes.cuda import DEVICE, DeviceLog, fake_cuda
+from tests.numerics.test_evaluation import VOCAB, make_rows
+
+
+@pytest.fixture
+def log() -> Iterator[DeviceLog]:
+    with fake_cuda() as device_log:
+        yield device_log
+
+
+def make_student(dtype: torch.dtype) -> Any:
+    teacher = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    classes = student_classes("llama")
+    config = classes.config_from(teacher, num_key_value_layers=2, key_value_group_size=2, early_exit=True)
+    with torch.device(DEVICE):
+        return classes.causal_lm._from_config(config, dtype=dtype)
+
+
+@pytest.mark.parametrize("objective", ["logits", "lm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -> None:
+    spec = DistillationSpec.model_validate({"objective": objective, "hidden_loss_weight": 1.0})
+    fork = Fork(make_student(dtype), spec, dtype=dtype)
+    trained = [(name, parameter) for name, parameter in fork.named_parameters() if parameter.requires_grad]
+    optimizers = build_optimizers(trained, OptimizerSpec())
+    batch = {name: tensor.to(DEVICE) for name, tensor in to_tensors(make_rows([20, 9, 30]).batch([0, 1])).items()}
+    log.clear()
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        sums = fork(**batch)
+    loss = torch.stack([weight * sums[name] for name, weight in fork.loss_weights.items()]).sum()
+    assert loss.requires_grad
+    if torch.backends.cuda.is_built():
+        loss.backward()
+    else:  # torch's autograd engine asks for a stream of the device, and there is none to fake
+        for _, parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+    assert all(parameter.grad is not None and parameter.grad.device == DEVICE for _, parameter in trained)
+    torch.nn.utils.clip_grad_norm_([parameter for _, parameter in trained], 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not [wait for wait in log.waits if "host" in wait or "to cpu" in wait], log.waits
+    assert log.waits.count("aten.index by a mask") <= 6, "one for each state or target that a loss reads"
+
+
+def test_evaluation(log: DeviceLog) -> None:
+    model, rows = make_student(torch.bfloat16), make_rows([20, 9, 30, 14])
+    totals = evaluate(model, rows, max_tokens=1000, batch_size=2)
+    assert totals.num_positions
+    assert not [wait for wait in log.waits if "host" in wait], log.waits

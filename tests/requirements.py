@@ -1,0 +1,29 @@
+"""Handling of a missing program or package: a skip on a contributor's machine, a failure in continuous integration."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, NoReturn
+
+import pytest
+
+REQUIRE_ALL = "SWIFTKV_REQUIRE_ALL"
+"""Environment variable, set by `.ci/run`: with any value, what is missing is a failure."""
+
+
+def missing(what: str) -> NoReturn:
+    """Skip the test, or fail it where everything is required."""
+    if os.environ.get(REQUIRE_ALL):
+        pytest.fail(f"{what} ({REQUIRE_ALL} is set)", pytrace=False)
+    pytest.skip(what, allow_module_level=True)
+
+
+def required_module(name: str, *, otherwise: str = "") -> Any:
+    """Import an optional package, or report that it is missing; `otherwise` says what else would do."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        missing(f"{error.name} is not installed{otherwise}")

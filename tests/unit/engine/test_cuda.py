@@ -1,0 +1,242 @@
+"""Steps of the engine on a GPU's tensors, which are fake: devices agree, and the host waits as often as it must."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams, ranks
+from swiftkv_platform.engine.drafting import DraftCosts
+from swiftkv_platform.engine.loading import LoadedModel, prepare
+from swiftkv_platform.engine.memory import make_cache
+from swiftkv_platform.engine.sharding import shard
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.families import student_classes
+from tests.fakes.cuda import (
+    ALLOCATED_MEMORY,
+    DEVICE,
+    FREE_MEMORY,
+    PEAK_MEMORY,
+    TOTAL_MEMORY,
+    DeviceLog,
+    fake_cuda,
+)
+from tests.tiny_models import FAMILY_CONFIGS
+
+FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
+"""Draft costs with which everything that may be drafted is."""
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+SUBJECTS = [("llama", True), ("llama", False), ("mistral", True), ("qwen3", True), ("deepseek_v2-lora", True)]
+"""Families, and whether it is a student."""
+
+
+@pytest.fixture
+def log() -> Iterator[DeviceLog]:
+    with fake_cuda() as device_log:
+        yield device_log
+
+
+def model_of(family: str, *, student: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model without numbers, of dense layers: how experts are called is transformers' business."""
+    teacher = copy.deepcopy(FAMILY_CONFIGS[family])
+    if hasattr(teacher, "first_k_dense_replace"):
+        teacher.qk_nope_head_dim = 16  # FlashAttention's heads are of a multiple of 8 numbers
+        teacher.first_k_dense_replace = teacher.num_hidden_layers
+    classes = student_classes(family.partition("-")[0])
+    fields = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True} if student else {}
+    with torch.device(DEVICE):
+        return classes.causal_lm._from_config(classes.config_from(teacher, **fields), dtype=dtype).eval()
+
+
+def engine_of(family: str = "llama", *, student: bool = True, **config: Any) -> LLMEngine:
+    dtype = config.pop("model_dtype", torch.bfloat16)
+    settings = EngineConfig(**{"max_num_batched_tokens": 32, "kv_cache_bytes": 1 << 26, **config})
+    model = prepare(model_of(family, student=student, dtype=dtype), settings)
+    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+        return LLMEngine(LoadedModel(model.config, None, frozenset(), 256, model, "digest"), settings)
+
+
+def prompts() -> list[list[int]]:
+    """A prompt of several chunks, one of a single token, and one that repeats itself."""
+    return [list(range(40)), [5], [1, 2, 3, 4] * 3]
+
+
+def steps(
+    engine: LLMEngine, log: DeviceLog, params: SamplingParams, *, some: list[list[int]] | None = None
+) -> Iterator[list[RequestOutput]]:
+    """Outputs of each step, while the log holds what that step did."""
+    for prompt in some or prompts():
+        engine.add_request(prompt, params)
+    while engine.has_unfinished_requests:
+        log.clear()
+        outputs = engine.step()
+        assert all(output.error is None for output in outputs)
+        yield outputs
+    engine.check()
+
+
+@pytest.mark.parametrize(("family", "student"), SUBJECTS)
+def test_a_step_waits_once_and_copies_once(family: str, student: bool, log: DeviceLog) -> None:
+    engine = engine_of(family, student=student)
+    for outputs in steps(engine, log, GREEDY):
+        assert len(log.waits) == bool(outputs), log.waits
+        assert log.copies == 1
+        assert "aten.scaled_dot_product_attention" not in log.kernels
+        # A step that chooses no token stops at layer l.
+        assert log.kernels["torch_attn._varlen_attn"] == (5 if outputs or not student else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types_run(dtype: torch.dtype, log: DeviceLog) -> None:
+    for outputs in steps(engine_of(model_dtype=dtype), log, GREEDY, some=[[1, 2, 3], [4]]):
+        assert len(log.waits) == bool(outputs), log.waits
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8", "float32"])
+def test_a_cache_that_the_operator_cannot_read_is_refused(kv_cache_dtype: str, log: DeviceLog) -> None:
+    with pytest.raises(InvalidInputError, match=r"kv_cache_dtype is .* attention on a GPU reads K and V") as error:
+        engine_of(kv_cache_dtype=kv_cache_dtype)
+    assert error.value.field == "kv_cache_dtype"
+
+
+def test_blocks_that_the_operator_cannot_read_are_refused(log: DeviceLog) -> None:
+    with pytest.raises(InvalidInputError, match="block_size is 16"):
+        engine_of(block_size=16)
+
+
+def test_the_cache_takes_what_the_largest_step_leaves(log: DeviceLog) -> None:
+    """0.9 of the memory, less what was in use before the step and what the step took for itself."""
+    assert engine_of(kv_cache_bytes=None).num_blocks == 64, "no more than the sequences can use"
+    assert log.kernels["torch_attn._varlen_attn"] == 5, "the step was run, with every token in every layer"
+    engine = engine_of(kv_cache_bytes=None, max_num_seqs=1 << 24)
+    block = 256 * 4 * 2 * 2 * 8 * 2  # tokens, cache layers, K and V, heads, their size, bytes
+    used, step = TOTAL_MEMORY - FREE_MEMORY, PEAK_MEMORY - ALLOCATED_MEMORY
+    left = int(0.9 * TOTAL_MEMORY) - used - step
+    assert engine.num_blocks == left // block + 32 // 256 + 32 + 1, "the blocks of that step were in use"
+
+
+SAMPLED = {
+    "sampled": SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True),
+    "truncated": SamplingParams(max_tokens=2, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, ignore_eos=True),
+    "penalised": SamplingParams(
+        max_tokens=2,
+        temperature=0.0,
+        ignore_eos=True,
+        repetition_penalty=1.2,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={3: 1.0, 7: -1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_choosing_a_token_waits_for_the_token_alone(name: str, log: DeviceLog) -> None:
+    for outputs in steps(engine_of(), log, SAMPLED[name]):
+        assert len(log.waits) == bool(outputs), log.waits
+
+
+def test_log_probabilities_take_one_wait_more(log: DeviceLog) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=2)
+    for outputs in steps(engine_of(), log, params):
+        assert len(log.waits) == 2 * bool(outputs), log.waits
+
+
+def test_prompt_log_probabilities_run(log: DeviceLog) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+    for outputs in steps(engine_of(), log, params):
+        assert len(log.waits) <= 1 + 2 * 3, (outputs, log.waits)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.99], ids=["all exit", "none does"])
+def test_a_threshold_exit_waits_for_the_exit_head_too(threshold: float, log: DeviceLog) -> None:
+    params = SamplingParams(
+        max_tokens=3, temperature=0.0, ignore_eos=True, early_exit=EarlyExit("threshold", threshold)
+    )
+    outputs: list[RequestOutput] = []
+    for outputs in steps(engine_of(), log, params):
+        assert len(log.waits) == 2 * bool(outputs), log.waits
+    assert bool(outputs[0].num_exited_tokens) == (threshold < 0.75)
+
+
+def test_each_draft_of_the_exit_head_waits_for_confidence_and_token(log: DeviceLog) -> None:
+    params = SamplingParams(
+        max_tokens=5, temperature=0.0, ignore_eos=True, early_exit=EarlyExit("lossless", 0.0, num_draft_tokens=3)
+    )
+    drafted = 0
+    for outputs in steps(engine_of(), log, params):
+        assert len(log.waits) <= bool(outputs) + 2 * 3, log.waits
+        drafted += sum(output.num_draft_tokens for output in outputs)
+    assert drafted
+
+
+@pytest.mark.parametrize("student", [True, False], ids=["student", "dense"])
+def test_drafts_from_the_text_cost_no_wait(student: bool, log: DeviceLog) -> None:
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, num_lookup_tokens=4)
+    drafted = 0
+    for outputs in steps(engine_of(student=student), log, params):
+        assert len(log.waits) == bool(outputs), log.waits
+        assert log.copies == 1
+        drafted += sum(output.num_draft_tokens for output in outputs)
+    assert drafted
+
+
+def test_a_text_is_scored_on_the_device(log: DeviceLog) -> None:
+    assert engine_of().score(list(range(20)), 4).device.type == "cpu"
+    assert log.waits.count("aten._to_copy from cuda to cpu") == 1, log.waits
+
+
+class Group:
+    """In the place of NCCL's process group, which needs GPUs: sums and broadcasts leave a rank's own tensor."""
+
+    def __init__(self, *_: Any) -> None:
+        self.Options = SimpleNamespace
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        assert all(tensor.device == DEVICE and tensor.is_contiguous() for tensor in tensors)
+        return SimpleNamespace(wait=lambda: None)
+
+    def broadcast(self, tensor: torch.Tensor, _rank: int) -> Any:
+        return self.allreduce([tensor])
+
+
+def rank_of(number: int) -> ranks.Ranks:
+    with (
+        patch.object(ranks._c10d, "ProcessGroupNCCL", Group, create=True),
+        patch.object(Group, "Options", SimpleNamespace, create=True),
+        patch.object(ranks._c10d, "PrefixStore"),
+    ):
+        return ranks.Ranks(None, number, 2, DEVICE)
+
+
+@pytest.mark.parametrize(("family", "drafting"), [("llama", 0), ("llama", 3), ("deepseek_v2", 0)])
+def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, drafting: int, log: DeviceLog) -> None:
+    config = EngineConfig(tensor_parallel_size=2, max_num_batched_tokens=32, kv_cache_bytes=1 << 26)
+    parts = []
+    for number in range(2):
+        model = model_of(family, student=True)
+        with torch.device(DEVICE):
+            shard(model, rank_of(number))
+        parts.append(LoadedModel(model.config, None, frozenset(), 256, prepare(model, config, DEVICE), "digest"))
+    here, there = Pipe()
+    leader = ranks.Leader(rank_of(0), [here], [])
+    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+        engine = LLMEngine(parts[0], config, leader)
+    exits = EarlyExit("lossless", 0.0, num_draft_tokens=drafting) if drafting else EarlyExit("off")
+    for outputs in steps(engine, log, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, early_exit=exits)):
+        assert len(log.waits) <= bool(outputs) + 2 * drafting, log.waits
+    engine.close()  # the end of what the other rank hears
+
+    parts[1].model.set_attn_implementation("swiftkv_paged")
+    log.clear()
+    with torch.inference_mode():
+        ranks.follow(there, parts[1].model, lambda blocks: make_cache(parts[1], config, num_blocks=blocks), rank_of(1))
+    assert log.kernels
+    assert not log.waits

@@ -1,0 +1,84 @@
+"""Each field of the deployment spec is in every form that derives from it, with the same bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+
+from serve.args import ServeArgs, Served
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.cli.app import app as command_line
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
+
+FIELDS = sorted(DeploymentSpec.model_fields)
+ABSENT = {("PATCH", "route_prefix"): "a deployment keeps its address"}
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return create_app(Settings(_env_file=None)).openapi()
+
+
+def resolved(schema: Any, document: dict[str, Any]) -> Any:
+    """A schema with what it refers to in place of the references, and without words and defaults."""
+    if isinstance(schema, list):
+        return [resolved(item, document) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return resolved(document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document)
+    words = ("title", "default", "description")
+    return {
+        key: resolved(value, document) for key, value in schema.items() if key not in words or isinstance(value, dict)
+    }
+
+
+def form(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """The properties of a body of `/deployments`, or of its answer."""
+    if name == "PATCH":
+        part = document["paths"]["/deployments/{deployment_id}"]["patch"]["requestBody"]
+    else:
+        post = document["paths"]["/deployments"]["post"]
+        part = post["requestBody"] if name == "POST" else post["responses"]["201"]
+    reference = part["content"]["application/json"]["schema"]["$ref"]
+    schema: dict[str, Any] = document["components"]["schemas"][reference.rpartition("/")[2]]
+    return dict(schema["properties"])
+
+
+def present(name: str, fields: Any) -> list[str]:
+    """Fields of the spec that a form has, and those that it lacks on purpose, if it has none of these."""
+    absent = {field for form_name, field in ABSENT if form_name == name}
+    return sorted((set(fields) & set(FIELDS)) | (absent - set(fields)))
+
+
+@pytest.mark.parametrize("name", ["POST", "PATCH", "answer"])
+def test_every_field_is_in_the_interface(document: dict[str, Any], name: str) -> None:
+    assert present(name, form(document, name)) == FIELDS
+
+
+@pytest.mark.parametrize("field", [field for field in FIELDS if ("PATCH", field) not in ABSENT])
+def test_a_change_has_the_bounds_and_the_description_of_the_spec(document: dict[str, Any], field: str) -> None:
+    wanted, changed = (form(document, name)[field] for name in ("POST", "PATCH"))
+    assert changed["description"].startswith(wanted["description"])
+    assert "default" not in changed, "what a patch leaves out stays"
+    if field in ("engine", "candidate", "shadow"):  # of objects, parts
+        assert {"type": "null"} in changed["anyOf"]
+    else:
+        assert resolved(changed, document) == resolved(wanted, document)
+
+
+def test_every_field_is_stored_and_handed_to_replicas() -> None:
+    assert present("stored", ResolvedDeployment.model_fields) == FIELDS
+    assert present("replicas", {**ServeArgs.model_fields, **Served.model_fields}) == FIELDS
+
+
+def test_every_field_is_on_the_command_line_with_its_description() -> None:
+    command = typer.main.get_command(command_line).commands["deploy"]  # type: ignore[attr-defined]
+    parameters = {parameter.name: parameter for parameter in command.params}
+    assert present("command line", parameters) == FIELDS
+    for name in set(FIELDS) - {"model"}:
+        described = " ".join(str(DeploymentSpec.model_fields[name].description).split())
+        assert parameters[name].help.startswith(described)

@@ -97,7 +97,6 @@ def test_openai_routes_keep_their_shape_and_tell_the_same_wait() -> None:
         ("\ud800", None),
         (object(), None),
     ],
-    ids=repr,
 )
 def test_a_refused_value_is_repeated_whole_or_not_at_all(sent: Any, shown: Any) -> None:
     for answer in answers(InvalidInputError("refused", field="f", value=sent)):

@@ -53,12 +53,13 @@ bench: install
 
 SCHEDULES ?= 1000
 SOAK_ROUNDS ?= 5
-soak: install  # every sharding strategy; random schedules of the engine; the kill and restart tests, over and over
+soak: install vllm-env  # every sharding strategy; random schedules of the engine; kills and restarts, over and over; vLLM under load
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/numerics/test_sharding.py tests/numerics/test_tensor_parallel.py --timeout 1200
 	SWIFTKV_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/numerics/test_engine_schedules.py tests/numerics/test_structured_schedules.py
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 3600 tests/contract/test_two_planes.py tests/integration/test_kills.py \
 	  tests/unit/api/test_followers.py tests/unit/api/test_fuzz.py
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
+	$(OUTSIDE) -m integration
 
 coverage: install  # of the rooms that decide what is kept and who may do what; fails below the floor
 	$(PYTEST) -m "not integration" --cov swiftkv_platform.orchestration --cov swiftkv_platform.storage \
@@ -82,9 +83,10 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[vllm]'
 	touch $@
 
+OUTSIDE = $(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside
 outside: install vllm-env  # the plugin in a real vLLM, and vLLM behind serve/, on a CPU; benchmarks that start vLLM
 	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
-	$(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside
+	$(OUTSIDE) -m "not integration" --durations 25
 
 clean:
 	rm -rf $(VENV) .venv-lock .venv-vllm-* site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

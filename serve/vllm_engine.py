@@ -53,10 +53,8 @@ def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEn
     try:
         args = AsyncEngineArgs(**engine_args(directory, config, model) | overrides)
         llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: stats])
-    except (
-        ValueError,
-        RuntimeError,
-    ) as error:  # RuntimeError: what a process of vLLM's could not do, with its log above
+    except (ValueError, RuntimeError) as error:
+        # A RuntimeError is what a process of vLLM's could not do, with its log above.
         raise ModelError(
             f"vLLM cannot serve this model with these options: {error}; engine.backend: native may", field="engine"
         ) from error

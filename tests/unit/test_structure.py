@@ -1,4 +1,4 @@
-"""The shape of the code: files form no circles, and the trails in the documentation name files that exist."""
+"""The shape of the code: no circles of files, trails in the documentation that lead on, docstrings that stand alone."""
 
 from __future__ import annotations
 
@@ -100,3 +100,19 @@ def test_each_file_of_the_trail_leads_to_the_next() -> None:
         imported = imports(names[by_path[file]], names)
         packages = [name for name in imported if names[name].name == "__init__.py"]
         within_reach |= imported.union(*(imports(names[name], names) for name in packages))
+
+
+FRAGMENT = re.compile(r"(Of|Whose|By which|As|What|Which|Who|That|How)\s")
+"""Beginning of a docstring that does not stand alone."""
+
+
+def test_docstrings_stand_alone() -> None:
+    """A docstring is read in a tooltip or a reference, far from the name that it would continue."""
+    paths = [path for room in (*PACKAGES, "benchmarks", "tests") for path in sorted((ROOT / room).rglob("*.py"))]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and FRAGMENT.match(str(node.value.value))
+    ]
+    assert found == []

@@ -43,7 +43,7 @@ __all__ = [
 tests.integration.conftest.DEADLINE_S = 900.0
 """vLLM compiles each new replica's model, on the cores that the others answer with."""
 
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

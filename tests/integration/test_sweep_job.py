@@ -53,7 +53,7 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
     attempts = AttemptStore(store)
 
     first = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
-    run_sweep(store, first, Reporter(store, first, "driver"))
+    run_sweep(store, first, Reporter(store, first.attempt_id, "driver"))
 
     manifest = fetch_directory(store, FIRST.artifact_prefix, tmp_path / "artifact")
     sweep = json.loads((tmp_path / "artifact" / "sweep.json").read_text())

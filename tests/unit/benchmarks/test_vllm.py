@@ -1,5 +1,5 @@
 """vLLM behind a pipe: the worker with a stand-in for vLLM, and with vLLM itself where SWIFTKV_TEST_VLLM_PYTHON names an
-interpreter that has it (minutes: it compiles the model)."""
+interpreter that has it."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def started(python: Path, model: Path = FAKE, **options: float) -> VLLMWorker:
     arguments = engine_arguments(
         model, kv_cache_bytes=1 << 20, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64
     )
+    arguments["enforce_eager"] = True  # compiling takes a minute for each worker
     return VLLMWorker(python, arguments, num_threads=1, **options)  # type: ignore[arg-type]
 
 

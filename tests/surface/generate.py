@@ -220,7 +220,7 @@ async def test_a_full_queue_says_when_to_come_again(client: httpx.AsyncClient) -
     tasks = [asyncio.create_task(post(client, prompt=[i], **{**GREEDY, "max_tokens": 60})) for i in range(3)]
     statuses = sorted((await asyncio.gather(*tasks)), key=lambda response: response.status_code)
     assert [response.status_code for response in statuses] == [200, 200, 429]
-    assert statuses[-1].headers["retry-after"] == "1"
+    assert int(statuses[-1].headers["retry-after"]) >= 1, "the expected wait, in whole seconds"
     assert statuses[-1].json()["code"] == "queue_full"
 
 

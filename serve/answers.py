@@ -18,8 +18,8 @@ from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import DeadlineExceededError, SwiftKVError
 
 if TYPE_CHECKING:
-    from serve.engines import Engine
     from swiftkv_platform.engine import RequestOutput, RequestStream
+    from swiftkv_platform.engine.frontend import EngineFrontend
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Answers:
     @classmethod
     async def begin(
         cls,
-        engine: Engine,
+        engine: EngineFrontend,
         prompts: Sequence[str | list[int]],
         params: SamplingParams,
         context: RequestContext,
         on_finished: Callable[[RequestOutput], None],
         on_closed: Callable[[Answers], None],
     ) -> Answers:
-        """Admit every prompt, or none. The caller has checked them. Raises as `Engine.submit`."""
+        """Admit every prompt, or none. The caller has checked them. Raises as `EngineFrontend.submit`."""
         request_id = context.request_id or f"gen_{ULID()}"
         tenant, began_ns = context.caller.tenant, time.time_ns()
         now = asyncio.get_running_loop().time()

@@ -10,10 +10,10 @@ from jinja2.exceptions import TemplateError
 from swiftkv_platform.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from serve.engines import Engine
+    from swiftkv_platform.engine.frontend import EngineFrontend
 
 
-async def chat_prompt(engine: Engine, messages: Sequence[Mapping[str, str]]) -> list[int]:
+async def chat_prompt(engine: EngineFrontend, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a conversation, rendered beside the event loop and the engine's thread.
 
     Raises:

@@ -21,7 +21,7 @@ from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError, RateLimitedError, SwiftKVError
 
 if TYPE_CHECKING:
-    from serve.engines import Engine
+    from swiftkv_platform.engine.frontend import EngineFrontend
 
 _DRAIN_POLL_S = 0.05
 
@@ -59,7 +59,7 @@ class SwapState(BaseModel):
 class Version:
     """One model in service. A request keeps the version it began with."""
 
-    engine: Engine
+    engine: EngineFrontend
     card: ModelCard
     created: int
     """Unix seconds."""
@@ -176,7 +176,7 @@ class Current:
     async def ask(
         self, version: Version, prompts: Sequence[str | list[int]], params: SamplingParams, context: RequestContext
     ) -> Answers:
-        """Admit a request to a version. Raises as `Engine.submit`, `RateLimitedError` and `ForbiddenError`."""
+        """Admit a request to a version. Raises as `EngineFrontend.submit`, `RateLimitedError` and `ForbiddenError`."""
         context.caller.check_priority(context.priority)
         self.metrics.asked(version.card.model)
         reservation, cost = Reservation(), 0

@@ -35,8 +35,8 @@ from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
 
 if TYPE_CHECKING:
     from serve.backends import Surroundings
-    from serve.engines import Engine
     from swiftkv_platform.engine import AsyncLLMEngine
+    from swiftkv_platform.engine.frontend import EngineFrontend
 
 
 @ray_serve.ingress()
@@ -130,7 +130,7 @@ async def _load_one(args: ReplicaArgs, served: Served) -> tuple[Version, Any]:
 class Loaded:
     """A loaded model and what it was loaded from."""
 
-    engine: Engine
+    engine: EngineFrontend
     manifest_digest: str | None
     """None: not verified."""
     teacher: Any = None
@@ -173,7 +173,7 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
         yield directory, manifest_digest(manifest)
 
 
-def _load_engine(directory: Path, served: Served) -> Engine:
+def _load_engine(directory: Path, served: Served) -> EngineFrontend:
     """The engine that `choose_backend` names, on the model."""
     from serve.backends import choose_backend
 
@@ -204,7 +204,7 @@ def _surroundings(directory: Path, served: Served) -> Surroundings:
     )
 
 
-async def _check_speaks(engine: Engine, served: Served) -> None:
+async def _check_speaks(engine: EngineFrontend, served: Served) -> None:
     """Raises `ModelError`, the engine closed, for a model whose first token is no number."""
     from swiftkv_platform.engine import SamplingParams
 

@@ -14,9 +14,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from swiftkv_platform.errors import SwiftKVError
 
 if TYPE_CHECKING:
-    from serve.engines import Engine
     from serve.shadow import Comparison
     from swiftkv_platform.engine import RequestOutput
+    from swiftkv_platform.engine.frontend import EngineFrontend
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 
@@ -26,7 +26,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._engine: Callable[[], Engine | None] = lambda: None
+        self._engine: Callable[[], EngineFrontend | None] = lambda: None
         self._replica = ""
 
         def counter(name: str, what: str, *labels: str) -> Counter:
@@ -57,7 +57,7 @@ class Metrics:
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
         self._registry.register(_EngineState(self))
 
-    def follow(self, engine: Callable[[], Engine | None], replica: str) -> None:
+    def follow(self, engine: Callable[[], EngineFrontend | None], replica: str) -> None:
         """Set the engine whose state is read when the metrics are, and Serve's name of its replica."""
         self._engine, self._replica = engine, replica
 
@@ -66,7 +66,7 @@ class Metrics:
         return self._replica
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> EngineFrontend | None:
         return self._engine()
 
     def swapped(self, outcome: str) -> None:

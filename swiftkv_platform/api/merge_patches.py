@@ -10,16 +10,15 @@ from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
+from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.specs.deployment import Change
 
 
-class MergePatch(BaseModel):
+class MergePatch(FiniteModel, use_attribute_docstrings=False):
     """Changes of an object: those fields that a body sets."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def changes(self) -> dict[str, Any]:
         return self.model_dump(exclude_unset=True)

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from swiftkv_platform.frozen import FrozenModel
+
 Level = Literal["info", "warn", "error"]
 AttemptStatus = Literal["running", "evaluating", "paused"]
 """`running` and `evaluating` when that phase begins; `paused`: the attempt has been asked to pause, its checkpoint is
@@ -105,9 +107,7 @@ class ErrorData(TypedDict):
     retryable: bool
 
 
-class _Event(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
+class _Event(FrozenModel):
     time: _Time
     """Unix seconds."""
     level: Level = "info"

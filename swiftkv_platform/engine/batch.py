@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftkv_platform.engine.attention import PagedAttention, SequenceQueries, with_block_tables
+from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQueries, with_block_tables
 from swiftkv_platform.engine.block_manager import BlockTable
 from swiftkv_platform.engine.kv_cache import KVCache, Run
 from swiftkv_platform.engine.scheduler import ScheduledSequence

@@ -20,7 +20,7 @@ from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader
 from swiftkv_platform.engine.streams import RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.specs.engine import Backend, EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 
 MAX_COMPILING = 8
@@ -41,6 +41,9 @@ class Admitted:
 
 class EngineFrontend(ABC):
     """An engine for coroutines of one event loop; a subclass begins and aborts what was admitted."""
+
+    backend: Backend
+    """Engine that a deployment knows it by."""
 
     def __init__(
         self, config: EngineConfig, model: ModelDescription, reader: RequestReader, grammars: GrammarCompiler
@@ -72,7 +75,7 @@ class EngineFrontend(ABC):
 
     @abstractmethod
     async def _stop(self) -> None:
-        """End the engine, which serves nobody any more."""
+        """End the engine, after its last stream."""
 
     async def generate(
         self,

@@ -26,7 +26,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from swiftkv_platform.engine.attention import PagedAttention
+from swiftkv_platform.engine.attention_metadata import PagedAttention
 from swiftkv_platform.engine.batch import Layout, place
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.decoder import DecoderContext

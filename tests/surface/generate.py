@@ -19,9 +19,9 @@ import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
 from serve.access import Caller
 from serve.answers import Answers
 from serve.current import Current, ModelCard, Version
-from serve.engines import Engine
 from serve.http import create_http_app
 from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.errors import SwiftKVError
 from tests.unit.engine.tiny_models import save_swiftkv
 
@@ -60,7 +60,7 @@ def ended() -> Ended:
 
 
 @pytest.fixture
-def app(engine: Engine, ended: Ended) -> FastAPI:
+def app(engine: EngineFrontend, ended: Ended) -> FastAPI:
     card = ModelCard(
         deployment="dep_1", model="mdl_1", manifest_digest="abc", swiftkv={"num_key_value_layers": 2}, max_model_len=64
     )

@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from transformers import AutoTokenizer
 
 from serve.current import Current, ModelCard, Version
-from serve.engines import Engine
 from serve.http import create_http_app
 from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from tests.unit.engine.tiny_models import save_swiftkv
 
@@ -39,7 +39,7 @@ def engine_config() -> EngineConfig:
 
 
 @pytest.fixture
-def current(engine: Engine) -> Current:
+def current(engine: EngineFrontend) -> Current:
     card = ModelCard(deployment="dep_1", model="tiny", manifest_digest=None, swiftkv=None, max_model_len=256)
     return Current(Version(engine, card, created=1))
 

@@ -143,7 +143,7 @@ def test_vllms_processes_end_with_a_replica_that_is_killed(tmp_path: Path) -> No
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there, and no zombie that nobody has waited for."""
+    """Whether the process is there, and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import attention
-from swiftkv_platform.engine.attention import PagedAttention, SequenceQueries, paged_attention
+from swiftkv_platform.engine.attention import paged_attention
+from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQueries
 from swiftkv_platform.engine.kv_cache import PagedTensor, Run, StorageFormat, TensorShape
 from swiftkv_platform.model.quantization import pack, unpack
 from swiftkv_platform.model.selection import TokenSelection

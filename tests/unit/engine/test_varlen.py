@@ -12,7 +12,8 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams, memory
-from swiftkv_platform.engine.attention import PagedAttention, SequenceQueries, paged_attention, with_block_tables
+from swiftkv_platform.engine.attention import paged_attention
+from swiftkv_platform.engine.attention_metadata import PagedAttention, SequenceQueries, with_block_tables
 from swiftkv_platform.engine.kv_cache import PagedTensor, StorageFormat, TensorShape
 from swiftkv_platform.engine.varlen import (
     Pages,

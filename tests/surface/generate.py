@@ -163,7 +163,8 @@ async def test_tokens_of_an_interval_come_in_one_event(client: httpx.AsyncClient
     blocks = [block for block in response.text.split("\n\n") if block]
     choices = [json.loads(block.removeprefix("data: "))["choices"][0] for block in blocks[:-1]]
     token_ids = whole["choices"][0]["token_ids"]
-    assert [choice["token_ids"] for choice in choices] == [token_ids[:1], token_ids[1:]]
+    assert len(choices) <= 2  # what is there at once, and the rest; a slow event loop finds several tokens there
+    assert [token for choice in choices for token in choice["token_ids"]] == token_ids
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
 
 

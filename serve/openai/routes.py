@@ -20,8 +20,8 @@ from serve.access import Caller, TheCaller
 from serve.answers import Answers, RequestContext, whole
 from serve.bodies import BodyRoute
 from serve.chat import chat_prompt
-from serve.openai_answers import chat_choice, chat_delta, completion_choice, usage
-from serve.openai_schemas import ChatRequest, CompletionRequest, OpenAIFields
+from serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
+from serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields
 from serve.problems import openai_error
 from serve.rendering import rendered
 from serve.sampling import prompts_of

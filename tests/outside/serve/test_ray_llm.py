@@ -1,0 +1,77 @@
+"""Ray Serve LLM with the application that infra/ ships: its OpenAI routes give a student's own greedy tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+import tests.integration.conftest
+from swiftkv_platform.cluster.dashboard import RayDashboard
+from tests.integration.conftest import dashboard_url, serve_port, wait_for
+from tests.integration.load import GREEDY, PROMPTS, Expected
+from tests.integration.test_live_serving import artifacts, expected
+
+__all__ = ["artifacts", "dashboard_url", "expected", "serve_port"]
+
+tests.integration.conftest.DEADLINE_S = 900.0
+"""vLLM starts beside Ray's own processes."""
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+
+SHIPPED = Path(__file__).parents[3] / "infra" / "ray-llm.yaml"
+APPLICATIONS = "/api/serve/applications/"
+
+
+@pytest.fixture(scope="module")
+def config(artifacts: Path, serve_port: int) -> dict[str, Any]:
+    """What is shipped, of a model on this machine and on its CPUs."""
+    config: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
+    [application] = config["applications"]
+    [model] = application["args"]["llm_configs"]
+    model["model_loading_config"]["model_source"] = str(artifacts / "one")
+    model["placement_group_config"] = {"bundle_per_worker": {"CPU": 1}}
+    model["deployment_config"]["autoscaling_config"]["max_replicas"] = 1
+    model["engine_kwargs"] |= {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 16 << 20,
+    }
+    return config | {"http_options": {"host": "127.0.0.1", "port": serve_port}}
+
+
+@pytest.fixture(scope="module")
+def client(config: dict[str, Any], dashboard_url: str) -> Iterator[openai.OpenAI]:
+    with closing(RayDashboard(dashboard_url, timeout_s=120.0)) as dashboard:
+        dashboard.check(dashboard.request("PUT", APPLICATIONS, json=config), "configure Serve")
+
+        def running() -> bool:
+            document = dashboard.document(dashboard.request("GET", APPLICATIONS), "tell the state of Serve")
+            [application] = document["applications"].values()
+            assert application["status"] not in ("DEPLOY_FAILED", "UNHEALTHY"), application
+            return application["status"] == "RUNNING"
+
+        wait_for(running)
+        url = f"http://127.0.0.1:{config['http_options']['port']}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", http_client=httpx.Client(trust_env=False)) as client:
+            yield client
+
+
+def test_its_routes_give_the_tokens_of_the_reference(client: openai.OpenAI, expected: Expected) -> None:
+    options = {"temperature": 0.0, "max_tokens": GREEDY["max_tokens"]}
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    assert [model.id for model in client.models.list()] == ["student"]
+    for prompt, tokens in zip(PROMPTS[:8], expected["one"], strict=False):
+        whole = client.completions.create(model="student", prompt=prompt, **options, extra_body=extra)
+        stream = client.completions.create(model="student", prompt=prompt, **options, extra_body=extra, stream=True)
+        chunks = [choice for chunk in stream for choice in chunk.choices]
+        assert whole.choices[0].model_extra["token_ids"] == tokens
+        assert [token for choice in chunks for token in choice.model_extra["token_ids"]] == tokens
+        assert "".join(choice.text for choice in chunks) == whole.choices[0].text

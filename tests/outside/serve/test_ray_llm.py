@@ -31,7 +31,7 @@ APPLICATIONS = "/api/serve/applications/"
 
 @pytest.fixture(scope="module")
 def config(artifacts: Path, serve_port: int) -> dict[str, Any]:
-    """What is shipped, of a model on this machine and on its CPUs."""
+    """The shipped application, of a model on this machine and on its CPUs."""
     config: dict[str, Any] = yaml.safe_load(SHIPPED.read_text())
     [application] = config["applications"]
     [model] = application["args"]["llm_configs"]

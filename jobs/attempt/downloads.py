@@ -7,13 +7,14 @@ from __future__ import annotations
 import builtins
 from pathlib import Path
 
-import swiftkv_platform.sources
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
+from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
+from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 from swiftkv_platform.sources.models import check_model_files
 from swiftkv_platform.sources.names import refuse_shadowed
-from swiftkv_platform.specs import BUILTIN_TEACHER, ModelSpec
+from swiftkv_platform.sources.teacher_config import builtin_teacher
+from swiftkv_platform.specs import ModelSpec
 from swiftkv_platform.storage.addresses import open_store
 
 _MODEL = "model.name_or_path"
@@ -28,7 +29,8 @@ def access_of(request: AttemptRequest) -> Access:
 
 
 def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fetch: bool = True) -> str:
-    """Return a name that transformers can load: a directory, or, where sources have no rules, a hub id as it came.
+    """Return a name that transformers can load: a directory, or, where sources have no rules, a hub id as it came. A
+    GGUF file becomes a directory of this machine's cache.
 
     Args:
         workspace: where an `s3://` teacher goes.
@@ -42,11 +44,7 @@ def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fe
     """
     match access.model(model.name_or_path, _MODEL):
         case BuiltinSource(name):
-            if name != BUILTIN_TEACHER:
-                raise ModelError(
-                    f"{_MODEL} is {name!r}; the only built-in teacher is {BUILTIN_TEACHER!r}", field=_MODEL, value=name
-                )
-            return str(Path(swiftkv_platform.sources.__path__[0]) / "teacher")
+            return str(_directory(builtin_teacher(name), name))
         case S3Source(name):
             target = workspace / "teacher"
             if fetch:
@@ -55,6 +53,8 @@ def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fe
                     check_model_files(target, Boundary.of(target), _MODEL)
             return str(target)
         case PathSource(name, path):
+            if path.suffix == SUFFIX:
+                return str(_directory(path, name, access.boundary))
             if not access.is_restricted:
                 return str(path) if path.exists() else name
             directory = access.boundary.check(path, _MODEL, error=ModelError)
@@ -67,6 +67,17 @@ def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fe
                 return name
             refuse_shadowed(name, _MODEL)
             return str(_snapshot(name, model.revision))
+
+
+def _directory(path: Path, name: str, boundary: Boundary = UNBOUNDED) -> Path:
+    """The directory `path`, or the one that a GGUF file becomes; its header is checked before `gguf` trusts it."""
+    if path.suffix != SUFFIX:
+        return path
+    config = read_gguf_config(path, name, field=_MODEL, boundary=boundary)
+
+    from swiftkv_platform.model.gguf import gguf_directory
+
+    return gguf_directory(boundary.check(path, _MODEL, error=ModelError), config, field=_MODEL)
 
 
 def _snapshot(name: str, revision: str | None) -> Path:

@@ -9,7 +9,7 @@ import typer
 
 from swiftkv_platform.cli.context import Json
 from swiftkv_platform.cli.output import err, out, print_json, print_table
-from swiftkv_platform.cli.sources import builtin_teacher, model_config
+from swiftkv_platform.cli.sources import model_config, model_path
 from swiftkv_platform.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def analyze(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Teacher: directory, hub id or builtin:python-5m.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Teacher: directory, .gguf, hub id or builtin:python-5m.")
+    ],
     text: Annotated[
         list[str], typer.Option(help="Text: file, directory, hub data set or builtin:python-stdlib; repeatable.")
     ],
@@ -45,7 +47,7 @@ def analyze(
 
         require_matplotlib()
     config = model_config(model)
-    path = str(builtin_teacher(model, field="model")) if model.startswith("builtin:") else model
+    path = model_path(model)
     try:
         from swiftkv_platform.evaluation.analysis import AnalysisOptions
         from swiftkv_platform.evaluation.analysis import analyze as run

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from swiftkv_platform.cli.context import Json
 from swiftkv_platform.cli.output import err, print_json, say
-from swiftkv_platform.cli.sources import builtin_teacher
+from swiftkv_platform.cli.sources import model_path
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import equal_cache_group_size
 
@@ -28,7 +28,9 @@ Copy = Annotated[
 
 
 def convert(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Teacher: directory, hub id or builtin:python-5m.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Teacher: directory, .gguf, hub id or builtin:python-5m.")
+    ],
     output: Output,
     num_key_value_layers: Annotated[
         int | None, typer.Option("--num-key-value-layers", "-l", help="Layers with a KV of their own. [half]")
@@ -62,7 +64,7 @@ def convert(
     with _needs_torch():
         from swiftkv_platform.distillation.calibration_text import read_calibration_text
         from swiftkv_platform.model import convert_checkpoint
-    path = str(builtin_teacher(model, field="model")) if model.startswith("builtin:") else model
+    path = model_path(model)
     with _progress("Calibrating" if calibration else "Converting") as report:
         converted = convert_checkpoint(
             path,

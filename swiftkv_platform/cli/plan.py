@@ -25,7 +25,8 @@ token only."""
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL_OR_CONFIG", help="Directory, config.json, hub id or builtin:python-5m.")
+        str,
+        typer.Argument(metavar="MODEL_OR_CONFIG", help="Directory, .gguf, config.json, hub id or builtin:python-5m."),
     ],
     num_key_value_layers: Annotated[
         list[int] | None,

@@ -1,4 +1,4 @@
-"""A model's `config.json` by any name a command takes: built-in, local, object store or hub. Reads no weights."""
+"""Models by any name that a command takes: built-in, directory, GGUF file, object store or hub."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning import read_config
+from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
 from swiftkv_platform.storage.addresses import open_store
 
-__all__ = ["builtin_teacher", "model_config"]
-
 
 def model_config(name: str) -> dict[str, Any]:
-    """The configuration of a model directory, a `config.json`, an `s3://` prefix, `builtin:python-5m` or a hub id.
+    """The configuration of a directory, a GGUF file, a `config.json`, an `s3://` prefix, a built-in teacher or a hub
+    id. Reads no weights.
 
     Raises:
         ModelError: there is none, or the hub does not answer.
@@ -24,6 +24,20 @@ def model_config(name: str) -> dict[str, Any]:
         return read_config(name)
     config = read_teacher_config(name, lambda store, key: open_store(store).get_bytes(key), field="model")
     return read_config(_from_hub(name)) if config is None else config
+
+
+def model_path(name: str) -> str:
+    """A name that transformers loads: that of a built-in teacher or a GGUF file becomes a directory, another stays.
+
+    Raises:
+        ModelError: an unknown teacher, or a GGUF file that cannot be read.
+    """
+    path = builtin_teacher(name, field="model") if name.startswith("builtin:") else Path(name)
+    if path.suffix == SUFFIX:
+        from swiftkv_platform.model.gguf import gguf_directory
+
+        return str(gguf_directory(path, read_gguf_config(path, name, field="model"), field="model"))
+    return str(path) if name.startswith("builtin:") else name
 
 
 def _from_hub(name: str) -> str:

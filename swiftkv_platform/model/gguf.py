@@ -1,0 +1,90 @@
+"""Models in GGUF files (llama.cpp's format) as model directories, made once a machine and file. Needs `gguf`.
+
+Quantised weights are dequantised: the model is what llama.cpp computes with, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from huggingface_hub.constants import HF_HOME
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.directories import new_directory
+
+CACHE = Path(HF_HOME) / "swiftkv" / "gguf"
+"""Directories that were made, by the digest of their file; beside the hub's cache, which operators size and mount."""
+_FORMAT = 1
+"""Part of a directory's name; another one when the conversion changes."""
+
+
+def gguf_directory(
+    file: Path, config: Mapping[str, Any], *, field: str = "model.name_or_path", cache: Path | None = None
+) -> Path:
+    """The model of a GGUF file as a directory, made if this machine has not made it before.
+
+    The whole model is in memory while it is made, in bfloat16.
+
+    Args:
+        config: what its header says (`sources.gguf`), as in a `config.json`.
+        field: what messages call the file.
+        cache: where directories are kept; None: `CACHE`.
+
+    Raises:
+        ModelError: no model that transformers reads, or the package `gguf` is missing.
+    """
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    cache = CACHE if cache is None else cache
+    directory = cache / f"{digest[:32]}-{_FORMAT}"
+    if not directory.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{directory.name}.lock"):
+            if not directory.exists():
+                with new_directory(directory) as target:
+                    _convert(file, config, target, field)
+    return directory
+
+
+def _convert(file: Path, config: Mapping[str, Any], target: Path, field: str) -> None:
+    location = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**location)
+        model, report = load(
+            **location,
+            config=AutoConfig.for_model(**config),
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            output_loading_info=True,
+        )
+    except ImportError as error:
+        raise _unusable(file, field, "GGUF files are read with the package gguf: pip install gguf") from error
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _unusable(file, field, f"transformers cannot read it ({error})") from error
+    if wrong := {kind: names for kind, names in report.items() if names}:  # transformers goes on with random weights
+        raise _unusable(file, field, f"its tensors are not those of its header's model: {wrong}")
+    _plain(model, tokenizer).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _plain(loaded: Any, tokenizer: Any) -> Any:
+    """The same weights in a model that was never quantised; transformers saves no other."""
+    values = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
+    values |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    with torch.device("meta"):
+        model = type(loaded)._from_config(type(loaded.config).from_dict(values), dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model
+
+
+def _unusable(file: Path, field: str, why: str) -> ModelError:
+    return ModelError(f"{field} is {str(file)!r}: {why}", field=field, value=str(file))

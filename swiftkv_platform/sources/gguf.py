@@ -1,0 +1,184 @@
+"""The configuration in a GGUF file's header, as Hugging Face's `config.json` has it. Reads no weights.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3. The library `gguf` takes seconds to
+go through a vocabulary and trusts every length; this reader skips it, and reads no further than `LONGEST_HEADER`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
+
+SUFFIX = ".gguf"
+LONGEST_HEADER = 32 << 20
+"""Bytes; a vocabulary of 256,000 tokens with its merges takes 12 MB."""
+_LONGEST_TEXT = 1 << 20
+"""Bytes of one text; the longest is a chat template."""
+_MOST_ENTRIES = 1 << 16
+"""Values, and tensors, of a file."""
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Format characters of `struct` by GGUF's number of a value's type."""
+_STRING, _ARRAY = 8, 9
+
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""Classes of the architectures that are read; the models of Mistral are `llama` in a GGUF file."""
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def read_gguf_config(
+    path: Path, name: str | None = None, *, field: str, boundary: Boundary = UNBOUNDED
+) -> dict[str, Any]:
+    """The configuration of the model in a GGUF file.
+
+    Args:
+        name: what messages call the file.
+        field: its place in the spec, for messages.
+
+    Raises:
+        ModelError: no such file, no GGUF, or a model of another architecture or with scaled rotary embeddings.
+    """
+    name = str(path) if name is None else name
+    try:
+        file = boundary.check(path, field, error=ModelError)
+        if not file.is_file():
+            raise _unusable(name, "no such file", field)
+        with file.open("rb") as stream:
+            values, tensors = _Header(stream).read()
+        return _config(values, tensors)
+    except OSError as error:
+        raise _unusable(name, f"cannot be read ({error.strerror})", field) from error
+    except _NotReadableError as error:
+        raise _unusable(name, str(error), field) from error
+
+
+@dataclass(frozen=True)
+class _List:
+    """A list in the header, whose values are passed over."""
+
+    length: int
+
+
+class _NotReadableError(Exception):
+    """Reason why a file is not read."""
+
+
+class _Header:
+    """Values and names of tensors at the beginning of a file; of lists only the length."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._left = min(os.fstat(stream.fileno()).st_size, LONGEST_HEADER)
+
+    def read(self) -> tuple[dict[str, Any], set[str]]:
+        if self._bytes(4) != _MAGIC:
+            raise _NotReadableError("it is no GGUF file")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise _NotReadableError(f"its GGUF version is {version}; {' and '.join(map(str, _VERSIONS))} are read")
+        num_tensors, num_values = self._number("Q"), self._number("Q")
+        if max(num_tensors, num_values) > _MOST_ENTRIES:
+            raise _NotReadableError(f"its header announces {num_tensors} tensors and {num_values} values")
+        values = dict(self._entry() for _ in range(num_values))
+        return values, {self._tensor() for _ in range(num_tensors)}
+
+    def _entry(self) -> tuple[str, Any]:
+        return self._text(), self._value(self._number("I"))
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._list()
+        return self._number(_format(kind))
+
+    def _list(self) -> _List:
+        kind, length = self._number("I"), self._number("Q")
+        if kind == _STRING:
+            for _ in range(length):
+                self._bytes(self._number("Q"))
+        else:
+            self._bytes(length * struct.calcsize(_format(kind)))
+        return _List(length)
+
+    def _tensor(self) -> str:
+        """Its name; shape, type and place are passed over."""
+        name, num_dimensions = self._text(), self._number("I")
+        self._bytes(8 * num_dimensions + 4 + 8)
+        return name
+
+    def _text(self) -> str:
+        length = self._number("Q")
+        if length > _LONGEST_TEXT:
+            raise _NotReadableError(f"a text in its header has {length} bytes")
+        return self._bytes(length).decode(errors="replace")
+
+    def _number(self, kind: str) -> Any:
+        layout = f"<{kind}"
+        return struct.unpack(layout, self._bytes(struct.calcsize(layout)))[0]
+
+    def _bytes(self, length: int) -> bytes:
+        if length > self._left:
+            raise _NotReadableError("its header ends early, or is damaged")
+        self._left -= length
+        return self._stream.read(length)
+
+
+def _format(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise _NotReadableError(f"its header has a value of the unknown type {kind}")
+    return _SCALARS[kind]
+
+
+def _config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
+    architecture = str(values.get("general.architecture"))
+    if architecture not in _CLASSES:
+        raise _NotReadableError(
+            f"its architecture is {architecture}; {', '.join(_CLASSES)} are read from GGUF, of others a Hugging Face "
+            "model directory would do"
+        )
+    if values.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
+        # transformers reads neither from GGUF: the model would be another one at every position.
+        raise _NotReadableError("its rotary embeddings are scaled; a Hugging Face model directory would do")
+    shape = {ours: _number(values, f"{architecture}.{theirs}") for theirs, ours in _KEYS.items()}
+    vocabulary = values.get(_TOKENS)
+    if isinstance(vocabulary, _List):
+        values = {f"{architecture}.vocab_size": vocabulary.length, **values}
+    heads = {f"{architecture}.attention.key_length": shape["hidden_size"] // max(shape["num_attention_heads"], 1)}
+    return {
+        "architectures": [_CLASSES[architecture]],
+        "model_type": architecture,
+        **shape,
+        "head_dim": _number({**heads, **values}, *heads),
+        "vocab_size": _number(values, f"{architecture}.vocab_size"),
+        "rope_theta": values.get(f"{architecture}.rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+
+
+def _number(values: Mapping[str, Any], key: str) -> Any:
+    value = values.get(key)
+    if not isinstance(value, int | float):  # a list where layers differ
+        raise _NotReadableError(f"its header has no single number as {key}")
+    return value
+
+
+def _unusable(name: str, why: str, field: str) -> ModelError:
+    return ModelError(f"{field} is {name!r}: {why}", field=field, value=name)

@@ -1,0 +1,91 @@
+"""Models written as GGUF files, as llama.cpp's converter names and orders their tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFWriter
+from transformers import PreTrainedModel
+
+from tests.fakes.tokenizers import BOS, EOS, byte_tokenizer
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm",
+}
+
+
+def save_gguf(model: PreTrainedModel, path: Path, *, chat_template: str | None = None, **values: str) -> Path:
+    """Write a Llama, Qwen2 or Qwen3 with the byte tokenizer, in float32.
+
+    Args:
+        values: further texts of the header, with `__` for a dot.
+    """
+    config = model.config
+    writer = GGUFWriter(path, config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(model.model.layers[0].self_attn.head_dim)
+    writer.add_key_length(model.model.layers[0].self_attn.head_dim)
+    for name, text in values.items():
+        writer.add_string(name.replace("__", "."), text)
+    _add_tokenizer(writer, chat_template)
+    for name, tensor in model.state_dict().items():
+        if not (config.tie_word_embeddings and name.startswith("lm_head")):
+            writer.add_tensor(_gguf_name(name), _rotated_as_llama_cpp(config, name, tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: GGUFWriter, chat_template: str | None) -> None:
+    vocabulary = byte_tokenizer().get_vocab()
+    # transformers adds `<|endoftext|>` to the vocabularies of such tokenizers where it is missing.
+    tokens = [*sorted(vocabulary, key=vocabulary.__getitem__)[:-1], "<|endoftext|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in ("<s>", "<|endoftext|>") else 1 for token in tokens])
+    writer.add_token_scores([0.0] * len(tokens))  # no merges
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    writer.add_unk_token_id(EOS)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
+
+
+def _gguf_name(name: str) -> str:
+    for ours, theirs in _NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def _rotated_as_llama_cpp(config: Any, name: str, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Rows of a Llama's queries and keys, of which llama.cpp rotates neighbours and transformers halves."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is not None and config.model_type == "llama":
+        tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+    return tensor.float().numpy()

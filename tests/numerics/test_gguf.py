@@ -1,0 +1,88 @@
+"""Teachers in GGUF files: the same model as the one that was written, in a directory that everything else takes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from jobs.attempt.downloads import teacher_path
+from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.model import convert_checkpoint
+from swiftkv_platform.model.gguf import gguf_directory
+from swiftkv_platform.sources import Access
+from swiftkv_platform.sources.gguf import read_gguf_config
+from swiftkv_platform.specs import ModelSpec
+from tests.fakes.gguf import save_gguf
+from tests.tiny_models import SHAPE, family_teacher
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def directory_of(file: Path, cache: Path) -> Path:
+    return gguf_directory(file, read_gguf_config(file, field="model"), cache=cache)
+
+
+def teacher(family: str) -> PreTrainedModel:
+    """Weights that bfloat16 holds exactly."""
+    model = (
+        LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+        if family == "llama"
+        else family_teacher(family)
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_the_directory_holds_the_model_its_tokenizer_and_its_template(family: str, tmp_path: Path) -> None:
+    model = teacher(family)
+    file = save_gguf(model, tmp_path / "tiny.gguf", chat_template=TEMPLATE)
+    directory = directory_of(file, tmp_path / "cache")
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    token_ids = torch.tensor([[256, *range(40)]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(token_ids).logits, model(token_ids).logits, rtol=1e-4, atol=1e-4)
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id == 257
+    assert tokenizer.chat_template == TEMPLATE
+    assert tokenizer.decode(tokenizer("añb", add_special_tokens=False)["input_ids"]) == "añb"
+    converted = convert_checkpoint(directory, tmp_path / "student", num_key_value_layers=3, key_value_group_size=1)
+    assert converted is not None
+
+
+def test_a_file_is_converted_once_by_whoever_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = save_gguf(teacher("llama"), tmp_path / "tiny.gguf")
+    with ThreadPoolExecutor(3) as threads:
+        directories = set(threads.map(lambda _: directory_of(file, tmp_path / "cache"), range(3)))
+    [directory] = directories
+    made = (directory / "config.json").stat().st_mtime_ns
+    again = directory_of(file.rename(tmp_path / "other-name.gguf"), tmp_path / "cache")
+    assert (again, (again / "config.json").stat().st_mtime_ns) == (directory, made)
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [directory.name]
+
+
+def test_a_file_whose_weights_are_missing_leaves_nothing(tmp_path: Path) -> None:
+    file = save_gguf(teacher("llama"), tmp_path / "tiny.gguf")
+    file.write_bytes(file.read_bytes()[:-4096])
+    with pytest.raises(ModelError, match="transformers cannot read it"):
+        directory_of(file, tmp_path / "cache")
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_workers_teacher_is_a_directory_if_the_file_may_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftkv_platform.model.gguf.CACHE", tmp_path / "cache")
+    (tmp_path / "own").mkdir()
+    file = save_gguf(teacher("llama"), tmp_path / "own" / "tiny.gguf")
+    spec = ModelSpec(name_or_path=str(file))
+    directory = Path(teacher_path(spec, tmp_path, access=Access(roots=(str(tmp_path / "own"),))))
+    assert directory.parent == tmp_path / "cache"
+    assert (directory / "model.safetensors").is_file()
+    with pytest.raises(InvalidInputError, match="may not read"):
+        teacher_path(spec, tmp_path, access=Access(roots=(str(tmp_path / "elsewhere"),)))

@@ -95,7 +95,7 @@ def _spread(spec: JobSpec, path: str, start: dict[str, Tensor] | None) -> Parall
     """The fork over the workers. Where parameters are sharded, a worker reads what it shards, module by module."""
     lazy, dtype = None, compute_dtype(spec)
     if spec.sharding.shards_parameters:
-        lazy = LazyStudent.open(path, start or {}, revision=spec.model.revision, **student_shape(spec))
+        lazy = LazyStudent.open(path, start or {}, revision=spec.model.revision, dtype=dtype, **student_shape(spec))
     student = lazy.model if lazy else load_student(spec, path)
     device = ray.train.torch.get_device()
     fork = Fork(
@@ -111,7 +111,7 @@ def _spread(spec: JobSpec, path: str, start: dict[str, Tensor] | None) -> Parall
         load_trained(student, start)
     if spec.training.compile:
         compile_layers(fork)
-    return parallelize(fork, spec, dtype=dtype, device=device, fill=lazy.fill if lazy else None)
+    return parallelize(fork, spec, dtype=dtype, device=device, weights=lazy)
 
 
 @contextmanager

@@ -134,12 +134,16 @@ class LazyStudent:
         self._filled: dict[str, nn.Parameter] = {}
 
     @torch.no_grad()
-    def fill(self, module: nn.Module) -> None:
-        """Give every parameter of `module` that is on the meta device its values, in the dtype it has."""
+    def fill(self, module: nn.Module, *, own: bool = True) -> None:
+        """Give every parameter of `module` that is on the meta device its values, in the dtype it has.
+
+        Args:
+            own: those that the teacher has not among them.
+        """
         for part, leaf, parameter in _parameters(module):
-            if not parameter.is_meta:
-                continue
             name = self._names[id(part), leaf]
+            if not parameter.is_meta or (not own and name in self._copied):
+                continue
             tied = self._tied.get(name)
             filled = None if tied is None else self._filled.get(tied)
             if filled is None:

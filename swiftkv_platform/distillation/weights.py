@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
-from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.conversion import make_student_config, read_config
+from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
@@ -114,8 +115,9 @@ class LazyStudent:
         """Take the student's own tensors from `start` from now on."""
         self._start = start
 
-    def attach(self, fork: Fork) -> None:
-        """Learn which parameter of the fork is which: it has others than the student had, and more."""
+    def attach(self, fork: nn.Module) -> None:
+        """Learn which parameter is which of a fork, or of what else has the student as `student` and may have a
+        `kept_teacher`."""
         self._learn(fork, _student_name)
 
     def _learn(self, root: nn.Module, student_name: Callable[[str], str]) -> None:
@@ -214,3 +216,24 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
         for leaf, parameter in list(part._parameters.items()):
             if parameter is not None:
                 yield part, leaf, parameter
+
+
+def save_lazy(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
+    """Write a student's weight files as `save_pretrained` would, one file's worth in memory.
+
+    Args:
+        teacher: keep the teacher's projections of layers >= l; without, the configuration says that they are gone.
+    """
+    model = lazy.model
+    dropped = () if teacher else tuple(f"{module}." for module in model.teacher_modules(model.config))
+    if not teacher:
+        model.config.swiftkv_teacher_weights = False
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():  # a tied head comes once
+            if not name.startswith(dropped):
+                read = {name: lazy.read(name).to(parameter.dtype)}
+                # What is fused in memory is stored apart.
+                yield from revert_weight_conversion(model, read).items()
+
+    write_model_shards(directory, tensors())

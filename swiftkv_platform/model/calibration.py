@@ -145,8 +145,9 @@ def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
         group = layer_map.group(leader)
         method.fit([layers[i].self_attn for i in group], group, statistics, regression)
     if statistics.exits:
+        gram, cross = statistics.exits
         head = model.lm_head.weight
-        model.exit_head.weight.copy_(calibrate_exit_head(*statistics.exits, head))
+        model.exit_head.weight.copy_(calibrate_exit_head(gram, cross, head))
 
 
 def calibrate_exit_head(gram: torch.Tensor, cross: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

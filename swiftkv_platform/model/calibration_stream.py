@@ -1,9 +1,9 @@
 """The calibrated start of a model that no process holds: layer by layer, the rows divided among workers.
 
-A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is let go of. Sums
-over tokens are added up over the workers as soon as a layer has passed, and a group is fitted after its last one. A
-worker holds one layer at a time, on the first the attention of a group besides, its rows' activations, and the sums of
-one group. The mathematics is that of `calibration`. It knows no files.
+A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is let go of.
+Sums over tokens are added up over the workers as soon as a layer has passed, and a group is fitted after its last one.
+A worker holds one layer at a time, the first one the attention of a group besides, its rows' activations, and the sums
+of one group. The mathematics is that of `calibration`. It knows no files.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class _Stream:
 
     def _observe(self, i: int, sums: CalibrationStatistics) -> None:
         """Run an upper layer of the teacher, and add what calibration needs of it over all workers."""
-        config, cross, queries = self._config, {}, None
+        config, queries = self._config, None
+        cross: dict[tuple[int, str], torch.Tensor] = {}
         with recording({i: self._decoder.layers[i]}, self._method) as recorder:
             for row in range(len(self._hidden)):
                 self._step(i, row)

@@ -6,7 +6,7 @@ Knows files and tensors, no model family. A checkpoint may be a local directory 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -122,6 +122,26 @@ class Checkpoint:
             with _opened(self.path(shard), self.source) as file:
                 read |= {name: _read(file, name, rows) for name in wanted}
         return read
+
+
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """Tensors of the safetensors files in a directory, each read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with _opened(path, directory) as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with _opened(self._files[name], self._files[name].parent) as file:
+            return _read(file, name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

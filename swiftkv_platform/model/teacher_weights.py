@@ -90,7 +90,7 @@ class TeacherWeights:
     def _convert(self, name: str, stored: _Stored, converter: WeightConverter, rows: slice | None) -> torch.Tensor:
         for pattern, sources in stored.sources.items():
             for tensor in self._tensors(sources[rows] if rows and stored.stacks else sources):
-                converter.add_tensor(name, name, pattern, tensor)
+                converter.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]  # a tensor does as well
         made: torch.Tensor = converter.convert(name, config=self._config)[name]
         return made if rows is None or stored.stacks else made[rows].clone()
 

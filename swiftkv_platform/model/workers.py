@@ -12,7 +12,14 @@ T = TypeVar("T")
 
 
 class Workers:
-    """This process among those it works with. All methods but the properties are collective."""
+    """This process among those it works with. All methods but the properties are collective.
+
+    Args:
+        in_step: a forward pass of the model at work is collective as well: each takes as many as the others.
+    """
+
+    def __init__(self, *, in_step: bool = False) -> None:
+        self.in_step = in_step and self.size > 1
 
     @property
     def rank(self) -> int:
@@ -29,6 +36,10 @@ class Workers:
     @property
     def _together(self) -> bool:
         return dist.is_available() and dist.is_initialized()
+
+    def share(self, indices: Sequence[int]) -> list[int]:
+        """This worker's share of `indices`, every `size`-th one."""
+        return list(indices[self.rank :: self.size])
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make `tensor` the sum of all workers', in place."""

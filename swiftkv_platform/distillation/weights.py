@@ -136,11 +136,12 @@ class LazyStudent:
         self._filled: dict[str, nn.Parameter] = {}
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, *, own: bool = True) -> None:
+    def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
         """Give every parameter of `module` that is on the meta device its values, in the dtype it has.
 
         Args:
             own: those that the teacher has not among them.
+            read: without, there is storage and no value, as for a worker that gets the values of another.
         """
         for part, leaf, parameter in _parameters(module):
             name = self._names[id(part), leaf]
@@ -149,7 +150,10 @@ class LazyStudent:
             tied = self._tied.get(name)
             filled = None if tied is None else self._filled.get(tied)
             if filled is None:
-                values = self.read(name).to(self._device, parameter.dtype, copy=name in self._start)
+                if read:
+                    values = self.read(name).to(self._device, parameter.dtype, copy=name in self._start)
+                else:
+                    values = torch.empty_like(parameter, device=self._device)
                 filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 if tied is not None:
                     self._filled[tied] = filled

@@ -196,8 +196,8 @@ class _Watched:
         self.held: list[float] = []
         self._bytes = CountedReads.install()
 
-    def fill(self, module: torch.nn.Module) -> None:
-        self._lazy.fill(module)
+    def fill(self, module: torch.nn.Module, *, read: bool = True) -> None:
+        self._lazy.fill(module, read=read)
         self.held.append(_share_held(self._fork))
 
     def fill_shards(self, root: torch.nn.Module) -> None:

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jobs.worker.evaluate as evaluation
 from jobs.attempt.checkpoints import AttemptCheckpoints
+from jobs.attempt.parts import StoredParts
 from jobs.attempt.preparation import Prepared
 from jobs.worker.calibrate import calibrate
 from jobs.worker.evaluate import evaluate_and_publish
@@ -55,6 +56,8 @@ class Case:
     sharded: bool = True
     """Evaluate with the model sharded, as where a worker has no room for it."""
     num_samples: int = 60
+    killed_after: str | None = None
+    """Part of the evaluation after which the first worker is killed."""
     spec: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -170,6 +173,27 @@ def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckp
     assert spec.training.max_steps is not None
     Trainer(parallel, rows, checkpointer, spec, total_steps=spec.training.max_steps, listener=listener).run()
     return listener.steps
+
+
+def run_evaluation(case: Case) -> Outcome:
+    """Evaluate the last checkpoint below a case's directory, with the start beside it. Where `case.killed_after` names
+    a part, the first worker dies as soon as that is kept."""
+    request, directory = case.request, Path(case.directory)
+    rows, store = tiny_rows(case.num_samples), open_store(str(directory / "store"))
+    evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
+    prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
+    checkpoint = AttemptCheckpoints(store, request, keep=1).newest()
+    assert checkpoint is not None
+    keep = StoredParts.put
+
+    def put(self: StoredParts, name: str, data: bytes) -> None:
+        keep(self, name, data)
+        if name == case.killed_after:
+            os._exit(9)
+
+    StoredParts.put = put  # type: ignore[method-assign]
+    manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
+    return Outcome([], Workers().from_first(manifest), [])
 
 
 def count_flops(case: Case) -> list[int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swiftkv_platform.contract.attempt_id import AttemptId
@@ -24,9 +27,10 @@ from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
+from swiftkv_platform.storage.attempt_store import AttemptStore
 from tests.checkpoints import ROWS, save, save_fp8
 from tests.fakes.tokenizers import byte_tokenizer
-from tests.numerics.phases_worker import Case, Outcome, count_flops, run_phases, run_spawned
+from tests.numerics.phases_worker import Case, Outcome, count_flops, run_evaluation, run_phases, run_spawned
 from tests.tiny_models import family_teacher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes, each of which loads torch
@@ -151,6 +155,24 @@ def test_workers_divide_the_arithmetic(cases: dict[str, Case], tmp_path: Path) -
     (four,) = run_spawned(count_flops, [case], WORKERS, tmp_path / "four")
     assert max(four) <= 0.3 * one[0]
     assert sum(four) == pytest.approx(one[0], rel=0.05)
+
+
+def test_an_evaluation_that_is_killed_repeats_nothing(
+    cases: dict[str, Case], together: dict[str, Outcome], tmp_path: Path
+) -> None:
+    case = replace(cases["whole"], directory=str(tmp_path / "at"))
+    trained, attempt = Path(cases["whole"].directory), AttemptId("j", 1)
+    shutil.copytree(trained / "start", tmp_path / "at" / "start")
+    shutil.copytree(*(path / "store" / attempt.checkpoints_prefix for path in (trained, tmp_path / "at")))
+    with pytest.raises(ProcessExitedException):
+        run_spawned(run_evaluation, [replace(case, killed_after="task-000")], 2, tmp_path / "killed")
+    (outcome,) = run_spawned(run_evaluation, [case], 2, tmp_path / "again")
+
+    assert_same_report(outcome.manifest.metrics, together["whole"].manifest.metrics)
+    told = [stored.event for stored in AttemptStore(open_store(f"{case.directory}/store")).read_events(attempt, {})]
+    ended = Counter(event.data["part"] for event in told if event.type == "progress" and event.data["total"] == 1)
+    # The part after which it was killed is kept, and its end was not told any more.
+    assert ended == dict.fromkeys(("rewired", "calibrated", "distilled", "continuations", "task-001", "prefill"), 1)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v2"])

@@ -23,8 +23,9 @@ Read = Callable[[State], None]
 class Weights(Protocol):
     """Values of a fork that is on the meta device."""
 
-    def fill(self, module: nn.Module) -> None:
-        """Give the parameters of `module`, and of those within, that are on the meta device storage and values."""
+    def fill(self, module: nn.Module, *, read: bool = True) -> None:
+        """Give the parameters of `module`, and of those within, that are on the meta device storage and, with `read`,
+        values."""
 
     def fill_shards(self, root: nn.Module) -> None:
         """Write the values of the parameters of `root` that this worker holds after FSDP2 has sharded it."""

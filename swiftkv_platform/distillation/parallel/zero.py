@@ -154,7 +154,7 @@ def _partition(fork: Fork, weights: Weights | None, settings: dict[str, Any]) ->
     for unit in [*fork.units(), fork]:
         for module in unit if isinstance(unit, list) else [unit]:
             if weights is not None:
-                weights.fill(module)
+                weights.fill(module, read=dist.get_rank() == 0)  # DeepSpeed sends each the first worker's
             deepspeed.zero.Init(module=module, mem_efficient_linear=False, config_dict_or_path=settings)
     # The losses use the heads' weights outside the heads' own forward.
     for head in fork.heads():

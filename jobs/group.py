@@ -5,10 +5,7 @@ phase.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -17,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jobs.attempt.control import LOOK_INTERVAL_S, look
 from jobs.failures import explain, root_cause
-from jobs.values import STOPPED, StoppedError
+from jobs.values import STOPPED, Member, StoppedError
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import ResourcesSpec
@@ -25,39 +22,6 @@ from swiftkv_platform.storage.object_store import ObjectStore
 
 _MAX_FAILURES = 3
 """Times that a group whose worker was lost begins again."""
-_PATIENCE = timedelta(hours=24)
-"""Longest wait of a worker for what another does alone, e.g. a download; a lost one is noticed at once."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One worker's place among those of its group."""
-
-    rank: int
-    size: int
-    address: str
-    """Host and port at which they meet."""
-
-
-@contextmanager
-def joined(member: Member, resources: ResourcesSpec) -> Iterator[None]:
-    """The default process group of a group's workers; none for one alone."""
-    import torch.distributed as dist
-
-    if member.size == 1:
-        yield
-        return
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if resources.gpus_per_worker else "gloo",
-        init_method=f"tcp://{member.address}",
-        rank=member.rank,
-        world_size=member.size,
-        timeout=_PATIENCE,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def group_size(resources: ResourcesSpec) -> int:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jobs.attempt.downloads import access_of
 from jobs.attempt.places import say_placed
 from jobs.attempt.preparation import StoredPreparation, find_rows, find_start, publish_rows, start_key
-from jobs.group import Member, joined
-from jobs.values import Outcome, Plan, WorkerConfig
+from jobs.values import Member, Outcome, Plan, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
@@ -110,6 +109,8 @@ def _evaluating(
     request: AttemptRequest, store_uri: str, stored: StoredPreparation, member: Member
 ) -> Iterator[Prepared]:
     """Join the workers of an evaluation, and bring what it measures on to this machine."""
+    from jobs.worker.joining import joined
+
     if member.rank == 0:
         say_placed(open_store(store_uri), request, "evaluate")
     with joined(member, request.spec.resources), tempfile.TemporaryDirectory(prefix="rows-") as workspace:

@@ -21,7 +21,7 @@ import json
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -34,16 +34,20 @@ from torch import Tensor
 from benchmarks.reports import benchmark_parser, write_report
 from jobs.attempt.checkpoints import AttemptCheckpoints
 from jobs.attempt.downloads import teacher_path
-from jobs.worker.measure import compare, teacher_kept_apart
-from jobs.worker.prepare import compute_dtype, load_student, load_tokenizer, prepare
+from jobs.attempt.preparation import Prepared
+from jobs.worker.calibrate import calibrate
+from jobs.worker.measure import Evaluation
+from jobs.worker.prepare import compute_dtype, load_student, load_tokenizer, open_lazy, prepare
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
 from swiftkv_platform.distillation.fork import Fork, load_trained, trained_parameters
+from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, DistillationSpec, JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 
@@ -72,10 +76,18 @@ class Bench:
     def __init__(self, spec: JobSpec, directory: Path, other_text: Path | None) -> None:
         self.directory = directory
         self.path = teacher_path(spec.model, directory)
-        plan, self.prepared = prepare(spec, directory / "rows")
+        plan, data = prepare(spec, directory / "rows")
         self.spec = plan.spec  # what the given one left open is settled
+        self.prepared = Prepared(data, self._calibrated(data.train, directory / "start"))
         self.other = self._other_rows(other_text or _prose(directory))
         self._frozen: dict[bytes, Tensor] = {}
+
+    def _calibrated(self, rows: PackedRows, directory: Path) -> StoredTensors | None:
+        if self.spec.swiftkv.initialization == "copied":
+            return None
+        directory.mkdir()
+        calibrate(self.spec, self.path, rows, directory, device="cpu")
+        return StoredTensors(directory)
 
     def run(self, tokens: int, *, start: str = "calibrated", objective: str = "logits", trainable: str = "qkv") -> Row:
         """Train on about `tokens` tokens and measure on both domains."""
@@ -92,14 +104,14 @@ class Bench:
         print(json.dumps(row), flush=True)
         return row
 
-    def measure(self, tensors: dict[str, Tensor] | None = None, loss: DistillationSpec | None = None) -> Row:
+    def measure(self, tensors: Mapping[str, Tensor] | None = None, loss: DistillationSpec | None = None) -> Row:
         """A student with `tensors` against its teacher on held-out text, and on the other."""
         figures: Row = {}
         for name, rows in (("held_out", self.prepared.data.held_out), ("other", self.other)):
-            student = load_student(self.spec, self.path)
-            with teacher_kept_apart(student, loss or self.spec.distillation):
-                load_trained(student, tensors or {})
-                totals = compare(student, rows, self.spec.evaluation)
+            lazy, device = open_lazy(self.spec, self.path), torch.device("cpu")
+            measured = MeasuredStudent(lazy, loss or self.spec.distillation, sharded=False, device=device)
+            measured.start_from(tensors or {})
+            totals = measured(lambda student, rows=rows: Evaluation(student, rows, self.spec.evaluation).compare(""))
             figures[name] = totals.student.model_dump() | {
                 "perplexity_ratio": totals.student.perplexity / totals.teacher.perplexity
             }

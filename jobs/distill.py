@@ -22,15 +22,13 @@ import ray
 from ulid import ULID
 
 from jobs.attempt.events import Reporter
-from jobs.attempt.places import say_waiting
 from jobs.attempt.tailing import following
 from jobs.driver import (
-    as_task,
     have_data_written,
+    measure,
     needed_resources,
     refuse_unshared_store,
     train,
-    wait_for,
     warn_if_too_large,
 )
 from jobs.failures import Failure, explain, root_cause
@@ -123,9 +121,7 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
     else:
         checkpoint, prepared = train(store, request, reporter)
         reporter.status("evaluating")
-        say_waiting(reporter, request.spec, "evaluate")
-        task = as_task(evaluate, request.spec.resources)
-        manifest = wait_for(task.remote(request, store.uri, checkpoint, prepared), store, request)
+        manifest = measure(evaluate, store, request, reporter, checkpoint, prepared)
     reporter.artifact(request.attempt_id.artifact_prefix, manifest)
     _clean_up(store, request)
     return manifest

@@ -13,9 +13,10 @@ import ray
 from jobs.attempt.control import LOOK_INTERVAL_S, look
 from jobs.attempt.events import Reporter
 from jobs.attempt.places import say_waiting
+from jobs.group import group_size, run_together
 from jobs.tasks import prepare, task_options, write
 from jobs.values import STOPPED, Plan, StoppedError, WorkerConfig
-from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.artifacts import read_manifest
@@ -55,6 +56,36 @@ def train(
         say_waiting(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
         checkpoint = fit(WorkerConfig(settled, store.uri, plan.total_steps, prepared, plan.flops_per_token))
     return checkpoint, prepared
+
+
+def measure(
+    task: Callable[..., Manifest | None],
+    store: ObjectStore,
+    request: AttemptRequest,
+    reporter: Reporter,
+    checkpoint: str,
+    prepared: ray.ObjectRef,
+) -> Manifest:
+    """Have the job's workers measure what was trained, together; returns what the first one published.
+
+    Args:
+        task: `jobs.tasks.evaluate` or `evaluate_trial`.
+    """
+    resources = request.spec.resources
+    num_workers = group_size(resources)
+    say_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
+    manifest: Manifest = run_together(
+        task,
+        request,
+        store.uri,
+        checkpoint,
+        prepared,
+        resources=resources,
+        num_workers=num_workers,
+        store=store,
+        request=request,
+    )
+    return manifest
 
 
 def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:

@@ -14,15 +14,21 @@ import ray
 
 from jobs.attempt.control import LOOK_INTERVAL_S, checkpoint_on_sigterm, look
 from jobs.attempt.events import Reporter
-from jobs.attempt.places import say_waiting
 from jobs.attempt.tailing import following
-from jobs.driver import as_task, train, wait_for
+from jobs.driver import as_task, measure, train, wait_for
 from jobs.failures import explain, root_cause
 from jobs.tasks import evaluate_trial, publish_trial
 from jobs.values import STOPPED, StoppedError
 from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.contract.events import AttemptEvent, MessageEvent, MetricsEvent, PlacementEvent, TrackingEvent
+from swiftkv_platform.contract.events import (
+    AttemptEvent,
+    MessageEvent,
+    MetricsEvent,
+    PlacementEvent,
+    ProgressEvent,
+    TrackingEvent,
+)
 from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
@@ -102,7 +108,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
                 reporter.metrics(points, num_trials * total)
             case PlacementEvent():
                 reporter.placement(event.data)
-            case MessageEvent() | TrackingEvent():
+            case MessageEvent() | TrackingEvent() | ProgressEvent():
                 reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
 
     with following(attempts, own, forward):
@@ -116,9 +122,7 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
             message = explain(error).message
             trial_store.put_bytes(_failure_key(request.attempt_id), message.encode())
             return Outcome(None, message)
-        say_waiting(reporter, own.spec, "evaluate")
-        task = as_task(evaluate_trial, trial.spec.resources)
-        manifest: Manifest = wait_for(task.remote(own, trial_store.uri, checkpoint, prepared), trial_store, own)
+        manifest = measure(evaluate_trial, trial_store, own, reporter, checkpoint, prepared)
     return Outcome(manifest)
 
 

@@ -58,6 +58,16 @@ class Outcome:
     """Reason for which the run ended before its last step, with a checkpoint of where it was."""
 
 
+@dataclass(frozen=True)
+class Member:
+    """One worker's place among those of its group."""
+
+    rank: int
+    size: int
+    address: str
+    """Host and port at which they meet."""
+
+
 STOPPED: dict[StopRequest, StopReason] = {
     StopRequest.STOP: ReasonCode.PREEMPTED,
     StopRequest.PAUSE: ReasonCode.PAUSED,

@@ -16,7 +16,7 @@ import torch
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.distillation.checkpoint import read_trained
+from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -87,7 +87,7 @@ def final_weights(store: ObjectStore, directory: Path, *, job_id: str = JOB) -> 
     assert newest is not None
     assert f"/step-{TOTAL_STEPS:08d}-" in newest
     fetch_directory(store, newest, directory)
-    return read_trained(directory)
+    return dict(TrainedTensors(directory))
 
 
 def assert_equal_bit_for_bit(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

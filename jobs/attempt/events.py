@@ -29,6 +29,8 @@ from swiftkv_platform.contract.events import (
     MetricsEvent,
     PlacementData,
     PlacementEvent,
+    ProgressData,
+    ProgressEvent,
     StatusEvent,
     TrackingData,
     TrackingEvent,
@@ -81,6 +83,13 @@ class Reporter:
         """Tell of a place that is waited for, or found; see `jobs.attempt.places`."""
         message = f"{data['phase']}: {data['state']}"
         self._write(lambda time: PlacementEvent(time=time, message=message, data=data))
+
+    def progress(self, phase: str, part: str, *, done: int, total: int, eta_s: float | None) -> None:
+        """Tell how far a part of a phase is."""
+        data: ProgressData = {"phase": phase, "part": part, "done": done, "total": total, "eta_s": eta_s}
+        left = "" if eta_s is None or done >= total else f", {eta_s:.0f} s left"
+        message = f"{phase}: {part} {done} of {total}{left}"
+        self._write(lambda time: ProgressEvent(time=time, message=message, data=data))
 
     def error(self, message: str, *, code: str, field: str | None, value: Any, retryable: bool) -> None:
         data: ErrorData = {"code": code, "field": field, "value": value, "retryable": retryable}

@@ -4,8 +4,7 @@ machine and later attempts find it. Knows nothing of what a row holds, and loads
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,16 +20,15 @@ if TYPE_CHECKING:
 
     from swiftkv_platform.data.prepared import PreparedData
 
-_TENSORS = "calibrated.safetensors"
-
 
 @dataclass(frozen=True)
 class Prepared:
     """Starting point of every worker and of the evaluation."""
 
     data: PreparedData
-    calibrated: dict[str, Tensor] | None
-    """Parameters of the calibrated start, by the student's names; None for a job that starts from the copies."""
+    calibrated: Mapping[str, Tensor] | None
+    """Parameters of the calibrated start, by the student's names, read when they are asked for; None for a job that
+    starts from the copies."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +42,34 @@ class StoredPreparation:
     rows: str
     """Key of the prepared rows in that store."""
     start: str | None
-    """Key of the calibrated start there; None for a job that starts from the copies."""
+    """Key of the calibrated start there, where it is or the workers publish it before they train; None for a job that
+    starts from the copies."""
+
+    @property
+    def lacks_start(self) -> bool:
+        """Whether the workers have yet to find the calibrated start."""
+        return self.start is not None and not is_complete(open_store(self.store_uri), self.start)
 
     def fetch(self, directory: Path) -> None:
-        """Bring the rows to `directory`, and the start beside it."""
-        store = open_store(self.store_uri)
-        fetch_directory(store, self.rows, directory)
+        """Bring the rows to `directory`."""
+        fetch_directory(open_store(self.store_uri), self.rows, directory)
+
+    def fetch_start(self, directory: Path) -> None:
+        """Bring the start, if there is one, beside the rows' `directory`."""
         if self.start is not None:
-            fetch_directory(store, self.start, _start_beside(directory))
+            fetch_directory(open_store(self.store_uri), self.start, _start_beside(directory))
+
+    def publish_start(self, tensors: Path) -> None:
+        """Upload the calibrated start, weight files in the directory `tensors`."""
+        assert self.start is not None, "called for a job that calibrates"
+        publish_directory(open_store(self.store_uri), tensors, self.start, kind="data", lineage={}, metrics={})
 
     def open(self, directory: Path) -> Prepared:
-        """Read what `fetch` brought to `directory` and beside it; it may be deleted afterwards."""
+        """What was fetched to `directory` and beside it, from which tensors are read as they are asked for."""
         from swiftkv_platform.data.prepared import PreparedData
+        from swiftkv_platform.model.checkpoint import StoredTensors
 
-        start = None if self.start is None else _read(_start_beside(directory))
+        start = None if self.start is None else StoredTensors(_start_beside(directory))
         return Prepared(PreparedData.load(directory), start)
 
 
@@ -78,22 +90,14 @@ def find_start(store: ObjectStore, request: AttemptRequest) -> str | None:
     return _newest(store, request, lambda attempt: attempt.start_prefix(request.spec.name))
 
 
-def load_start(store: ObjectStore, key: str) -> dict[str, Tensor]:
-    """Parameters of the calibrated start, by the student's names."""
-    with tempfile.TemporaryDirectory(prefix="start-") as workspace:
-        fetch_directory(store, key, Path(workspace) / "tensors")
-        return _read(Path(workspace) / "tensors")
+def start_key(request: AttemptRequest) -> str | None:
+    """Key at which the workers of this attempt publish the calibrated start, unless an earlier one's is there; None for
+    a job that starts from the copies."""
+    return request.attempt_id.start_prefix(request.spec.name) if _calibrates(request) else None
 
 
-def publish_start(store: ObjectStore, request: AttemptRequest, calibrated: dict[str, Tensor]) -> str:
-    """Upload the parameters of the calibrated start; returns their key."""
-    from safetensors.torch import save_file
-
-    key = request.attempt_id.start_prefix(request.spec.name)
-    with tempfile.TemporaryDirectory(prefix="start-") as directory:
-        save_file({name: tensor.contiguous() for name, tensor in calibrated.items()}, Path(directory) / _TENSORS)
-        publish_directory(store, Path(directory), key, kind="data", lineage={}, metrics={})
-    return key
+def _calibrates(request: AttemptRequest) -> bool:
+    return request.spec.swiftkv.initialization == "calibrated"
 
 
 def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:
@@ -103,9 +107,3 @@ def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[Attem
 
 def _start_beside(rows: Path) -> Path:
     return rows.with_name(f"{rows.name}-start")
-
-
-def _read(directory: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(directory / _TENSORS)

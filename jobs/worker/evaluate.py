@@ -1,42 +1,54 @@
-"""The last phase of an attempt, in one Ray task: measure the student against its teacher, pass the gates, publish the
+"""The last phase of an attempt, by its workers: measure the student against its teacher, pass the gates, publish the
 artifact. Of a sweep, every trial is measured, and the chosen one published. Knows no Ray itself.
 """
 
 from __future__ import annotations
 
+import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
 from jobs.attempt.downloads import access_of, fetch_data, teacher_path
+from jobs.attempt.parts import StoredParts
 from jobs.attempt.preparation import Prepared
 from jobs.attempt.tracking import TrackedRun
-from jobs.worker.measure import compare, measure_student, teacher_kept_apart
-from jobs.worker.prepare import load_student, load_tokenizer, set_up_process, task_device
+from jobs.worker.measure import Evaluation
+from jobs.worker.memory import MODEL_SHARE, free_bytes, local_first
+from jobs.worker.prepare import load_tokenizer, open_lazy, set_up_process, task_device
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import MetricsEvent
-from swiftkv_platform.distillation.checkpoint import read_trained
-from swiftkv_platform.distillation.fork import load_trained
+from swiftkv_platform.distillation.checkpoint import TrainedTensors
+from swiftkv_platform.distillation.measured import MeasuredStudent, parameter_bytes
+from swiftkv_platform.distillation.weights import LazyStudent, save_lazy
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
+from swiftkv_platform.evaluation.parts import Parts
+from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import Report
+from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory
+from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
 
-def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest:
-    """Turn the trained tensors of `checkpoint` into the attempt's artifact.
+def evaluate_and_publish(
+    request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared
+) -> Manifest | None:
+    """Turn the trained tensors of `checkpoint` into the attempt's artifact. Run by every worker of the default process
+    group, or by one process alone; the first returns the manifest.
 
     Raises:
         DataError: nothing is held out to measure on.
@@ -45,7 +57,10 @@ def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: st
     store = open_store(store_uri)
     with _workspace(request.spec) as workspace:
         student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
-        report, lineage = student.measure(prepared), _lineage(request, prepared.data.fingerprint)
+        report = student.measure(prepared, StoredParts(store, request, checkpoint))
+        if not student.workers.is_first:
+            return None  # the first says whether a gate refuses the model, once its report is stored
+        lineage = _lineage(request, prepared.data.fingerprint)
         files = _report_files(store, request, report, lineage)
         # Beside the attempt as well, where they stay if a gate refuses the model.
         for name, text in files.items():
@@ -60,13 +75,15 @@ def evaluate_and_publish(request: AttemptRequest, store_uri: str, checkpoint: st
         return manifest
 
 
-def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest:
+def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, prepared: Prepared) -> Manifest | None:
     """Measure a trial of a sweep. What is published is its report, whatever the gates say of it; its lineage names the
-    checkpoint, from which `publish_trial` can make the model."""
+    checkpoint, from which `publish_trial` can make the model. Run as `evaluate_and_publish` is."""
     store = open_store(store_uri)
     with _workspace(request.spec) as workspace:
         student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
-        report = student.measure(prepared)
+        report = student.measure(prepared, StoredParts(store, request, checkpoint))
+        if not student.workers.is_first:
+            return None
         with _tracked(store, request) as run:
             run.log_report(report.model_dump(mode="json"), student.step)
         lineage = _lineage(request, prepared.data.fingerprint) | {"checkpoint": checkpoint}
@@ -93,7 +110,7 @@ def publish_trial(
     trial_store, lineage = open_store(trial_store_uri), trial.lineage
     with _workspace(spec) as workspace:
         artifact = workspace / "artifact"
-        _Student.load(spec, access_of(request), workspace, trial_store, lineage["checkpoint"]).finish().save(artifact)
+        _Student.load(spec, access_of(request), workspace, trial_store, lineage["checkpoint"]).save(artifact)
         measured = AttemptId(lineage["job_id"], lineage["attempt"]).artifact_prefix
         for name in trial.files:
             trial_store.download_file(f"{measured}/{name}", artifact / name)
@@ -105,18 +122,27 @@ def publish_trial(
 
 @contextmanager
 def _workspace(spec: JobSpec) -> Iterator[Path]:
+    """A directory that the workers of a machine share: one of them fetches for all."""
     set_up_process(spec)
-    with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
-        yield Path(directory)
+    workers = Workers()
+    path = Path(tempfile.gettempdir()) / workers.from_first(f"evaluate-{uuid4().hex}")
+    path.mkdir(exist_ok=True)
+    cleans = workers.rank == local_first(workers)
+    try:
+        yield path
+    finally:
+        if cleans:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class _Student:
-    """The student as it starts, with copied projections, and what was trained of it."""
+    """A student without weights, and what was trained of it."""
 
     spec: JobSpec
     access: Access
-    model: Any
+    workers: Workers
+    lazy: LazyStudent
     tokenizer: PreTrainedTokenizerBase
     workspace: Path
     step: int
@@ -124,47 +150,70 @@ class _Student:
 
     @classmethod
     def load(cls, spec: JobSpec, access: Access, workspace: Path, store: ObjectStore, checkpoint: str) -> _Student:
-        path = teacher_path(spec.model, workspace, access=access)
-        progress = fetch_directory(store, checkpoint, workspace / "checkpoint").lineage
-        model = load_student(spec, path).to(task_device(spec))
+        workers = Workers()
+        fetches = workers.rank == local_first(workers)
+        path = teacher_path(spec.model, workspace, access=access, fetch=fetches)
+        if fetches:
+            fetch_directory(store, checkpoint, workspace / "checkpoint")
+        workers.gather(None)  # the others wait
+        progress = read_manifest(store, checkpoint).lineage
+        lazy = open_lazy(spec, path, device=task_device(spec))
         tokenizer = load_tokenizer(spec, path)
-        return cls(spec, access, model, tokenizer, workspace, int(progress["step"]), int(progress["tokens"]))
+        return cls(spec, access, workers, lazy, tokenizer, workspace, int(progress["step"]), int(progress["tokens"]))
 
-    def measure(self, prepared: Prepared) -> Report:
-        """Measure the student before and after training; it ends with its trained parameters."""
-        spec, rows = self.spec.evaluation, prepared.data.held_out
-        fetched = self.workspace / "tasks"
+    @property
+    def _trained(self) -> TrainedTensors:
+        return TrainedTensors(self.workspace / "checkpoint")
+
+    def measure(self, prepared: Prepared, parts: Parts) -> Report:
+        """Measure the student before and after training. Collective."""
+        spec = self.spec.evaluation
+        fetched = self.workspace / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
-        rewired, calibrated = compare(self.model, rows, spec), None
+        sharded = self._is_sharded()
+        model = MeasuredStudent(self.lazy, self.spec.distillation, sharded=sharded, device=task_device(self.spec))
+        workers, rows = Workers(in_step=sharded), prepared.data.held_out
+
+        def compare(name: str) -> Totals:
+            totals: Totals = model(
+                lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).compare(name)
+            )
+            return totals
+
+        rewired, calibrated = compare("rewired"), None
         if prepared.calibrated is not None:
-            load_trained(self.model, prepared.calibrated)
-            calibrated = compare(self.model, rows, spec)
-        with self._trained():
-            return measure_student(
-                self.model,
+            model.start_from(prepared.calibrated)
+            calibrated = compare("calibrated")
+        model.start_from(self._trained)
+        report: Report = model(
+            lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).report(
                 self.tokenizer,
-                rows,
-                spec,
                 tasks,
                 rewired=rewired,
                 calibrated=calibrated,
                 tokens_trained=self.tokens_trained,
             )
+        )
+        return report
 
-    def finish(self) -> _Student:
-        """Load its trained parameters without measuring it."""
-        with self._trained():
-            return self
-
-    @contextmanager
-    def _trained(self) -> Iterator[None]:
-        spec = self.spec.distillation
-        with teacher_kept_apart(self.model, spec) if spec.trainable != "qkv" else nullcontext():
-            load_trained(self.model, read_trained(self.workspace / "checkpoint"))
-            yield
+    def _is_sharded(self) -> bool:
+        """Whether some worker has no room for the whole model. Collective."""
+        if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
+            return False
+        local = len([host for host in self.workers.gather(socket.gethostname()) if host == socket.gethostname()])
+        needed = parameter_bytes(self.lazy.model)
+        fits = needed < MODEL_SHARE * free_bytes(task_device(self.spec), local)
+        return not all(self.workers.gather(fits))
 
     def save(self, directory: Path) -> None:
-        self.model.save_pretrained(directory)
+        """Write the trained model, no more than a weight file of it in memory."""
+        directory.mkdir()
+        own, model = self.spec.distillation, self.lazy.model
+        self.lazy.started_from(self._trained)
+        save_lazy(self.lazy, directory, teacher=own.trainable == "qkv")
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(directory)
+        model.generation_config.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 import swiftkv_platform.model  # noqa: F401 (registers the classes)
 from jobs.attempt.downloads import StoreFiles, fetch_data
-from jobs.worker.measure import measure_student
+from jobs.worker.measure import Evaluation
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.data.packing import PackedRows
@@ -60,7 +60,7 @@ def evaluate_directory(
         workspace = Path(directory)
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, workspace / "tasks"))
         rows = _rows(student, tokenizer, job, data, workspace)
-        return measure_student(student, tokenizer, rows, spec, tasks), lineage
+        return Evaluation(student, rows, spec).report(tokenizer, tasks), lineage
 
 
 def _lineage(path: Path) -> dict[str, Any]:

@@ -4,22 +4,21 @@ Knows neither how the student was trained nor where its report goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.distillation.fork import keep_teacher
-from swiftkv_platform.evaluation.continuations import compare_continuations
-from swiftkv_platform.evaluation.harness.run import run_tasks
+from swiftkv_platform.evaluation.continuations import ContinuationQuality, compare_continuations
+from swiftkv_platform.evaluation.harness.run import NO_PARTS, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import Task
-from swiftkv_platform.evaluation.prefill_cost import measure_prefill
-from swiftkv_platform.evaluation.quality import Totals, evaluate
+from swiftkv_platform.evaluation.parts import Parts, measured
+from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
+from swiftkv_platform.evaluation.quality import ALONE, Totals, evaluate
 from swiftkv_platform.evaluation.report import Report
-from swiftkv_platform.model.export import drop_teacher
-from swiftkv_platform.specs import DistillationSpec, EvaluationSpec
+from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.specs import EvaluationSpec
 
 _TOKENS_PER_FORWARD = 8192
 _PROMPTS_PER_BATCH = 16
@@ -28,59 +27,81 @@ _PROMPT_LENGTH = 2048
 _PREFILL_ROUNDS = 5
 
 
-def compare(student: Any, rows: PackedRows, spec: EvaluationSpec) -> Totals:
-    """Teacher and student on the spec's share of held-out rows."""
-    batch_size = max(1, _TOKENS_PER_FORWARD // rows.max_length)
-    return evaluate(student, rows, max_tokens=spec.max_tokens, batch_size=batch_size)
+class Evaluation:
+    """Measurements of one student by the workers that hold it, each kept when it is done.
 
-
-def measure_student(
-    student: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: PackedRows,
-    spec: EvaluationSpec,
-    tasks: Sequence[Task],
-    *,
-    rewired: Totals | None = None,
-    calibrated: Totals | None = None,
-    tokens_trained: int | None = None,
-) -> Report:
-    """The report of a finished student, both of its modes on the same text, prompts and tasks.
-
-    Raises:
-        DataError: no held-out rows.
-        InvalidInputError: a task that the harness cannot run.
-        ModelError: the model was exported without its teacher.
+    Args:
+        student: both of its modes can run.
     """
-    prompt_length = min(_PROMPT_LENGTH, student.config.max_position_embeddings)
-    return Report.build(
-        spec,
-        rewired=rewired,
-        calibrated=calibrated,
-        distilled=compare(student, rows, spec),
-        continuations=compare_continuations(
-            student,
-            rows,
-            num_prompts=spec.continuations,
-            num_tokens=spec.continuation_tokens,
+
+    def __init__(
+        self, student: Any, rows: PackedRows, spec: EvaluationSpec, *, workers: Workers = ALONE, parts: Parts = NO_PARTS
+    ) -> None:
+        self._student, self._rows, self._spec = student, rows, spec
+        self._workers, self._parts = workers, parts
+
+    def compare(self, name: str) -> Totals:
+        """Teacher and student on the spec's share of held-out rows; `name` says which student."""
+        batch_size = max(1, _TOKENS_PER_FORWARD // self._rows.max_length)
+        totals: Totals = self._measured(
+            name,
+            Totals,
+            lambda: evaluate(
+                self._student,
+                self._rows,
+                max_tokens=self._spec.max_tokens,
+                batch_size=batch_size,
+                workers=self._workers,
+            ),
+        )
+        return totals
+
+    def report(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        tasks: Sequence[Task],
+        *,
+        rewired: Totals | None = None,
+        calibrated: Totals | None = None,
+        tokens_trained: int | None = None,
+    ) -> Report:
+        """The report of a finished student, both of its modes on the same text, prompts and tasks.
+
+        Raises:
+            DataError: no held-out rows.
+            InvalidInputError: a task that the harness cannot run.
+            ModelError: the model was exported without its teacher.
+        """
+        student, spec = self._student, self._spec
+        return Report.build(
+            spec,
+            rewired=rewired,
+            calibrated=calibrated,
+            distilled=self.compare("distilled"),
+            continuations=self._measured("continuations", ContinuationQuality | None, self._continuations),
+            tasks=run_tasks(student, tokenizer, tasks, spec, workers=self._workers, parts=self._parts),
+            cost=self._measured("prefill", PrefillCost, self._prefill),
+            tokens_trained=tokens_trained,
+        )
+
+    def _continuations(self) -> ContinuationQuality | None:
+        return compare_continuations(
+            self._student,
+            self._rows,
+            num_prompts=self._spec.continuations,
+            num_tokens=self._spec.continuation_tokens,
             batch_size=_PROMPTS_PER_BATCH,
-        ),
-        tasks=run_tasks(student, tokenizer, tasks, spec),
-        cost=measure_prefill(student, prompt_length=prompt_length, rounds=_PREFILL_ROUNDS),
-        tokens_trained=tokens_trained,
-    )
+            workers=self._workers,
+        )
 
+    def _prefill(self) -> PrefillCost | None:
+        """Measured by the first worker alone, unless a forward pass takes all."""
+        if not self._workers.is_first and not self._workers.in_step:
+            return self._workers.from_first(None)
+        prompt_length = min(_PROMPT_LENGTH, self._student.config.max_position_embeddings)
+        return self._workers.from_first(
+            measure_prefill(self._student, prompt_length=prompt_length, rounds=_PREFILL_ROUNDS)
+        )
 
-@contextmanager
-def teacher_kept_apart(student: Any, spec: DistillationSpec) -> Iterator[None]:
-    """While a student with trained layers is measured, what those started as answers for the teacher; afterwards there
-    is none."""
-    decoder = student.model
-    teacher = keep_teacher(decoder, spec)
-    decoder.teacher_upper = teacher.teacher_upper
-    if spec.trainable == "all":
-        decoder.teacher_lower = teacher.lower
-    yield
-    del decoder.teacher_upper
-    decoder.teacher_lower = None
-    drop_teacher(student)
+    def _measured(self, name: str, kind: Any, measure: Callable[[], Any]) -> Any:
+        return measured(self._parts, self._workers, name, kind, measure)

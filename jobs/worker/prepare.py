@@ -1,4 +1,4 @@
-"""The first phase of an attempt, in one Ray task: check the model, read the data, find where the student starts.
+"""The first phase of an attempt, in one Ray task: check the model, of which no weight is read, and prepare the data.
 
 What is wrong with a spec, a model or a data set shows here, before any worker starts. Knows no Ray itself.
 """
@@ -6,7 +6,7 @@ What is wrong with a spec, a model or a data set shows here, before any worker s
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +16,37 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
-from jobs.attempt.preparation import Prepared
 from jobs.values import Plan
 from jobs.worker.telemetry import training_flops_per_token
 from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.data.packing import total_steps
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.data.prepared import PreparedData
-from swiftkv_platform.distillation.calibration_text import calibration_batches, num_calibration_shares
 from swiftkv_platform.distillation.fork import hidden_loss_index, trained_parameters
 from swiftkv_platform.distillation.sequence_parallel import check_heads
+from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.calibration import calibrate, collect
-from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
 from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
-
-Helpers = Callable[[int], Iterator[CalibrationStatistics]]
-"""Collects shares 1, 2, ... of a number elsewhere, from the rows as they are now; yields them as they arrive."""
 
 
 def prepare(
     spec: JobSpec,
     rows: Path,
     *,
-    calibrated: dict[str, Tensor] | None = None,
     answers: AnswerStore | None = None,
-    helpers: Helpers | None = None,
     access: Access = OPEN,
-) -> tuple[Plan, Prepared]:
-    """Everything that precedes the first step.
+) -> tuple[Plan, PreparedData]:
+    """Everything that precedes the workers, without reading a weight.
 
     Args:
         rows: directory of the prepared rows; they are made there where it does not exist.
-        calibrated: the calibrated start, where it has been found before.
         answers: what the teacher has written, for a spec that asks for it.
-        helpers: other workers that a long calibration is divided among.
         access: what the job may read.
 
     Raises:
@@ -71,7 +61,7 @@ def prepare(
     with tempfile.TemporaryDirectory(prefix="prepare-") as directory:
         workspace = Path(directory)
         path = teacher_path(spec.model, workspace, access=access)
-        student = load_student(spec, path)
+        student = open_lazy(spec, path).model
         spec = _settle(spec, student.config)
         check_heads(student.config, spec.sharding.sequence_parallel_size)
         if spec.distillation.hidden_loss_weight:
@@ -84,8 +74,6 @@ def prepare(
         check_tasks(spec.evaluation.tasks, tokenizer, fetch=lambda uri: fetch_data(uri, tasks), access=access)
         data = PreparedData.load(rows) if rows.is_dir() else _prepare_rows(spec, tokenizer, rows, path, answers, access)
         evaluation_rows(data.held_out, max_tokens=spec.evaluation.max_tokens)  # better refused now than after training
-        if calibrated is None and spec.swiftkv.initialization == "calibrated":
-            calibrated = _calibrate(spec, student, data, helpers)
     spec = resolve_batch_size(spec, len(data.train))
     assert spec.training.batch_size is not None
     plan = Plan(
@@ -101,53 +89,12 @@ def prepare(
         messages=tuple(data.statistics.messages()),
         flops_per_token=training_flops_per_token(spec, student.config),
     )
-    return plan, Prepared(data, calibrated)
+    return plan, data
 
 
 def _settle(spec: JobSpec, config: Any) -> JobSpec:
     context_length = getattr(config, "max_position_embeddings", None)
     return resolve_defaults(spec, context_length=context_length, hidden_size=config.hidden_size)
-
-
-def _calibrate(spec: JobSpec, student: Any, data: PreparedData, helpers: Helpers | None) -> dict[str, Tensor]:
-    num_shares = 1 if helpers is None else calibration_shares(spec, data)
-    others = iter(()) if helpers is None or num_shares == 1 else helpers(num_shares)  # they begin now
-    statistics = _collect(spec, student, data, 0, num_shares)
-    for other in others:
-        statistics.add_(other)
-    calibrate(student, statistics)
-    return {name: p.detach().cpu().clone() for name, p in student.swiftkv_parameters().items()}
-
-
-def calibration_shares(spec: JobSpec, data: PreparedData) -> int:
-    """Workers among which the calibration of a job is divided."""
-    return num_calibration_shares(
-        data.train,
-        spec.swiftkv.calibration_tokens,
-        seed=spec.training.seed,
-        num_workers=spec.resources.max_workers,
-    )
-
-
-def collect_share(
-    spec: JobSpec, rows: Path, share: int, num_shares: int, *, access: Access = OPEN
-) -> CalibrationStatistics:
-    """One helper's part of a calibration, over the prepared rows in the directory `rows`."""
-    set_up_process(spec)
-    with tempfile.TemporaryDirectory(prefix="calibrate-") as directory:
-        student = load_student(spec, teacher_path(spec.model, Path(directory), access=access))
-        return _collect(spec, student, PreparedData.load(rows), share, num_shares).cpu()
-
-
-def _collect(spec: JobSpec, student: Any, data: PreparedData, share: int, num_shares: int) -> CalibrationStatistics:
-    batches = calibration_batches(
-        data.train,
-        spec.swiftkv.calibration_tokens,
-        seed=spec.training.seed,
-        share=share,
-        num_shares=num_shares,
-    )
-    return collect(student.to(task_device(spec)), batches)
 
 
 def _prepare_rows(
@@ -170,6 +117,24 @@ def _prepare_rows(
 def load_student(spec: JobSpec, path: str) -> Any:
     """The student with copied projections, in the spec's dtype."""
     return convert(path, **student_shape(spec), dtype=compute_dtype(spec), revision=spec.model.revision)
+
+
+def open_lazy(
+    spec: JobSpec,
+    path: str,
+    start: Mapping[str, Tensor] | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> LazyStudent:
+    """The student in the spec's dtype, its weights unread.
+
+    Args:
+        start: where its own tensors start; what is not there is copied from the teacher.
+        device: where weights go when they are read.
+    """
+    return LazyStudent.open(
+        path, start or {}, dtype=compute_dtype(spec), device=device, revision=spec.model.revision, **student_shape(spec)
+    )
 
 
 def student_shape(spec: JobSpec) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -27,16 +27,17 @@ from jobs.attempt.places import say_placed
 from jobs.attempt.preparation import StoredPreparation
 from jobs.attempt.tracking import TrackedRun
 from jobs.values import STOPPED, Outcome, WorkerConfig
-from jobs.worker.prepare import compute_dtype, load_student, set_up_process, student_shape
+from jobs.worker.calibrate import calibrate
+from jobs.worker.prepare import compute_dtype, load_student, open_lazy, set_up_process
 from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, TrainerListener
-from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
@@ -79,6 +80,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     stored: StoredPreparation = ray.get(worker.prepared)
     local_rank = ray.train.get_context().get_local_rank()
     with _on_this_machine(worker, stored, local_rank) as (path, rows):
+        _find_start(worker, stored, path, rows, local_rank)
         prepared = stored.open(rows)
         parallel = _spread(spec, path, prepared.calibrated)
     return Trainer(
@@ -91,11 +93,25 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     )
 
 
-def _spread(spec: JobSpec, path: str, start: dict[str, Tensor] | None) -> Parallel:
+def _find_start(worker: WorkerConfig, stored: StoredPreparation, path: str, rows: Path, local_rank: int) -> None:
+    """Bring the calibrated start to this machine; the workers find it first, unless that has been done."""
+    if from_rank_0(lambda: stored.lacks_start):
+        spec, data = worker.request.spec, PreparedData.load(rows)
+        with tempfile.TemporaryDirectory(prefix="start-") as directory:
+            calibrate(spec, path, data.train, Path(directory), device=ray.train.torch.get_device())
+            if dist.get_rank() == 0:
+                stored.publish_start(Path(directory))
+    dist.barrier()
+    if local_rank == 0:
+        stored.fetch_start(rows)
+    dist.barrier()
+
+
+def _spread(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None) -> Parallel:
     """The fork over the workers. Where parameters are sharded, a worker reads what it shards, module by module."""
     lazy, dtype = None, compute_dtype(spec)
     if spec.sharding.shards_parameters:
-        lazy = LazyStudent.open(path, start or {}, revision=spec.model.revision, **student_shape(spec))
+        lazy = open_lazy(spec, path, start)
     student = lazy.model if lazy else load_student(spec, path)
     device = ray.train.torch.get_device()
     fork = Fork(
@@ -111,7 +127,7 @@ def _spread(spec: JobSpec, path: str, start: dict[str, Tensor] | None) -> Parall
         load_trained(student, start)
     if spec.training.compile:
         compile_layers(fork)
-    return parallelize(fork, spec, dtype=dtype, device=device, fill=lazy.fill if lazy else None)
+    return parallelize(fork, spec, dtype=dtype, device=device, weights=lazy)
 
 
 @contextmanager

@@ -69,6 +69,14 @@ class AttemptId:
         return f"{self.starts_prefix}/{name}"
 
     @property
+    def evaluation_prefix(self) -> str:
+        return f"{self.prefix}/evaluation"
+
+    def evaluation_key(self, digest: str, part: str) -> str:
+        """Return the key of a part of the evaluation of the checkpoint that `digest` names."""
+        return f"{self.evaluation_prefix}/{digest}/{part}.json"
+
+    @property
     def artifact_prefix(self) -> str:
         return f"{self.prefix}/artifact"
 

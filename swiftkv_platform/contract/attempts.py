@@ -8,6 +8,7 @@
     answers/{key}.jsonl                   what the teacher wrote to the prompts of its data, likewise
     starts/{spec name}/...                the calibrated start, likewise; its `manifest.json` is written last
     checkpoints/{name}/...                sharded training state; its `manifest.json` is written last
+    evaluation/{checkpoint}/{part}.json   what has been measured of a checkpoint, until the job has ended
     evaluation.json, evaluation.html      the report, also of a model that a gate refused; of a sweep `sweep.*`
     artifact/...                          the distilled model; its `manifest.json` is written last
     tracking/...                          W&B's files of an offline run, for `wandb sync`

@@ -99,6 +99,18 @@ class PlacementData(TypedDict):
 
 
 @with_config(_OPEN)
+class ProgressData(TypedDict):
+    phase: Annotated[str, Field(max_length=200)]
+    part: Annotated[str, Field(max_length=200)]
+    """Part of the phase, e.g. one task of an evaluation."""
+    done: _Step
+    """Pieces of the part's work that are done, of `total`."""
+    total: _Step
+    eta_s: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)] | None]
+    """Seconds until the part is done, at the pace so far."""
+
+
+@with_config(_OPEN)
 class ErrorData(TypedDict):
     code: str
     """A `ReasonCode`, or the code of an error of `errors.py`."""
@@ -164,6 +176,13 @@ class PlacementEvent(_Event):
     data: PlacementData
 
 
+class ProgressEvent(_Event):
+    """Progress of a phase other than training, whose steps are `metrics`."""
+
+    type: Literal["progress"] = "progress"
+    data: ProgressData
+
+
 class ErrorEvent(_Event):
     """Failure of the attempt."""
 
@@ -179,6 +198,7 @@ AttemptEvent = Annotated[
     | ArtifactEvent
     | TrackingEvent
     | PlacementEvent
+    | ProgressEvent
     | ErrorEvent,
     Field(discriminator="type"),
 ]

@@ -17,8 +17,6 @@ from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _MAX_LENGTH = 1024
 """Tokens of a row, where the model's context is no shorter."""
-_TOKENS_PER_SHARE = 16384
-"""Tokens below which loading the teacher once more takes longer than running it."""
 
 
 def read_calibration_text(model: str, text: Sequence[str], num_tokens: int) -> Iterator[dict[str, Tensor]]:
@@ -50,14 +48,6 @@ def calibration_batches(
     `num_shares`-th one from `share` on, so that workers look at different ones."""
     for index, length in _chosen(rows, num_tokens, seed)[share::num_shares]:
         yield {name: tensor[:, :length] for name, tensor in to_tensors(rows.batch([index])).items()}
-
-
-def num_calibration_shares(rows: PackedRows, num_tokens: int, *, seed: int, num_workers: int) -> int:
-    """Number of the `num_workers` among which calibration on `num_tokens` tokens is worth dividing: each must load the
-    teacher first."""
-    chosen = _chosen(rows, num_tokens, seed)
-    worth = sum(length for _, length in chosen) // _TOKENS_PER_SHARE
-    return max(1, min(num_workers, len(chosen), worth))
 
 
 def _chosen(rows: PackedRows, num_tokens: int, seed: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 from uuid import uuid4
@@ -28,7 +28,7 @@ from swiftkv_platform.distillation.uploads import CheckpointStore, Progress, Ret
 from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 
-__all__ = ["CheckpointStore", "Checkpointer", "Progress", "Retries", "from_rank_0", "read_trained"]
+__all__ = ["CheckpointStore", "Checkpointer", "Progress", "Retries", "TrainedTensors", "from_rank_0"]
 
 T = TypeVar("T")
 _STUDENT = "student."
@@ -114,19 +114,34 @@ class Checkpointer:
             dist.barrier()
 
 
-def read_trained(directory: Path) -> dict[str, Tensor]:
-    """The trained tensors of a downloaded checkpoint, whole and by the student's own names; needs no process group."""
-    metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
-    prefix = f"model.{_STUDENT}"
-    model: dict[str, Tensor] = {
-        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-        load({"model": model}, storage_reader=FileSystemReader(directory), no_dist=True)
-    return {name.removeprefix(_STUDENT): tensor for name, tensor in model.items()}
+class TrainedTensors(Mapping[str, Tensor]):
+    """The trained tensors of a downloaded checkpoint, whole and by the student's own names, each read when it is asked
+    for; needs no process group."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        prefix = f"model.{_STUDENT}"
+        metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
+        self._entries = {
+            name.removeprefix(prefix): entry
+            for name, entry in metadata.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+            reader = FileSystemReader(self._directory)
+            load({"model": {f"{_STUDENT}{name}": tensor}}, storage_reader=reader, no_dist=True)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def from_rank_0(make: Callable[[], T]) -> T:

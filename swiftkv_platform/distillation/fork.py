@@ -88,13 +88,7 @@ class Fork(nn.Module):
 
     def units(self) -> Iterator[nn.Module | list[nn.Module]]:
         """Modules (or lists of them that run together) whose weights are gathered together, inner ones first."""
-        decoder = self.student.model
-        leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
-        # K and V of all groups run before the layers that own their projections.
-        yield [module for leader in leaders for module in leader.shared_modules()]
-        for leader in leaders:
-            yield from leader.shared_norms()
-        yield from decoder.layers
+        yield from sharding_units(self.student.model)
         yield from self.teacher_layers()
 
     def teacher_layers(self) -> list[nn.Module]:
@@ -153,6 +147,17 @@ class Fork(nn.Module):
     def _needs_teacher(self) -> bool:
         spec = self._spec
         return spec.objective == "logits" or self._hidden_index is not None or self.student.config.early_exit
+
+
+def sharding_units(decoder: Any) -> Iterator[nn.Module | list[nn.Module]]:
+    """Modules of a decoder (or lists of them that run together) whose weights are gathered together, inner ones
+    first."""
+    leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
+    # K and V of all groups run before the layers that own their projections.
+    yield [module for leader in leaders for module in leader.shared_modules()]
+    for leader in leaders:
+        yield from leader.shared_norms()
+    yield from decoder.layers
 
 
 def compile_layers(fork: Fork) -> None:

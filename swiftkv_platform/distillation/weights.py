@@ -1,26 +1,36 @@
-"""A student without weights, and where each module's come from: with sharded parameters no worker holds it whole.
+"""A student without weights, and where each tensor's values come from: no process need ever hold it whole.
 
-It knows names and files, no strategy: a module is filled before it is sharded.
+A module is filled before it runs or is sharded, and released when it has run; of a model that is sharded already every
+worker reads its own rows. It knows names and files, no strategy.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
-from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.conversion import make_student_config, read_config
-from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.directories import write_model_shards
+from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
+from swiftkv_platform.model.loading import check_tensors
+from swiftkv_platform.model.teacher_weights import TeacherWeights
 
 _KEPT = "kept_teacher."
+_Place = tuple[int, str]
+"""Identity of a module, and the name of one of its parameters."""
 
 
 class LazyStudent:
@@ -28,89 +38,206 @@ class LazyStudent:
 
     Args:
         model: the student, its positional buffers in place.
-        start: where new tensors start, by name; what it lacks is copied from the teacher's.
+        start: where new tensors start, or tensors that are the student's own, by name; what it lacks is copied from the
+            teacher's.
+        device: where values go.
     """
 
-    def __init__(self, model: Any, checkpoint: Checkpoint, start: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        teacher: TeacherWeights,
+        start: Mapping[str, Tensor],
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.model = model
-        self._checkpoint = checkpoint
+        self._teacher = teacher
         self._start = start
+        self._device = torch.device(device)
         self._copied = {tensor.name: tensor for tensor in copied_start(model)}
-        self._names: dict[int, str] = {}
-        self._tied: dict[str, nn.Parameter] = {}
+        self._learn(model, lambda name: name)
 
     @classmethod
     def open(
-        cls, path: str | Path, start: Mapping[str, Tensor], *, revision: str | None = None, **shape: Any
-    ) -> LazyStudent | None:
-        """The student of the teacher at `path`; None where that stores its tensors under other names or in another form
-        (experts one by one, FP8), which transformers has to load whole.
+        cls,
+        path: str | Path,
+        start: Mapping[str, Tensor],
+        *,
+        revision: str | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        **shape: Any,
+    ) -> LazyStudent:
+        """The student of the teacher at `path`, whose names and shapes are checked first.
 
         Args:
+            dtype: dtype of the student; None keeps the checkpoint's values and the configuration's dtype.
             shape: what `make_student_config` takes.
+
+        Raises:
+            ModelError: unreadable model, unknown family, or tensors that are missing or do not fit.
+            InvalidInputError: l or g out of range.
         """
         teacher = read_config(path, revision)
-        if is_fp8(teacher):
-            return None
+        config = make_student_config(teacher, **shape)
+        fp8 = is_fp8(teacher)
+        checkpoint = Checkpoint.open(path, revision=revision)
         with torch.device("meta"):
-            model = student_classes(teacher.model_type).causal_lm(make_student_config(teacher, **shape))
+            whole = FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(copy.deepcopy(teacher))
+            check_tensors(checkpoint, whole, fp8=fp8)
+            if fp8:
+                del config.quantization_config  # the student holds what the FP8 weights stand for
+            model = student_classes(teacher.model_type).causal_lm(config)
         model.tie_weights()
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
-        lazy = cls(model.eval(), Checkpoint.open(path, revision=revision), start)
-        named = dict(model.named_parameters())
-        complete = lazy._sources(named) <= lazy._checkpoint.shards.keys()
-        return lazy if complete and not any(buffer.is_meta for buffer in model.buffers()) else None
+        if dtype is not None:
+            model.to(dtype)
+            config.dtype = dtype
+        # Made anew: its buffers are on the meta device too, and are stored nowhere.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
+        if (generation := checkpoint.find("generation_config.json")) is not None:
+            model.generation_config = GenerationConfig.from_pretrained(generation.parent)
+        empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+        if empty:
+            raise ModelError(
+                f"{path} has buffers that no file holds: {', '.join(empty[:3])}",
+                field="model.name_or_path",
+                value=str(path),
+            )
+        return cls(model.eval(), TeacherWeights(checkpoint, teacher, dtype), start, device=device)
 
-    def attach(self, fork: Fork) -> None:
-        """Learn which parameter of the fork is which: it has others than the student had, and more."""
-        count: dict[int, int] = defaultdict(int)
-        for name, parameter in fork.named_parameters(remove_duplicate=False):
-            prefix = "model." if name.startswith(_KEPT) else ""
-            self._names.setdefault(id(parameter), prefix + name.removeprefix(_KEPT).removeprefix("student."))
-            count[id(parameter)] += 1
-        # Kept alive, so that no other object gets their identity.
-        self._fork_parameters = list(fork.parameters())
-        self._is_tied = {key for key, number in count.items() if number > 1}
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the teacher's tensors as they are stored."""
+        return sum(info.num_bytes for info in self._teacher.checkpoint.headers.values())
+
+    def started_from(self, start: Mapping[str, Tensor]) -> None:
+        """Take the student's own tensors from `start` from now on."""
+        self._start = start
+
+    def attach(self, fork: nn.Module) -> None:
+        """Learn which parameter is which of a fork, or of what else has the student as `student` and may have a
+        `kept_teacher`."""
+        self._learn(fork, _student_name)
+
+    def _learn(self, root: nn.Module, student_name: Callable[[str], str]) -> None:
+        self._root = root
+        self._student_name = student_name
+        self._names: dict[_Place, str] = {}
+        aliases: dict[int, list[str]] = defaultdict(list)
+        for prefix, module in root.named_modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = student_name(f"{prefix}.{leaf}" if prefix else leaf)
+                    self._names[id(module), leaf] = name
+                    aliases[id(parameter)].append(name)
+        # The first of the names that a tied parameter has; of the kept teacher's copies each is a parameter.
+        self._tied = {name: names[0] for names in aliases.values() if len(names) > 1 for name in names}
+        self._filled: dict[str, nn.Parameter] = {}
 
     @torch.no_grad()
-    def fill(self, module: nn.Module) -> None:
-        """Give every parameter of `module` that is on the meta device its values, in the dtype it has."""
-        empty = {
-            (part, leaf): parameter
-            for part in module.modules()
-            for leaf, parameter in part._parameters.items()
-            if parameter is not None and parameter.is_meta
-        }
-        names = {self._names[id(parameter)] for parameter in empty.values()}
-        read = self._checkpoint.tensors(self._sources(names))
-        for (part, leaf), parameter in empty.items():
-            name = self._names[id(parameter)]
-            filled = self._tied.get(name)
+    def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
+        """Give every parameter of `module` that is on the meta device its values, in the dtype it has.
+
+        Args:
+            own: those that the teacher has not among them.
+            read: without, there is storage and no value, as for a worker that gets the values of another.
+        """
+        for part, leaf, parameter in _parameters(module):
+            name = self._names[id(part), leaf]
+            if not parameter.is_meta or (not own and name in self._copied):
+                continue
+            tied = self._tied.get(name)
+            filled = None if tied is None else self._filled.get(tied)
             if filled is None:
-                values = self._value(name, read).to(parameter.dtype).clone()
+                if read:
+                    values = self.read(name).to(self._device, parameter.dtype, copy=name in self._start)
+                else:
+                    values = torch.empty_like(parameter, device=self._device)
                 filled = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                if id(parameter) in self._is_tied:
-                    self._tied[name] = filled
+                if tied is not None:
+                    self._filled[tied] = filled
             part._parameters[leaf] = filled
 
-    def _sources(self, names: Any) -> set[str]:
-        """Tensors of the checkpoint that `names` are made from."""
-        sources: set[str] = set()
-        for name in names:
-            if name not in self._start:
-                copied = self._copied.get(name)
-                sources.update(self._stored(source) for source in (copied.sources if copied else (name,)))
-        return sources
+    def release(self, module: nn.Module) -> None:
+        """Put every parameter of `module` back on the meta device."""
+        for part, leaf, parameter in _parameters(module):
+            part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            self._filled.pop(self._tied.get(self._names[id(part), leaf], ""), None)
 
-    def _stored(self, name: str) -> str:
-        """A tied head is stored once."""
-        tied = name == "lm_head.weight" and self.model.config.tie_word_embeddings
-        return "model.embed_tokens.weight" if tied else name
+    @torch.no_grad()
+    def fill_shards(self, root: nn.Module, only: Mapping[str, Any] | None = None) -> None:
+        """Give every parameter of a model that FSDP2 has sharded its values, of which a worker reads its own rows.
 
-    def _value(self, name: str, read: Mapping[str, Tensor]) -> Tensor:
+        Args:
+            root: the module that the names were learnt of.
+            only: names of the student's to write; None: all.
+        """
+        for own_name, parameter in root.named_parameters():
+            name = self._student_name(own_name)
+            if only is not None and (name not in only or own_name.startswith(_KEPT)):
+                continue
+            if not isinstance(parameter, DTensor):
+                parameter.copy_(self.read(name))
+                continue
+            rows = own_rows(parameter)
+            if rows.stop > rows.start:
+                parameter.to_local().copy_(self.read(name, rows))
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A tensor of the student, or no more than some rows of it."""
         if name in self._start:
-            return self._start[name]
+            tensor = self._start[name]
+            return tensor if rows is None else tensor[rows]
         copied = self._copied.get(name)
         if copied is None:
-            return read[self._stored(name)]
-        return copied.of([read[self._stored(source)] for source in copied.sources])
+            return self._teacher.read(name, rows)
+        if copied.heads is None:
+            return copied.of([self._teacher.read(source, rows) for source in copied.sources])
+        tensor = copied.of([self._teacher.read(source) for source in copied.sources])  # heads change the rows
+        return tensor if rows is None else tensor[rows]
+
+
+def own_rows(parameter: DTensor) -> slice:
+    """The rows of a parameter that this worker holds, one mesh dimension sharded along the first."""
+    (placement,) = parameter.placements
+    if not isinstance(placement, Shard):
+        return slice(0, parameter.shape[0])
+    assert placement.dim == 0, "FSDP2 shards rows"
+    size, rank = parameter.device_mesh.size(), parameter.device_mesh.get_local_rank()
+    share = -(-parameter.shape[0] // size)
+    start = min(rank * share, parameter.shape[0])
+    return slice(start, start + parameter.to_local().shape[0])
+
+
+def _student_name(name: str) -> str:
+    """The student's name of a fork's parameter."""
+    return f"model.{name.removeprefix(_KEPT)}" if name.startswith(_KEPT) else name.removeprefix("student.")
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for part in module.modules():
+        for leaf, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                yield part, leaf, parameter
+
+
+def save_lazy(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
+    """Write a student's weight files as `save_pretrained` would, one file's worth in memory.
+
+    Args:
+        teacher: keep the teacher's projections of layers >= l; without, the configuration says that they are gone.
+    """
+    model = lazy.model
+    dropped = () if teacher else tuple(f"{module}." for module in model.teacher_modules(model.config))
+    if not teacher:
+        model.config.swiftkv_teacher_weights = False
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():  # a tied head comes once
+            if not name.startswith(dropped):
+                read = {name: lazy.read(name).to(parameter.dtype)}
+                # What is fused in memory is stored apart.
+                yield from revert_weight_conversion(model, read).items()
+
+    write_model_shards(directory, tensors())

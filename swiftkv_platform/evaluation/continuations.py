@@ -12,9 +12,10 @@ import torch
 from transformers import GenerationConfig
 
 from swiftkv_platform.data.packing import PackedRows
-from swiftkv_platform.evaluation.quality import evaluation_mode
+from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.workers import Workers
 
 _LONGEST_PROMPT = 64
 """Tokens; prompts have one length, so that a batch needs no padding."""
@@ -38,12 +39,19 @@ class ContinuationQuality(FrozenModel):
 
 @torch.no_grad()
 def compare_continuations(
-    model: Any, rows: PackedRows, *, num_prompts: int, num_tokens: int, batch_size: int
+    model: Any,
+    rows: PackedRows,
+    *,
+    num_prompts: int,
+    num_tokens: int,
+    batch_size: int,
+    workers: Workers = ALONE,
 ) -> ContinuationQuality | None:
     """Let both modes of a SwiftKV model continue the beginnings of held-out samples, evenly spaced over them.
 
     Args:
         batch_size: prompts a `generate()` call.
+        workers: take a share of the prompts each; every one returns the whole.
 
     Returns:
         None where there is no prompt: none is asked for, or no sample is long enough to begin with anything.
@@ -55,18 +63,25 @@ def compare_continuations(
     if prompts is None:
         return None
     end_tokens = _end_tokens(model)
-    mode, matched, identical, written = model.model.swiftkv_enabled, 0, 0, 0
+    mode, counts = model.model.swiftkv_enabled, torch.zeros(3, dtype=torch.int64)  # matched, identical, written
+    mine = workers.share(range(len(prompts)))
+    share = -(-len(prompts) // workers.size)
+    taken = mine + [0] * (share - len(mine) if workers.in_step else 0)
     try:
         with evaluation_mode(model):
-            for batch in prompts.to(model.device).split(batch_size):
-                teacher, student = (_continue(model.swiftkv(on), batch, num_tokens) for on in (False, True))
+            for start in range(0, len(taken), batch_size):
+                batch = prompts[taken[start : start + batch_size]].to(model.device)
+                teacher, student = (
+                    _continue(model.swiftkv(on), batch, num_tokens, in_step=workers.in_step) for on in (False, True)
+                )
                 counted = _until_end(teacher, end_tokens)
                 same = (teacher == student).cumprod(-1).bool() & counted  # [batch, num_tokens]
-                written += int(counted.sum())
-                matched += int(same.sum())
-                identical += int((same == counted).all(-1).sum())
+                own = slice(0, max(len(mine) - start, 0))
+                alike = (same == counted).all(-1)
+                counts += torch.stack([part[own].sum().cpu() for part in (same, alike, counted)])
     finally:
         model.swiftkv(mode)
+    matched, identical, written = torch.stack(workers.gather(counts)).sum(0).tolist()
     return ContinuationQuality(
         num_prompts=len(prompts),
         prompt_length=prompts.shape[1],
@@ -98,7 +113,7 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
     return torch.stack([long_enough[i] for i in chosen])
 
 
-def _continue(model: Any, prompts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _continue(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_step: bool) -> torch.Tensor:
     """Greedy tokens [batch, num_tokens] after prompts [batch, prompt_length], padded after an end of text; whatever
     else the model ships for `generate()`, penalties or beams, is left out."""
     shipped = model.generation_config
@@ -111,7 +126,9 @@ def _continue(model: Any, prompts: torch.Tensor, num_tokens: int) -> torch.Tenso
     mask = torch.ones_like(prompts)
     model.generation_config = settings  # generate() fills what a given configuration leaves open from the model's
     try:
-        tokens: torch.Tensor = model.generate(prompts, attention_mask=mask, generation_config=settings)
+        tokens: torch.Tensor = model.generate(
+            prompts, attention_mask=mask, generation_config=settings, synced_gpus=in_step
+        )
     finally:
         model.generation_config = shipped
     tokens = tokens[:, prompts.shape[1] :]

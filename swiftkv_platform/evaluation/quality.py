@@ -17,10 +17,13 @@ from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.workers import Workers
 
 _LOGITS_PER_CHUNK = 1 << 22
 """Elements of a [chunk, vocab] buffer: 16 MiB in float32. Smaller chunks run faster on CPU, and only a sum is kept."""
 
+ALONE = Workers()
+"""The workers of the default process group at the time of a call; one alone without a group."""
 
 NUM_EXIT_BINS = 20
 """Bins of equal width over the exit head's largest probability; the last begins at 0.95, the paper's threshold."""
@@ -99,28 +102,38 @@ def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
     return [int(i) for i in np.linspace(0, len(rows) - 1, num_rows).round()]
 
 
-def evaluate(model: Any, rows: PackedRows, *, max_tokens: int, batch_size: int) -> Totals:
+def evaluate(model: Any, rows: PackedRows, *, max_tokens: int, batch_size: int, workers: Workers = ALONE) -> Totals:
     """Compare teacher and student mode of a SwiftKV model over the positions that the rows' `loss_mask` marks.
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; its mode does not matter.
         max_tokens: held-out tokens to measure, see `evaluation_rows`.
         batch_size: rows a forward pass.
+        workers: take a share of the rows each; every one returns the whole.
 
     Raises:
         DataError: nothing is held out.
         ModelError: the model was exported without its teacher.
     """
-    return measure(model, rows, evaluation_rows(rows, max_tokens=max_tokens), batch_size=batch_size)
+    indices = evaluation_rows(rows, max_tokens=max_tokens)
+    share = -(-len(indices) // workers.size)
+    # In step, a worker without a row of its own left takes one that counts nothing.
+    fill = indices[:1] * (share - len(workers.share(indices))) if workers.in_step else []
+    totals = measure(model, rows, workers.share(indices), batch_size=min(batch_size, share), not_counted=fill)
+    return sum(workers.gather(totals), Totals())
 
 
 @torch.no_grad()
-def measure(model: Any, rows: PackedRows, indices: Sequence[int], *, batch_size: int) -> Totals:
-    """The sums over the rows `indices`; workers may take a share each."""
+def measure(
+    model: Any, rows: PackedRows, indices: Sequence[int], *, batch_size: int, not_counted: Sequence[int] = ()
+) -> Totals:
+    """The sums over the rows `indices`; those `not_counted` run after them and add nothing."""
     totals = Totals()
+    taken = [*indices, *not_counted]
     with evaluation_mode(model):
-        for start in range(0, len(indices), batch_size):
-            batch = to_tensors(rows.batch(indices[start : start + batch_size]))
+        for start in range(0, len(taken), batch_size):
+            batch = to_tensors(rows.batch(taken[start : start + batch_size]))
+            batch["loss_mask"][max(len(indices) - start, 0) :] = False
             totals += _measure_batch(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
     return totals
 

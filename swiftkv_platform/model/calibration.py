@@ -29,7 +29,8 @@ TokenBatch = torch.Tensor | Mapping[str, torch.Tensor]
 rows)."""
 
 
-def _method(layers: Mapping[int, Any]) -> Method:
+def method_of(layers: Mapping[int, Any]) -> Method:
+    """The method of the kind of attention that `layers` have."""
     attention = next(iter(layers.values())).self_attn
     return LATENTS if isinstance(attention, LatentAttentionMixin) else HEADS
 
@@ -59,7 +60,8 @@ class _Recorder:
 
 
 @contextmanager
-def _recording(layers: Mapping[int, Any], method: Method) -> Iterator[_Recorder]:
+def recording(layers: Mapping[int, Any], method: Method) -> Iterator[_Recorder]:
+    """Record the teacher's upper attention while the block runs."""
     recorder = _Recorder(layers, method)
     try:
         yield recorder
@@ -67,7 +69,7 @@ def _recording(layers: Mapping[int, Any], method: Method) -> Iterator[_Recorder]
         recorder.close()
 
 
-def _inputs(batch: TokenBatch, decoder: Any) -> dict[str, torch.Tensor]:
+def decoder_inputs(batch: TokenBatch, decoder: Any) -> dict[str, torch.Tensor]:
     """A batch as the decoder takes it. Raises `InvalidInputError`."""
     given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     ids, vocab_size = given.get("input_ids"), decoder.config.vocab_size
@@ -100,11 +102,11 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
     """
     decoder, config = model.model, model.config
     layers = {i: decoder.layers[i] for i in range(config.num_key_value_layers, config.num_hidden_layers)}
-    method = _method(layers)
+    method = method_of(layers)
     statistics: CalibrationStatistics | None = None
-    with _recording(layers, method) as recorder:
+    with recording(layers, method) as recorder:
         for batch in batches:
-            context = decoder.begin(**_inputs(batch, decoder))
+            context = decoder.begin(**decoder_inputs(batch, decoder))
             x = decoder.lower(context)
             final = decoder.teacher_upper(x, context)
             hidden = decoder.norm_swiftkv(x).flatten(0, 1).double()
@@ -116,7 +118,7 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
                     i: method.query_statistic(query.unflatten(-1, (config.num_attention_heads, -1)))
                     for i, query in recorder.queries.items()
                 },
-                exits=_exit_sums(model.exit_norm(x), final) if config.early_exit else (),
+                exits=exit_sums(model.exit_norm(x), final) if config.early_exit else (),
                 num_tokens=hidden.shape[0],
             )
             statistics = sums if statistics is None else statistics.add_(sums)
@@ -125,7 +127,8 @@ def collect(model: Any, batches: Iterable[TokenBatch]) -> CalibrationStatistics:
     return statistics
 
 
-def _exit_sums(inputs: torch.Tensor, final: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def exit_sums(inputs: torch.Tensor, final: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums n^T n and n^T final of `CalibrationStatistics.exits`, for [batch, num_tokens, hidden_size] each."""
     inputs, final = inputs.flatten(0, 1).double(), final.flatten(0, 1).double()
     return inputs.T @ inputs, inputs.T @ final
 
@@ -135,7 +138,7 @@ def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
     """Set the SwiftKV projections of every group of `model`, and its exit head, from `statistics`, in place."""
     layer_map, layers = model.config.layer_map, model.model.layers
     leaders = {i: layers[i] for i in layer_map.leaders}
-    method = _method(leaders)
+    method = method_of(leaders)
     fitted = next(iter(leaders.values())).self_attn.input_projections[0]
     regression = Regression(statistics, intercept=fitted.bias is not None)
     for leader in leaders:
@@ -143,6 +146,16 @@ def calibrate(model: Any, statistics: CalibrationStatistics) -> None:
         method.fit([layers[i].self_attn for i in group], group, statistics, regression)
     if statistics.exits:
         gram, cross = statistics.exits
-        expected = torch.cholesky_solve(cross, ridge_factor(gram))  # exit_norm(x) @ expected: the final hidden state
         head = model.lm_head.weight
-        model.exit_head.weight.copy_(head.float() @ expected.T.to(head.device, torch.float32))
+        model.exit_head.weight.copy_(calibrate_exit_head(gram, cross, head))
+
+
+def calibrate_exit_head(gram: torch.Tensor, cross: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    """The exit head, in float32: the language model's `head` on the final hidden state that x lets one expect.
+
+    Args:
+        gram: see `CalibrationStatistics.exits`, as `cross`.
+    """
+    expected = torch.cholesky_solve(cross, ridge_factor(gram))  # exit_norm(x) @ expected: the final hidden state
+    calibrated: torch.Tensor = head.float() @ expected.T.to(head.device, torch.float32)
+    return calibrated

@@ -6,7 +6,7 @@ Knows files and tensors, no model family. A checkpoint may be a local directory 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,16 +108,40 @@ class Checkpoint:
                 raise _unusable(self.source, f"its index says that {shard} holds {name}, which it does not")
         return {name: found[name][1] for name in self.shards}
 
-    def tensors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Some tensors, read into memory of their own: nothing of the files stays mapped."""
+    def tensors(self, names: Iterable[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
+        """Some tensors, read into memory of their own: nothing of the files stays mapped.
+
+        Args:
+            rows: reads no more than these of each, along the first dimension.
+        """
         by_shard: dict[str, list[str]] = {}
         for name in names:
             by_shard.setdefault(self.shards[name], []).append(name)
         read: dict[str, torch.Tensor] = {}
         for shard, wanted in by_shard.items():
             with _opened(self.path(shard), self.source) as file:
-                read |= {name: file.get_tensor(name).clone() for name in wanted}
+                read |= {name: _read(file, name, rows) for name in wanted}
         return read
+
+
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """Tensors of the safetensors files in a directory, each read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            with _opened(path, directory) as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with _opened(self._files[name], self._files[name].parent) as file:
+            return _read(file, name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +174,11 @@ def _opened(path: str | Path, source: str | Path) -> Iterator[Any]:
         raise _unusable(source, f"{Path(path).name} is no safetensors file or not all of one ({error})") from error
     with file as opened:
         yield opened
+
+
+def _read(file: Any, name: str, rows: slice | None) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+    return tensor.clone()
 
 
 def _info(tensor: Any) -> TensorInfo:

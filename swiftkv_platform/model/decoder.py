@@ -133,7 +133,8 @@ class SwiftKVDecoderMixin(nn.Module):
             layer_arguments=layer_arguments,
         )
 
-    def _run(self, i: int, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
+    def run_layer(self, i: int, hidden: torch.Tensor, context: DecoderContext, **arguments: Any) -> torch.Tensor:
+        """Layer i over `hidden` [batch, num_tokens, hidden_size]; the teacher's, without a `shared_key_value`."""
         output: torch.Tensor = self.layers[i](
             hidden,
             attention_mask=context.masks.by_layer[i],
@@ -150,7 +151,7 @@ class SwiftKVDecoderMixin(nn.Module):
         """x, the hidden state after layer l - 1: [batch, num_tokens, hidden_size]."""
         hidden = context.hidden
         for i in range(self.layer_map.num_key_value_layers):
-            hidden = self._run(i, hidden, context)
+            hidden = self.run_layer(i, hidden, context)
         return hidden
 
     def teacher_upper(
@@ -168,7 +169,7 @@ class SwiftKVDecoderMixin(nn.Module):
             )
         hidden = x
         for i in range(self.layer_map.num_key_value_layers, len(self.layers)):
-            hidden = self._run(i, hidden, context)
+            hidden = self.run_layer(i, hidden, context)
             if record is not None:
                 record.append(hidden)
         return self.normalise(hidden)
@@ -199,7 +200,7 @@ class SwiftKVDecoderMixin(nn.Module):
             if i in leaders:
                 stored = read(shared[leaders.index(i)])
                 key_value = self.layers[i].self_attn.expand_key_value(stored)
-            hidden = self._run(i, hidden, context, shared_key_value=key_value)
+            hidden = self.run_layer(i, hidden, context, shared_key_value=key_value)
             if record is not None:
                 record.append(hidden)
         return self.normalise(hidden)

@@ -17,10 +17,11 @@ from typing import Literal
 
 import torch
 from safetensors.torch import save_file
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from swiftkv_platform.errors import ConflictError
 
+MAX_SHARD_BYTES = 2 << 30
 Files = Literal["link", "copy"]
 """Way of putting an unchanged weight file into a new directory: as a hard link, which takes no space and no time, or as
 a copy, for a target that must not share its bytes with the source."""
@@ -118,6 +119,25 @@ class ShardWriter:
         write_shard(self._pending, self._directory / file)
         self.shards |= dict.fromkeys(self._pending, file)
         self._pending, self._pending_bytes = {}, 0
+
+
+def write_model_shards(
+    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write a model's tensors under the names that `save_pretrained` gives weight files, one file's worth in memory."""
+    writer, num_bytes = ShardWriter(directory, "partial", max_shard_bytes), 0
+    for name, tensor in tensors:
+        num_bytes += tensor.nbytes
+        writer.add(name, tensor)
+    writer.flush()
+    files = sorted(set(writer.shards.values()))
+    if len(files) == 1:
+        (directory / files[0]).rename(directory / SAFE_WEIGHTS_NAME)
+        return
+    names = shard_names(files, "model")
+    for file, name in names.items():
+        (directory / file).rename(directory / name)
+    write_index(directory, {tensor: names[file] for tensor, file in writer.shards.items()}, num_bytes)
 
 
 def write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:

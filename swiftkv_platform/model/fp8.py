@@ -54,15 +54,21 @@ def is_scale(name: str, checkpoint: Checkpoint) -> bool:
     return any(name.endswith(suffix) and name.removesuffix(suffix) in checkpoint.shards for suffix in _SCALES)
 
 
-def read_tensors(checkpoint: Checkpoint, names: list[str] | tuple[str, ...]) -> dict[str, torch.Tensor]:
+def read_tensors(
+    checkpoint: Checkpoint, names: list[str] | tuple[str, ...], rows: slice | None = None
+) -> dict[str, torch.Tensor]:
     """Some tensors by name; float8 ones times their scales, in float32.
+
+    Args:
+        rows: reads no more than these of each, along the first dimension; scales are read whole.
 
     Raises:
         ModelError: float8 without scales, or scales that do not fit.
     """
     scales = {name: found for name in names if (found := _scale_of(name, checkpoint)) is not None}
-    read = checkpoint.tensors([*names, *scales.values()])
-    return {name: _dequantize(checkpoint, name, read[name], read.get(scales.get(name, ""))) for name in names}
+    read = checkpoint.tensors(names, rows)
+    grids = checkpoint.tensors(scales.values())
+    return {name: _dequantize(checkpoint, name, read[name], grids.get(scales.get(name, "")), rows) for name in names}
 
 
 def read_all(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -93,19 +99,27 @@ def _scale_of(name: str, checkpoint: Checkpoint) -> str | None:
     return next((f"{name}{suffix}" for suffix in _SCALES if f"{name}{suffix}" in checkpoint.shards), None)
 
 
-def _dequantize(checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def _dequantize(
+    checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor | None, kept: slice | None
+) -> torch.Tensor:
+    """`weight`, the rows `kept` of a tensor, times the scales of the whole of it."""
     if weight.dtype not in FP8_DTYPES:
         return weight
     if scale is None:
         raise _misfit(checkpoint, f"{name} is float8 and has no {name}_scale or {name}_scale_inv beside it")
-    rows, columns = weight.shape
+    shape = weight.shape if kept is None else checkpoint.headers[name].shape
+    rows, columns = shape
     grid = scale.float()
     grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(len(grid), -1)
     if len(grid) > rows or grid.shape[1] > columns:
         raise _misfit(checkpoint, f"{name} is {rows} x {columns} and its scales {tuple(scale.shape)}")
     # Blocks are of equal size, but for the last, which the weight may cut short.
-    height, width = (_block(size, count) for size, count in zip(weight.shape, grid.shape, strict=True))
-    grid = grid.repeat_interleave(height, dim=0)[:rows].repeat_interleave(width, dim=1)[:, :columns]
+    height, width = (_block(size, count) for size, count in zip(shape, grid.shape, strict=True))
+    first, last, _ = (kept or slice(None)).indices(rows)
+    which = torch.arange(first, last) // height  # the row of the grid that each row of the weight has
+    grid = grid[which]
+    if grid.shape[1] > 1:
+        grid = grid.repeat_interleave(width, dim=1)[:, :columns]
     return weight.float() * grid
 
 

@@ -22,6 +22,7 @@ from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.conversion import convert, make_student_config, read_config
 from swiftkv_platform.model.directories import (
+    MAX_SHARD_BYTES,
     Files,
     ShardWriter,
     check_new,
@@ -41,7 +42,6 @@ from swiftkv_platform.planning import Sharing
 Progress = Callable[[int, int], None]
 """Callback that is told how many tensors of how many are written."""
 
-MAX_SHARD_BYTES = 2 << 30
 _NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 _NOT_NEEDED = ["*/*", "consolidated*"]
 

@@ -19,6 +19,7 @@ from swiftkv_platform.contract.events import (
     MetricsEvent,
     PlacementData,
     PlacementEvent,
+    ProgressEvent,
     StatusEvent,
     TrackingEvent,
 )
@@ -85,6 +86,9 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
             _record(reading, event, "message", level="error")
         case TrackingEvent():
             reading.job = replace(reading.job, tracking=_plain(event.data))
+            _record(reading, event, "message")
+        case ProgressEvent():
+            _note_progress(reading)
             _record(reading, event, "message")
         case MessageEvent() | ArtifactEvent():
             _record(reading, event, "message")

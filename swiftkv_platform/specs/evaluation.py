@@ -60,8 +60,8 @@ class EvaluationSpec(Spec):
     """Tasks of lm-evaluation-harness; a string is a task's `name`."""
     task_limit: Count | None = None
     """Samples of each task, the first ones; default: all."""
-    task_batch_size: Size = 8
-    """Prompts a forward pass of a task."""
+    task_batch_size: Size | None = None
+    """Prompts a forward pass of a task; default: as many as make 8,192 tokens."""
     max_minutes: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Minutes after which no further task begins; the report names those left out, which no gate judges. null: none is
     left out."""

@@ -125,6 +125,7 @@ class AttemptStore:
             delete_directory(self._store, attempt.data_prefix)
             self._store.delete_prefix(attempt.answers_prefix)
             self._store.delete_prefix(attempt.starts_prefix)
+            self._store.delete_prefix(attempt.evaluation_prefix)
 
     def discard_trial_checkpoints(self, job_id: str) -> None:
         """Delete every checkpoint of a sweep's trials, once its model is published; their reports stay."""

@@ -26,7 +26,7 @@ from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.weights import LazyStudent
-from swiftkv_platform.model import convert
+from swiftkv_platform.model import checkpoint, convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.tiny_models import family_teacher, random_teacher
@@ -88,7 +88,7 @@ class Run:
     family: str | None = None
     """Family among `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
     teacher: str | None = None
-    """Directory of the teacher, whose weights are then read module by module."""
+    """Directory of the teacher, whose weights are then read piece by piece where they are sharded."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Sections of the job spec that differ from `job_spec`."""
 
@@ -102,6 +102,8 @@ class Outcome:
     """Names of frozen parameters that are not what they were."""
     largest_share: float = 1.0
     """Share of the model's elements that this worker held at one time while the weights were read."""
+    share_read: float = 1.0
+    """Bytes of weights that this worker read, as a share of the checkpoint's."""
 
 
 def job_spec(sections: dict[str, Any]) -> JobSpec:
@@ -148,9 +150,12 @@ def run(scenario: Run) -> Outcome:
     dtype = getattr(torch, spec.model.dtype)
     lazy, student = None, tiny_student(early_exit=scenario.early_exit, family=scenario.family)
     if scenario.teacher is not None:
-        shape = {"num_key_value_layers": NUM_KEY_VALUE_LAYERS, "prefill_reduction": None, "key_value_group_size": 2}
-        lazy = LazyStudent.open(scenario.teacher, {}, **shape, early_exit=scenario.early_exit, sharing="gqa")
-        assert lazy is not None
+        shape: dict[str, Any] = {"num_key_value_layers": NUM_KEY_VALUE_LAYERS, "prefill_reduction": None}
+        shape |= {"key_value_group_size": 2}
+        shape |= {"early_exit": scenario.early_exit, "sharing": "gqa"}
+        student = convert(scenario.teacher, **shape, dtype=dtype)
+        if spec.sharding.shards_parameters:
+            lazy = LazyStudent.open(scenario.teacher, {}, dtype=dtype, **shape)
     before = {name: p.detach().clone() for name, p in student.named_parameters()}
     student = student if lazy is None else lazy.model
     fork = Fork(
@@ -161,16 +166,8 @@ def run(scenario: Run) -> Outcome:
         sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, torch.device("cpu")),
     )
     trained_names = {name for name, p in student.named_parameters() if p.requires_grad}
-    held: list[float] = []
-
-    def fill(module: torch.nn.Module) -> None:
-        if lazy is not None:
-            lazy.fill(module)
-            held.append(_share_held(fork))
-
-    if lazy is not None:
-        lazy.attach(fork)
-    parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"), fill=fill)
+    weights = None if lazy is None else _Watched(lazy, fork)
+    parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"), weights=weights)
     request = AttemptRequest(job_id="j", attempt=scenario.attempt, spec=spec, resume_from=_key(scenario), run_id="r")
     store = AttemptCheckpoints(open_store(scenario.store), request, keep=spec.checkpoint.keep)
     checkpointer = Checkpointer(parallel, store, local_rank=dist.get_rank())
@@ -184,9 +181,55 @@ def run(scenario: Run) -> Outcome:
     return Outcome(
         steps=recorder.steps,
         trained={name: after[name] for name in trained_names},
-        largest_share=max(held, default=1.0),
+        largest_share=1.0 if weights is None else max(weights.held),
+        share_read=1.0 if weights is None else weights.share_read(),
         frozen_changed=[name for name in before if name not in trained_names and not before[name].equal(after[name])],
     )
+
+
+class _Watched:
+    """Weights of a lazy student, with what is held and read of them."""
+
+    def __init__(self, lazy: LazyStudent, fork: Fork) -> None:
+        lazy.attach(fork)
+        self._lazy, self._fork = lazy, fork
+        self.held: list[float] = []
+        self._bytes = CountedReads.install()
+
+    def fill(self, module: torch.nn.Module, *, read: bool = True) -> None:
+        self._lazy.fill(module, read=read)
+        self.held.append(_share_held(self._fork))
+
+    def fill_shards(self, root: torch.nn.Module) -> None:
+        self._lazy.fill_shards(root)
+        self.held.append(_share_held(self._fork))
+
+    def share_read(self) -> float:
+        self._bytes.remove()
+        return self._bytes.num_bytes / self._lazy.stored_bytes
+
+
+class CountedReads:
+    """Bytes of tensors that come out of checkpoint files, from `install` on."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._read = checkpoint._read
+
+    @classmethod
+    def install(cls) -> CountedReads:
+        counted = cls()
+
+        def read(file: Any, name: str, rows: slice | None) -> Tensor:
+            tensor = counted._read(file, name, rows)
+            counted.num_bytes += tensor.nbytes
+            return tensor
+
+        checkpoint._read = read
+        return counted
+
+    def remove(self) -> None:
+        checkpoint._read = self._read
 
 
 def _share_held(fork: Fork) -> float:

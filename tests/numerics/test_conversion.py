@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, convert_checkpoint, export
 from swiftkv_platform.model.checkpoint import Checkpoint
-from tests.checkpoints import SHAPE, rewrite, save
+from tests.checkpoints import BLOCKS, ROWS, SHAPE, TENSORS, rewrite, save, save_fp8
 from tests.tiny_models import FAMILY_CONFIGS, family_teacher, random_teacher, teacher_config
 
 
@@ -203,47 +202,6 @@ def test_new_files_are_as_readable_as_others(tmp_path: Path) -> None:
 
 
 # FP8 teachers.
-
-ROWS = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
-BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
-WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
-TENSORS = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
-    "ignore": ["lm_head"],
-}
-
-
-def save_fp8(directory: Path, quantization: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Write a teacher whose linear layers are float8 in the given format; returns what its weights stand for."""
-    model = random_teacher().to(torch.bfloat16)
-    model.save_pretrained(directory)
-    tensors, exact = load_file(directory / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        weight = tensors[name].float()
-        if quantization is ROWS:
-            scale = weight.abs().amax(1, keepdim=True) / 448
-            whole, stored = scale, f"{name}_scale"
-        elif quantization is TENSORS:
-            scale = whole = (weight.abs().max() / 448).reshape(1)
-            stored = f"{name}_scale"
-        else:
-            scale = (
-                weight.unflatten(0, (-1, 32 if len(weight) % 32 == 0 else 16)).unflatten(2, (-1, 32)).abs().amax((1, 3))
-                / 448
-            )
-            block = len(weight) // len(scale)
-            whole, stored = scale.repeat_interleave(block, 0).repeat_interleave(32, 1), f"{name}_scale_inv"
-        quantized = (weight / whole).to(torch.float8_e4m3fn)
-        exact[name] = (quantized.float() * whole).to(torch.bfloat16)
-        tensors |= {name: quantized, stored: scale}
-        if quantization is TENSORS:
-            tensors[name.replace("weight", "input_scale")] = torch.ones(1)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    return exact
 
 
 @pytest.mark.parametrize("quantization", [ROWS, TENSORS, BLOCKS], ids=["fbgemm", "compressed-tensors", "fine-grained"])

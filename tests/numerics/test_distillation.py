@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.stop_requests import StopRequest
-from swiftkv_platform.distillation.checkpoint import read_trained
+from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError
 from swiftkv_platform.model.batches import to_tensors
@@ -297,7 +297,7 @@ def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(
 
     directories = sorted((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).iterdir())
     assert [directory.name[:16] for directory in directories] == ["step-00000004-w1", "step-00000005-w1"]
-    tensors = read_trained(directories[-1])
+    tensors = dict(TrainedTensors(directories[-1]))
     assert tensors.keys() == outcome.trained.keys()
     student = tiny_student().float()
     load_trained(student, tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,17 @@ State = dict[str, Any]
 `step`, or Muon's `momentum_buffer`. Names and global shapes are the same for every strategy and number of workers."""
 Read = Callable[[State], None]
 """Overwrites every tensor of a state, or of a part of one, with what was saved."""
-Fill = Callable[[nn.Module], None]
-"""Gives the parameters of a module, and of those within, that are on the meta device, their storage and values."""
+
+
+class Weights(Protocol):
+    """Values of a fork that is on the meta device."""
+
+    def fill(self, module: nn.Module, *, read: bool = True) -> None:
+        """Give the parameters of `module`, and of those within, that are on the meta device storage and, with `read`,
+        values."""
+
+    def fill_shards(self, root: nn.Module) -> None:
+        """Write the values of the parameters of `root` that this worker holds after FSDP2 has sharded it."""
 
 
 class Parallel(ABC):

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizers, set_learning_rate
-from swiftkv_platform.distillation.parallel.base import Fill, Parallel, Read, State
+from swiftkv_platform.distillation.parallel.base import Parallel, Read, State, Weights
 from swiftkv_platform.specs import JobSpec
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -99,11 +99,13 @@ class DataParallel(_Native):
 class FullySharded(_Native):
     """FSDP2: every layer is gathered when it runs; what is left (embeddings, norms, heads) belongs to the root.
 
-    A fork without weights (on the meta device) gets them from `fill`, unit by unit as each is sharded, so that a worker
-    holds one unit and its own shards, never the whole model.
+    A fork without weights (on the meta device) is sharded first, and a worker reads no more than its own rows of each
+    parameter.
     """
 
-    def __init__(self, fork: Fork, spec: JobSpec, fill: Fill, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, fork: Fork, spec: JobSpec, weights: Weights | None, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         param_dtype = None if dtype == torch.float32 else dtype
         precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
@@ -111,12 +113,21 @@ class FullySharded(_Native):
         offloads = spec.sharding.cpu_offload and device.type != "cpu"
         offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
         for unit in [*fork.units(), fork]:
-            for module in unit if isinstance(unit, list) else [unit]:
-                fill(module)
             fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        if weights is not None:
+            materialize(fork, torch.device("cpu") if offloads else device)
+            weights.fill_shards(fork)
         super().__init__(fork, fork, spec, device=device)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         cast("FSDPModule", self.module).set_requires_gradient_sync(last)
         yield
+
+
+def materialize(sharded: nn.Module, device: torch.device) -> None:
+    """Give a sharded model on the meta device storage for this worker's rows; its buffers keep their values."""
+    buffers = {name: buffer.to(device) for name, buffer in sharded.named_buffers()}
+    sharded.to_empty(device=device)
+    for name, buffer in sharded.named_buffers():
+        buffer.copy_(buffers[name])

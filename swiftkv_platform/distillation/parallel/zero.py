@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizer, set_learning_rate
-from swiftkv_platform.distillation.parallel.base import Fill, Parallel, Read, State
+from swiftkv_platform.distillation.parallel.base import Parallel, Read, State, Weights
 from swiftkv_platform.specs import JobSpec
 
 os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
@@ -37,10 +37,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class ZeRO(Parallel):
     """Stage 1 shards optimizer state, 2 gradients too, 3 parameters too, frozen ones included.
 
-    Stage 3 gives a fork on the meta device its weights from `fill`, unit by unit as each is sharded.
+    Stage 3 gives a fork on the meta device its `weights` unit by unit as each is sharded.
     """
 
-    def __init__(self, fork: Fork, spec: JobSpec, fill: Fill, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, fork: Fork, spec: JobSpec, weights: Weights | None, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__(fork, device=device)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # which DeepSpeed wants to see; launchers set it
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
@@ -49,7 +51,7 @@ class ZeRO(Parallel):
         for parameter in fork.parameters():  # with bfloat16, the float32 masters are ZeRO's
             parameter.data = parameter.data.to(dtype)
         if self._stage == 3:
-            _partition(fork, fill, settings)
+            _partition(fork, weights, settings)
         trained = [parameter for parameter in fork.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
             model=fork,
@@ -148,10 +150,11 @@ def _shape(parameter: Any) -> torch.Size:
     return shape
 
 
-def _partition(fork: Fork, fill: Fill, settings: dict[str, Any]) -> None:
+def _partition(fork: Fork, weights: Weights | None, settings: dict[str, Any]) -> None:
     for unit in [*fork.units(), fork]:
         for module in unit if isinstance(unit, list) else [unit]:
-            fill(module)
+            if weights is not None:
+                weights.fill(module, read=dist.get_rank() == 0)  # DeepSpeed sends each the first worker's
             deepspeed.zero.Init(module=module, mem_efficient_linear=False, config_dict_or_path=settings)
     # The losses use the heads' weights outside the heads' own forward.
     for head in fork.heads():

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ from swiftkv_platform.evaluation.harness.tasks import (
     resolve_tasks,
     task_manager,
 )
+from swiftkv_platform.evaluation.parts import NoParts, Parts, measured
+from swiftkv_platform.evaluation.quality import ALONE
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import points_lost
@@ -42,6 +46,7 @@ from swiftkv_platform.specs.evaluation import points_lost
 _BOOTSTRAP_ITERATIONS = 1000
 """For standard errors that have no closed form."""
 _CODE_EVAL = "HF_ALLOW_CODE_EVAL"
+NO_PARTS = NoParts()
 
 
 class TaskScore(FrozenModel):
@@ -103,7 +108,15 @@ class TaskResults:
     """Names of tasks that did not begin within `EvaluationSpec.max_minutes`."""
 
 
-def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[Task], spec: EvaluationSpec) -> TaskResults:
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    spec: EvaluationSpec,
+    *,
+    workers: Workers = ALONE,
+    parts: Parts = NO_PARTS,
+) -> TaskResults:
     """Let both modes of `model` answer every task, as `spec` says; after `max_minutes` none begins.
 
     Log-likelihoods come from a forward pass of every token through every layer (no `logits_to_keep` is given), so
@@ -111,6 +124,8 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[Task], spec: Evaluatio
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; left in the mode it came in.
+        workers: answer a share of every task's requests each; the first runs the harness, every one returns the whole.
+        parts: keep each task's scores, so that none is answered twice.
 
     Raises:
         InvalidInputError: a task or metric that the harness does not know, or a chat template that the tokenizer lacks.
@@ -118,32 +133,67 @@ def run_tasks(model: Any, tokenizer: Any, tasks: Sequence[Task], spec: Evaluatio
     """
     if not tasks:
         return TaskResults()
-    from lm_eval.models.huggingface import HFLM
-
     mode, was_training = model.model.swiftkv_enabled, model.training
     model.eval()
-    scores: list[TaskScore] = []
-    left_out: list[str] = []
-    ends_at = math.inf if spec.max_minutes is None else time.monotonic() + 60.0 * spec.max_minutes
     try:
         with _quiet():
-            manager = task_manager(any(isinstance(task.source, str) for task in tasks))
-            language_model = HFLM(
-                pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=spec.task_batch_size
-            )
-            for task in tasks:
-                if time.monotonic() >= ends_at:
-                    left_out.append(task.spec.name)
-                    continue
-                loaded = _load(manager, task)
-                answers = []
-                for enabled in (False, True):
-                    model.swiftkv(enabled)
-                    answers.append(_answer(language_model, manager, task, loaded, spec.task_limit))
-                scores += _scores(task, *answers)
+            return _Run(model, tokenizer, spec, workers, parts).all(tasks)
     finally:
         model.swiftkv(mode).train(was_training)
-    return TaskResults(tuple(scores), tuple(left_out))
+
+
+class _Run:
+    """Tasks one after the other, each answered by all workers."""
+
+    def __init__(self, model: Any, tokenizer: Any, spec: EvaluationSpec, workers: Workers, parts: Parts) -> None:
+        from swiftkv_platform.evaluation.harness.shared import SharedModel
+
+        self._model, self._spec, self._workers, self._parts = model, spec, workers, parts
+        self._part, self._passes = "", 0
+        self._language_model = SharedModel(
+            model, tokenizer, workers, batch_size=spec.task_batch_size, progress=self._progress
+        )
+
+    def all(self, tasks: Sequence[Task]) -> TaskResults:
+        manager = None
+        if self._workers.is_first:
+            manager = task_manager(any(isinstance(task.source, str) for task in tasks))
+        minutes = self._spec.max_minutes
+        ends_at = math.inf if minutes is None else time.monotonic() + 60.0 * minutes
+        scores: list[TaskScore] = []
+        left_out: list[str] = []
+        for index, task in enumerate(tasks):
+            if self._workers.from_first(time.monotonic() >= ends_at):
+                left_out.append(task.spec.name)
+                continue
+            self._part, self._passes = f"task-{index:03d}", 0
+            answer = partial(self._one, manager, task)
+            scores += measured(self._parts, self._workers, self._part, tuple[TaskScore, ...], answer)
+        return TaskResults(tuple(scores), tuple(left_out))
+
+    def _one(self, manager: Any, task: Task) -> tuple[TaskScore, ...]:
+        if not self._workers.is_first:
+            self._language_model.follow()
+            return self._workers.from_first(())
+        try:
+            loaded = _load(manager, task)
+            answers = []
+            for enabled in (False, True):
+                self._model.swiftkv(enabled)
+                answers.append(_answer(self._language_model, manager, task, loaded, self._spec.task_limit))
+            scores = tuple(_scores(task, *answers))
+        except Exception as error:
+            self._language_model.end(error)
+            raise
+        self._language_model.end()
+        return self._workers.from_first(scores)
+
+    def _progress(self, done: int, total: int) -> None:
+        """Tell of a task's progress, both modes together; of a task with several kinds of requests, of each kind."""
+        if done == total:
+            self._passes += 1
+            done = 0
+        self._parts.progress(self._part, self._passes * total + done, max(2, self._passes + 1) * total)
 
 
 def _load(manager: Any, task: Task) -> Any:

@@ -10,10 +10,12 @@ import pytest
 
 from jobs.attempt.preparation import find_rows
 from jobs.tasks import prepare
-from jobs.worker.prepare import prepare as prepare_here
+from jobs.worker.calibrate import calibrate
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
@@ -71,17 +73,23 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(
     first, again, later = (request(tiny_teacher, corpus, n, initialization="calibrated") for n in (1, 1, 2))
     _, stored = prepare(first, store.uri)
     assert stored.start == AttemptId("job", 1).start_prefix("tiny")
+    assert stored.lacks_start
+    assert prepare(later, store.uri)[1].start == AttemptId("job", 2).start_prefix("tiny")
+
+    stored.fetch(tmp_path / "rows")
+    (tmp_path / "found").mkdir()
+    rows = PreparedData.load(tmp_path / "rows").train
+    calibrate(first.spec, str(tiny_teacher), rows, tmp_path / "found", device="cpu")
+    stored.publish_start(tmp_path / "found")
+    assert not stored.lacks_start
     assert prepare(again, store.uri)[1] == stored
     assert prepare(later, store.uri)[1] == stored
 
-    stored.fetch(tmp_path / "rows")
-    calibrated = stored.open(tmp_path / "rows").calibrated
-    _, prepared = prepare_here(first.spec, tmp_path / "rows")
+    stored.fetch_start(tmp_path / "rows")
+    calibrated, found = stored.open(tmp_path / "rows").calibrated, StoredTensors(tmp_path / "found")
     assert calibrated is not None
-    assert prepared.calibrated is not None
-    assert calibrated.keys() == prepared.calibrated.keys()
-    for name, tensor in prepared.calibrated.items():
-        assert calibrated[name].equal(tensor), name
+    assert calibrated.keys() == found.keys()
+    assert all(calibrated[name].equal(tensor) for name, tensor in found.items())
 
     AttemptStore(store).discard_inputs("job")
     assert not [info for info in store.list("jobs/job") if "/events/" not in info.key]

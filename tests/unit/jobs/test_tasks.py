@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.attempt.preparation import Prepared
 from jobs.values import Plan
+from jobs.worker.calibrate import calibrate
 from jobs.worker.evaluate import evaluate_and_publish
-from jobs.worker.prepare import collect_share, load_student
+from jobs.worker.prepare import load_student
 from jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.distillation import calibration_text
+from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, QualityGateError
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.model.calibration_statistics import CalibrationStatistics
+from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
@@ -63,7 +63,17 @@ def _spec(teacher: Path, corpus: Path, **sections: Any) -> JobSpec:
 
 def prepare(spec: JobSpec) -> tuple[Plan, Prepared]:
     with tempfile.TemporaryDirectory() as directory:
-        return prepare_in(spec, Path(directory) / "rows")
+        plan, data = prepare_in(spec, Path(directory) / "rows")
+        return plan, Prepared(data, start(spec, data))
+
+
+def start(spec: JobSpec, data: PreparedData) -> dict[str, torch.Tensor] | None:
+    """The calibrated start, by this process alone."""
+    if spec.swiftkv.initialization == "copied":
+        return None
+    with tempfile.TemporaryDirectory() as directory:
+        calibrate(spec, spec.model.name_or_path, data.train, Path(directory), device="cpu")
+        return dict(StoredTensors(Path(directory)))
 
 
 def _checkpoint(store: ObjectStore, spec: JobSpec, teacher: Path, tmp_path: Path, noise: float = 0.0) -> str:
@@ -140,30 +150,6 @@ def test_a_tokenizer_of_another_model_is_refused(corpus: Path, tmp_path: Path) -
     save_teacher(tmp_path / "teacher", vocab_size=200, bos_token_id=1, eos_token_id=2)
     with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
         prepare(_spec(tmp_path / "teacher", corpus))
-
-
-@pytest.mark.slow  # calibrates twice
-def test_a_calibration_divided_among_workers_is_the_same(
-    tiny_teacher: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration_text, "_TOKENS_PER_SHARE", 256)
-    spec = _spec(tiny_teacher, corpus, resources={"num_workers": 3}, training={"max_steps": 4, "batch_size": 3})
-    _, alone = prepare_in(spec, tmp_path / "rows")
-    seen: list[int] = []
-
-    def helpers(num_shares: int) -> Iterator[CalibrationStatistics]:
-        for share in range(1, num_shares):
-            statistics = collect_share(spec, tmp_path / "rows", share, num_shares)
-            seen.append(statistics.num_tokens)
-            yield statistics
-
-    _, together = prepare_in(spec, tmp_path / "rows", helpers=helpers)
-    assert len(seen) == 2
-    assert min(seen) > 256
-    assert alone.calibrated is not None
-    assert together.calibrated is not None
-    for name, tensor in alone.calibrated.items():
-        torch.testing.assert_close(together.calibrated[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.slow  # prepares, trains and evaluates

@@ -1,0 +1,64 @@
+"""Activations that wait for their next layer: in memory up to a bound, on disk above it. Knows tensors alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+class KeptTensor:
+    """A tensor that an `ActivationStore` keeps, until this is let go of."""
+
+    def __init__(self, store: ActivationStore, tensor: torch.Tensor | None, path: Path | None) -> None:
+        self._store, self._tensor, self._path = store, tensor, path
+
+    def load(self, device: torch.device | str) -> torch.Tensor:
+        """The tensor on a device."""
+        if self._tensor is not None:
+            return self._tensor.to(device)
+        assert self._path is not None, "what is not in memory is in a file"
+        return load_file(self._path)["x"].to(device)
+
+    def __del__(self) -> None:
+        if self._tensor is not None:
+            self._store.num_bytes -= self._tensor.nbytes
+        elif self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+class ActivationStore:
+    """Keeps tensors in host memory, and what exceeds `max_bytes` of them in files.
+
+    Args:
+        max_bytes: bytes in memory at most.
+        directory: where files go.
+    """
+
+    def __init__(self, max_bytes: int, directory: Path) -> None:
+        self.num_bytes = 0
+        """Bytes in memory."""
+        self._max_bytes = max_bytes
+        self._directory = directory
+        self._num_files = 0
+
+    @classmethod
+    @contextmanager
+    def open(cls, max_bytes: int) -> Iterator[ActivationStore]:
+        """A store whose files go when the block ends."""
+        with tempfile.TemporaryDirectory(prefix="activations-") as directory:
+            yield cls(max_bytes, Path(directory))
+
+    def keep(self, tensor: torch.Tensor) -> KeptTensor:
+        """Take a tensor."""
+        if self.num_bytes + tensor.nbytes <= self._max_bytes:
+            self.num_bytes += tensor.nbytes
+            return KeptTensor(self, tensor.cpu(), None)
+        self._num_files += 1
+        path = self._directory / f"{self._num_files:08d}.safetensors"
+        save_file({"x": tensor.detach().cpu().contiguous()}, path)
+        return KeptTensor(self, None, path)

@@ -1,0 +1,213 @@
+"""The calibrated start of a model that no process holds: layer by layer, the rows divided among workers.
+
+A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is let go of.
+Sums over tokens are added up over the workers as soon as a layer has passed, and a group is fitted after its last one.
+A worker holds one layer at a time, the first one the attention of a group besides, its rows' activations, and the sums
+of one group. The mathematics is that of `calibration`. It knows no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.activations import ActivationStore, KeptTensor
+from swiftkv_platform.model.calibration import (
+    TokenBatch,
+    calibrate_exit_head,
+    decoder_inputs,
+    exit_sums,
+    method_of,
+    recording,
+)
+from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Regression
+from swiftkv_platform.model.workers import Workers
+
+MAX_ACTIVATION_BYTES = 4 << 30
+"""Bytes of activations in memory, above which they go to disk."""
+
+
+class LayerSource(Protocol):
+    """A student on the meta device, and its weights."""
+
+    model: Any
+
+    def fill(self, module: nn.Module, *, own: bool = True) -> None:
+        """Give the parameters of `module` their values; without `own` none of those that the teacher has not."""
+
+    def release(self, module: nn.Module) -> None:
+        """Let go of them."""
+
+
+@torch.no_grad()
+def calibrate_streamed(
+    source: LayerSource,
+    batches: Iterable[TokenBatch],
+    *,
+    workers: Workers,
+    device: torch.device | str = "cpu",
+    max_activation_bytes: int = MAX_ACTIVATION_BYTES,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the calibrated start by name, one tensor at a time, on the first worker; the others yield nothing. Every
+    worker runs it to its end.
+
+    Args:
+        batches: this worker's share of the rows.
+        max_activation_bytes: bytes of activations in memory; more go to disk.
+
+    Raises:
+        InvalidInputError: no worker has tokens, or a batch holds none of the model's.
+    """
+    with ActivationStore.open(max_activation_bytes) as store:
+        yield from _Stream(source, workers, device, store).run(batches)
+
+
+class _Stream:
+    """One pass over all layers."""
+
+    def __init__(
+        self, source: LayerSource, workers: Workers, device: torch.device | str, store: ActivationStore
+    ) -> None:
+        self._source = source
+        self._workers = workers
+        self._device = device
+        self._store = store
+        self._decoder = source.model.model
+        self._config = source.model.config
+        self._first = self._config.num_key_value_layers
+        self._positions: list[torch.Tensor] = []
+        self._hidden: list[KeptTensor] = []
+        self._x: list[KeptTensor] = []
+        """What came out of layer l - 1, by row."""
+        self._scale = 1.0
+        """0 for a worker without rows, whose one token keeps it in step with the others."""
+
+    def run(self, batches: Iterable[TokenBatch]) -> Iterator[tuple[str, torch.Tensor]]:
+        decoder, layer_map = self._decoder, self._config.layer_map
+        num_tokens = self._embed(batches)
+        upper = {i: decoder.layers[i] for i in range(self._first, self._config.num_hidden_layers)}
+        self._method = method_of(upper)
+        for i in range(self._first):
+            with self._filled(decoder.layers[i]):
+                for row in range(len(self._hidden)):
+                    self._step(i, row)
+        self._x = list(self._hidden)
+        with self._filled(decoder.norm_swiftkv, own=True):
+            if self._workers.is_first:
+                yield "model.norm_swiftkv.weight", decoder.norm_swiftkv.weight
+            gram = self._gram()
+            fitted = upper[self._first].self_attn.input_projections[0]
+            sums = CalibrationStatistics(gram, {}, {}, (), num_tokens)
+            regression = Regression(sums, intercept=fitted.bias is not None) if self._workers.is_first else None
+            for leader in layer_map.leaders:
+                for i in layer_map.group(leader):
+                    with self._filled(decoder.layers[i]):
+                        self._observe(i, sums)
+                if regression is not None:
+                    yield from self._fit(layer_map.group(leader), sums, regression)
+                sums.cross, sums.queries = {}, {}
+        if self._config.early_exit:
+            yield from self._fit_exit_head()
+
+    def _embed(self, batches: Iterable[TokenBatch]) -> int:
+        """Embed this worker's rows; returns the tokens of all workers."""
+        decoder, num_tokens = self._decoder, 0
+        with self._filled(decoder.embed_tokens):
+            for batch in batches:
+                inputs = decoder_inputs(batch, decoder)
+                num_tokens += inputs["input_ids"].numel()
+                self._add(inputs)
+            if not self._hidden:
+                self._scale = 0.0
+                self._add({"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=self._device)})
+        total = int(self._workers.sum_(torch.tensor(num_tokens, device=self._device)))
+        if not total:
+            raise InvalidInputError(
+                "calibration got no tokens; give at least one batch of token ids", field="calibration"
+            )
+        return total
+
+    def _add(self, inputs: dict[str, torch.Tensor]) -> None:
+        context = self._decoder.begin(**inputs)
+        self._positions.append(context.position_ids)
+        self._hidden.append(self._store.keep(context.hidden))
+
+    def _step(self, i: int, row: int) -> None:
+        """Run a layer over one row."""
+        # Masks are made again: those of all rows together may be larger than the rows.
+        hidden = self._hidden[row].load(self._device)
+        context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])
+        self._hidden[row] = self._store.keep(self._decoder.run_layer(i, context.hidden, context))
+
+    def _inputs(self, row: int) -> torch.Tensor:
+        """[num_tokens, hidden_size + 1]: h, and 1 for the intercept."""
+        hidden = self._decoder.norm_swiftkv(self._x[row].load(self._device)).flatten(0, 1).double()
+        return torch.cat((hidden, hidden.new_ones(hidden.shape[0], 1)), dim=1) * self._scale
+
+    def _gram(self) -> torch.Tensor:
+        total: torch.Tensor | None = None
+        for row in range(len(self._x)):
+            inputs = self._inputs(row)
+            total = inputs.T @ inputs if total is None else total.addmm_(inputs.T, inputs)
+        assert total is not None, "there is a row, or one that counts nothing"
+        return self._workers.sum_(total)
+
+    def _observe(self, i: int, sums: CalibrationStatistics) -> None:
+        """Run an upper layer of the teacher, and add what calibration needs of it over all workers."""
+        config, queries = self._config, None
+        cross: dict[tuple[int, str], torch.Tensor] = {}
+        with recording({i: self._decoder.layers[i]}, self._method) as recorder:
+            for row in range(len(self._hidden)):
+                self._step(i, row)
+                inputs = self._inputs(row)
+                for key, output in recorder.outputs.items():
+                    product = inputs.T @ output
+                    cross[key] = product if key not in cross else cross[key].add_(product)
+                by_head = recorder.queries[i].unflatten(-1, (config.num_attention_heads, -1))
+                statistic = self._method.query_statistic(by_head) * self._scale
+                queries = statistic if queries is None else queries.add_(statistic)
+        assert queries is not None, "there is a row, or one that counts nothing"
+        sums.cross |= {key: self._workers.sum_(cross[key]) for key in sorted(cross)}
+        sums.queries[i] = self._workers.sum_(queries)
+
+    def _fit(
+        self, group: Iterable[int], sums: CalibrationStatistics, regression: Regression
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        layers = list(group)
+        attentions = [self._decoder.layers[i].self_attn for i in layers]
+        for attention in attentions:
+            self._source.fill(attention)
+        self._method.fit(attentions, layers, sums, regression)
+        for i, attention in zip(layers, attentions, strict=True):
+            for name, parameter in attention.named_parameters():
+                if "_swiftkv" in name:
+                    yield f"model.layers.{i}.self_attn.{name}", parameter
+            self._source.release(attention)
+
+    def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:
+        model, sums = self._source.model, None
+        with self._filled(model.exit_norm, own=True), self._filled(self._decoder.norm):
+            for kept, x in zip(self._hidden, self._x, strict=True):
+                final = self._decoder.normalise(kept.load(self._device))
+                inputs = model.exit_norm(x.load(self._device))
+                parts = [part * self._scale for part in exit_sums(inputs, final)]
+                sums = parts if sums is None else [a.add_(b) for a, b in zip(sums, parts, strict=True)]
+            assert sums is not None, "there is a row, or one that counts nothing"
+            gram, cross = (self._workers.sum_(part) for part in sums)
+            if self._workers.is_first:
+                yield "exit_norm.weight", model.exit_norm.weight
+        if self._workers.is_first:
+            with self._filled(model.lm_head):
+                head = model.lm_head.weight
+                yield "exit_head.weight", calibrate_exit_head(gram, cross, head).to(head.dtype)
+
+    @contextmanager
+    def _filled(self, module: nn.Module, *, own: bool = False) -> Iterator[None]:
+        self._source.fill(module, own=own)
+        yield
+        self._source.release(module)

@@ -1,0 +1,72 @@
+"""The processes that share a piece of work: those of torch's default group, or this one alone. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Workers:
+    """This process among those it works with. All methods but the properties are collective.
+
+    Args:
+        in_step: a forward pass of the model at work is collective as well: each takes as many as the others.
+    """
+
+    def __init__(self, *, in_step: bool = False) -> None:
+        self.in_step = in_step and self.size > 1
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self._together else 0
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size() if self._together else 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def _together(self) -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    def share(self, indices: Sequence[int]) -> list[int]:
+        """This worker's share of `indices`, every `size`-th one."""
+        return list(indices[self.rank :: self.size])
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make `tensor` the sum of all workers', in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all workers, by rank, on each."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: T) -> T:
+        """Return what `value` is on the first worker, on each."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return this worker's of the first one's `values`, which has one for each; the others give None."""
+        if self.size == 1:
+            assert values is not None, "the first worker says who gets what"
+            return values[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, None if values is None else list(values))
+        received: T = mine[0]
+        return received

@@ -1,0 +1,234 @@
+"""Calibration, training, evaluation and publishing of a job by real processes; a module of its own, so that spawned
+workers find it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils.flop_counter import FlopCounterMode
+
+import jobs.worker.evaluate as evaluation
+from jobs.attempt.checkpoints import AttemptCheckpoints
+from jobs.attempt.parts import StoredParts
+from jobs.attempt.preparation import Prepared
+from jobs.worker.calibrate import calibrate
+from jobs.worker.evaluate import evaluate_and_publish
+from jobs.worker.prepare import compute_dtype, load_tokenizer, open_lazy
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.data.packing import PackedRows
+from swiftkv_platform.data.prepared import PreparedData
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.measured import MeasuredStudent
+from swiftkv_platform.distillation.parallel import parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.evaluation.continuations import compare_continuations
+from swiftkv_platform.evaluation.harness.run import run_tasks
+from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
+from swiftkv_platform.evaluation.quality import evaluate
+from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
+from tests.numerics.distillation_worker import tiny_rows
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job, and where it leaves things."""
+
+    directory: str
+    teacher: str
+    sharded: bool = True
+    """Evaluate with the model sharded, as where a worker has no room for it."""
+    num_samples: int = 60
+    killed_after: str | None = None
+    """Part of the evaluation after which the first worker is killed."""
+    spec: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def request(self) -> AttemptRequest:
+        sections: dict[str, Any] = {
+            "name": "phases",
+            "model": {"name_or_path": self.teacher, "dtype": "float32"},
+            "swiftkv": {"num_key_value_layers": 2, "key_value_group_size": 2, "calibration_tokens": 1024},
+            "data": {"max_length": 24},
+            "training": {"batch_size": 8, "max_steps": 3},
+            "optimizer": {"learning_rate": 1e-3},
+            "evaluation": {"max_tokens": 512, "continuations": 6, "continuation_tokens": 4, "max_drop": None},
+            "resources": {"num_workers": 4},
+            "tracking": {"wandb": {"mode": "disabled"}},
+        }
+        merged = {key: {**sections[key], **self.spec.get(key, {})} for key in sections if key != "name"}
+        merged |= {key: value for key, value in self.spec.items() if key not in sections}
+        spec = JobSpec.model_validate({**merged, "name": "phases"})
+        return AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="r")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results at the first worker, and of all workers."""
+
+    losses: list[dict[str, float]]
+    manifest: Manifest
+    grown_bytes: list[dict[str, int]]
+    """By worker and phase, the most anonymous memory beyond what the process had before the first phase."""
+
+
+class _Steps:
+    """Listener to the trainer."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+
+    def on_start(self, progress: Progress) -> None:
+        """The steps tell as much."""
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+
+    def stop_request(self) -> StopRequest:
+        return StopRequest.NONE
+
+
+class AnonymousMemory:
+    """Watches this process's anonymous resident memory (`RssAnon`): files that are mapped are not in it."""
+
+    def __init__(self) -> None:
+        self.grown: dict[str, int] = {}
+        self._before = self._now()
+
+    @contextmanager
+    def watched(self, phase: str) -> Iterator[None]:
+        done, most = threading.Event(), [0]
+
+        def look() -> None:
+            while not done.wait(0.005):
+                most[0] = max(most[0], self._now() - self._before)
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            self.grown[phase] = most[0]
+
+    @staticmethod
+    def _now() -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+        raise AssertionError("Linux says how much anonymous memory a process has")
+
+
+def run_phases(case: Case) -> Outcome:
+    """All phases, over the default process group."""
+    request, directory = case.request, Path(case.directory)
+    spec, workers, memory = request.spec, Workers(), AnonymousMemory()
+    rows = tiny_rows(case.num_samples)
+    evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
+    with memory.watched("calibrate"):
+        start = directory / "start"
+        if workers.is_first:
+            start.mkdir(parents=True)
+        workers.gather(None)
+        calibrate(spec, case.teacher, rows, start, device=CPU)
+        workers.gather(None)
+    prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(start))  # type: ignore[arg-type]
+    store = open_store(str(directory / "store"))
+    checkpoints = AttemptCheckpoints(store, request, keep=1)
+    with memory.watched("train"):
+        steps = _train(case, rows, start, checkpoints)
+    with memory.watched("evaluate"):
+        checkpoint = workers.from_first(checkpoints.newest() if workers.is_first else None)
+        assert checkpoint is not None
+        manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
+    return Outcome([step.losses for step in steps], workers.from_first(manifest), workers.gather(memory.grown))
+
+
+def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckpoints) -> list[StepMetrics]:
+    spec = case.request.spec
+    lazy = open_lazy(spec, case.teacher, StoredTensors(start))
+    fork = Fork(lazy.model, spec.distillation, dtype=compute_dtype(spec))
+    lazy.attach(fork)
+    parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=CPU, weights=lazy)
+    listener = _Steps()
+    checkpointer = Checkpointer(parallel, checkpoints, local_rank=dist.get_rank())
+    assert spec.training.max_steps is not None
+    Trainer(parallel, rows, checkpointer, spec, total_steps=spec.training.max_steps, listener=listener).run()
+    return listener.steps
+
+
+def run_evaluation(case: Case) -> Outcome:
+    """Evaluate the last checkpoint below a case's directory, with the start beside it. Where `case.killed_after` names
+    a part, the first worker dies as soon as that is kept."""
+    request, directory = case.request, Path(case.directory)
+    rows, store = tiny_rows(case.num_samples), open_store(str(directory / "store"))
+    evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
+    prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
+    checkpoint = AttemptCheckpoints(store, request, keep=1).newest()
+    assert checkpoint is not None
+    keep = StoredParts.put
+
+    def put(self: StoredParts, name: str, data: bytes) -> None:
+        keep(self, name, data)
+        if name == case.killed_after:
+            os._exit(9)
+
+    StoredParts.put = put  # type: ignore[method-assign]
+    manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
+    return Outcome([], Workers().from_first(manifest), [])
+
+
+def count_flops(case: Case) -> list[int]:
+    """FLOPs of an evaluation's text, continuations and tasks, by worker, each with the whole model."""
+    spec, workers, rows = case.request.spec, Workers(), tiny_rows(case.num_samples)
+    measured = MeasuredStudent(open_lazy(spec, case.teacher), spec.distillation, sharded=False, device=CPU)
+    settings = spec.evaluation
+    counter = FlopCounterMode(display=False)
+    with counter:
+        evaluate(measured.student, rows, max_tokens=settings.max_tokens, batch_size=4, workers=workers)
+        compare_continuations(
+            measured.student,
+            rows,
+            num_prompts=settings.continuations,
+            num_tokens=settings.continuation_tokens,
+            batch_size=4,
+            workers=workers,
+        )
+        tasks = resolve_tasks(settings.tasks)
+        run_tasks(measured.student, load_tokenizer(spec, case.teacher), tasks, settings, workers=workers)
+    return workers.gather(counter.get_total_flops())
+
+
+def run_spawned(function: Any, cases: Sequence[Case], world_size: int, directory: Path) -> list[Any]:
+    """Results of `function` for the cases at rank 0, one after the other, by `world_size` new processes."""
+    directory.mkdir(exist_ok=True)
+    mp.spawn(_main, args=(world_size, function, list(cases), str(directory)), nprocs=world_size)
+    return pickle.loads((directory / "outcomes.pickle").read_bytes())
+
+
+def _main(rank: int, world_size: int, function: Any, cases: list[Case], directory: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size)
+    outcomes = [function(case) for case in cases]
+    if rank == 0:
+        (Path(directory) / "outcomes.pickle").write_bytes(pickle.dumps(outcomes))
+    dist.destroy_process_group()

@@ -1,0 +1,112 @@
+"""Teachers whose files name or store tensors otherwise than their model: sharded workers read their own part of them
+and train as from the whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.model import convert
+from tests.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
+from tests.numerics.distillation_worker import CountedReads, Outcome, Run, run_spawned
+from tests.tiny_models import FAMILY_CONFIGS, family_teacher
+
+WORKERS = 2
+SHAPE: dict[str, Any] = {"num_key_value_layers": 2, "prefill_reduction": None, "key_value_group_size": 2}
+SHAPE |= {"early_exit": True, "sharing": "gqa"}
+TEACHERS: dict[str, Any] = {"fbgemm": ROWS, "compressed-tensors": TENSORS, "fine-grained": BLOCKS}
+TEACHERS |= dict.fromkeys(("mixtral", "qwen3_moe", "deepseek_v2"))
+TRAINED = ("fbgemm", "compressed-tensors", "mixtral", "deepseek_v2")
+
+
+def save_as(name: str, directory: Path) -> Path:
+    if TEACHERS.get(name) is None:
+        return save(family_teacher(name), directory, max_shard_size="100KB")
+    save_fp8(directory, TEACHERS[name])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Outcome]:
+    path = tmp_path_factory.mktemp("lazy")
+    runs: dict[tuple[str, str], Run] = {}
+    for name in TRAINED:
+        teacher = save_as(name, path / name)
+        whole = Run(
+            store=str(path / f"{name}-ddp"),
+            teacher=str(teacher),
+            spec={
+                "resources": {"num_workers": WORKERS},
+                "training": {"batch_size": 4, "micro_batch_size": 2, "max_steps": 2},
+            },
+        )
+        runs[name, "ddp"] = whole
+        for strategy in ("fsdp2", "deepspeed") if name == "mixtral" else ("fsdp2",):
+            sharding = {"strategy": strategy, "zero_stage": 3}
+            spec = whole.spec | {"sharding": sharding}
+            runs[name, strategy] = replace(whole, store=str(path / f"{name}-{strategy}"), spec=spec)
+    return dict(zip(runs, run_spawned(list(runs.values()), WORKERS, path), strict=True))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_sharded_worker_reads_its_own_part(name: str, outcomes: dict[tuple[str, str], Outcome]) -> None:
+    sharded, whole = outcomes[name, "fsdp2"], outcomes[name, "ddp"]
+
+    for mine, other in zip(sharded.steps, whole.steps, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=1e-4, abs=1e-5)
+    assert sharded.frozen_changed == []
+    assert sharded.largest_share < 0.55
+    assert sharded.share_read < 0.75  # half, and what the copied start is made from, once more
+
+
+def test_zero_holds_a_unit_at_a_time(outcomes: dict[tuple[str, str], Outcome]) -> None:
+    sharded, whole = outcomes["mixtral", "deepspeed"], outcomes["mixtral", "ddp"]
+
+    for mine, other in zip(sharded.steps, whole.steps, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=1e-4, abs=1e-5)
+    assert sharded.largest_share < 0.9
+
+
+@pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *list(TEACHERS)[:3]])
+def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
+    directory = save_as(name, tmp_path / "teacher")
+    converted = convert(directory, **SHAPE, dtype=torch.bfloat16)
+    lazy = LazyStudent.open(directory, {}, dtype=torch.bfloat16, **SHAPE)
+    lazy.fill(lazy.model)
+
+    expected = dict(converted.named_parameters())
+    for parameter, tensor in lazy.model.named_parameters():
+        assert tensor.equal(expected[parameter]), parameter
+    assert lazy.model.config.to_diff_dict() == converted.config.to_diff_dict()
+    assert lazy.model.generation_config.to_dict() == converted.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "fbgemm", "fine-grained"])
+def test_rows_are_read_without_the_rest(name: str, tmp_path: Path) -> None:
+    lazy = LazyStudent.open(save_as(name, tmp_path / "teacher"), {}, **SHAPE)
+    for parameter, tensor in lazy.model.named_parameters():
+        rows = slice(len(tensor) // 4, len(tensor) // 2)
+        whole = lazy.read(parameter)
+        counted = CountedReads.install()
+        part = lazy.read(parameter, rows)
+        counted.remove()
+        assert part.equal(whole[rows]), parameter
+        if "swiftkv" not in parameter and whole.numel() > 1 << 10:
+            assert counted.num_bytes < 0.5 * whole.numel() * whole.element_size(), parameter
+
+
+def test_released_modules_hold_nothing(tmp_path: Path) -> None:
+    model: PreTrainedModel = family_teacher("llama")  # its head is tied
+    lazy = LazyStudent.open(save(model, tmp_path), {}, **SHAPE)
+    for _ in range(2):
+        lazy.fill(lazy.model)
+        assert lazy.model.lm_head.weight is lazy.model.model.embed_tokens.weight
+        lazy.release(lazy.model)
+        assert all(parameter.is_meta for parameter in lazy.model.parameters())

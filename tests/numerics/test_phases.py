@@ -1,0 +1,248 @@
+"""Calibration, training, evaluation and publishing by several workers, none of which holds the model: what one process
+comes to.
+
+`SWIFTKV_SOAK=1` adds a Llama of 1.5 GB by eight workers, whose memory is held to a bound that the whole model breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.multiprocessing import ProcessExitedException
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.distillation.weights import LazyStudent, save_lazy
+from swiftkv_platform.model import convert
+from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.model.directories import write_model_shards
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import fetch_directory
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from tests.checkpoints import ROWS, save, save_fp8
+from tests.fakes.tokenizers import byte_tokenizer
+from tests.numerics.phases_worker import Case, Outcome, count_flops, run_evaluation, run_phases, run_spawned
+from tests.tiny_models import family_teacher
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes, each of which loads torch
+
+WORKERS = 4
+CASES = ("whole", "sharded", "deepseek_v2", "fbgemm", "tail")
+QUESTIONS = [
+    {"text": f"The grass of {n} is", "choices": [" green", " loud", f" seven{n}"], "answer": 0} for n in range(24)
+]
+
+
+def save_tasks(directory: Path) -> list[dict[str, Any]]:
+    """A task of log-likelihoods and one of generation, over a file."""
+    directory.mkdir()
+    (directory / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "questions.jsonl"}},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+    }
+    score = {"aggregation": "mean", "higher_is_better": True}
+    choice = common | {
+        "task": "choose",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc", **score}],
+    }
+    written = common | {
+        "task": "write",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+        "metric_list": [{"metric": "exact_match", **score}],
+    }
+    for task in (choice, written):
+        (directory / f"{task['task']}.yaml").write_text(yaml.safe_dump(task))
+    return [{"name": str(directory / "choose.yaml")}, {"name": str(directory / "write.yaml")}]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    path = tmp_path_factory.mktemp("phases")
+    llama = save(family_teacher("llama"), path / "llama")
+    latent = save(family_teacher("deepseek_v2"), path / "deepseek_v2", max_shard_size="100KB")
+    save_fp8(path / "fbgemm", ROWS)
+    byte_tokenizer().save_pretrained(path / "fbgemm")
+    tasks = {"evaluation": {"tasks": save_tasks(path / "tasks")}}
+    whole = Case(str(path / "at-whole"), str(llama), sharded=False, spec=tasks)
+    return {
+        "whole": whole,
+        "sharded": replace(whole, directory=str(path / "at-sharded"), sharded=True),
+        "deepseek_v2": Case(str(path / "at-deepseek"), str(latent)),
+        "fbgemm": Case(str(path / "at-fbgemm"), str(path / "fbgemm")),
+        "tail": Case(str(path / "at-tail"), str(llama), spec={"distillation": {"trainable": "tail"}}),
+    }
+
+
+@pytest.fixture(scope="module")
+def together(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    path = tmp_path_factory.mktemp("together")
+    return dict(zip(cases, run_spawned(run_phases, list(cases.values()), WORKERS, path), strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    path = tmp_path_factory.mktemp("alone")
+    names = [name for name in cases if name != "sharded"]  # one process has no shards
+    single = [replace(cases[name], directory=f"{cases[name].directory}-alone") for name in names]
+    found = dict(zip(names, run_spawned(run_phases, single, 1, path), strict=True))
+    return found | {"sharded": found["whole"]}
+
+
+def assert_same_report(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    for stage in ("teacher", "rewired", "calibrated", "distilled", "continuations"):
+        assert actual[stage] == pytest.approx(expected[stage], rel=1e-4, abs=1e-4), stage
+    assert actual["num_positions"] == expected["num_positions"]
+    assert actual["prefill_flops_ratio"] == pytest.approx(expected["prefill_flops_ratio"])
+    assert actual["tasks"] == expected["tasks"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_workers_come_to_what_one_process_does(
+    name: str, together: dict[str, Outcome], alone: dict[str, Outcome]
+) -> None:
+    actual, expected = together[name], alone[name]
+    for mine, other in zip(actual.losses, expected.losses, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert_same_report(actual.manifest.metrics, expected.manifest.metrics)
+
+
+@pytest.mark.parametrize("name", ["whole", "fbgemm"])
+def test_workers_find_the_start_that_one_process_finds(
+    name: str, cases: dict[str, Case], together: Any, alone: Any
+) -> None:
+    del together, alone
+    ours, expected = (StoredTensors(Path(f"{cases[name].directory}{end}") / "start") for end in ("", "-alone"))
+    assert ours.keys() == expected.keys()
+    for parameter, tensor in expected.items():
+        assert (ours[parameter] - tensor).norm() <= 1e-5 * tensor.norm(), parameter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_artifact_is_a_model(name: str, cases: dict[str, Case], together: Any, tmp_path: Path) -> None:
+    assert together[name].manifest.metrics["tokens_trained"]
+    fetch_directory(open_store(f"{cases[name].directory}/store"), AttemptId("j", 1).artifact_prefix, tmp_path / "model")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt = torch.arange(12)[None]
+    with torch.no_grad():
+        assert student(prompt).logits.isfinite().all()
+        if name == "whole":
+            teacher = AutoModelForCausalLM.from_pretrained(cases[name].teacher)
+            torch.testing.assert_close(student.swiftkv(False)(prompt).logits, teacher(prompt).logits)
+
+
+def test_workers_divide_the_arithmetic(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = replace(cases["whole"], num_samples=400)
+    spec = {**case.spec["evaluation"], "max_tokens": 2048, "continuations": 32}
+    case = replace(case, spec={"evaluation": spec})
+    (one,) = run_spawned(count_flops, [case], 1, tmp_path / "one")
+    (four,) = run_spawned(count_flops, [case], WORKERS, tmp_path / "four")
+    assert max(four) <= 0.3 * one[0]
+    assert sum(four) == pytest.approx(one[0], rel=0.05)
+
+
+def test_an_evaluation_that_is_killed_repeats_nothing(
+    cases: dict[str, Case], together: dict[str, Outcome], tmp_path: Path
+) -> None:
+    case = replace(cases["whole"], directory=str(tmp_path / "at"))
+    trained, attempt = Path(cases["whole"].directory), AttemptId("j", 1)
+    shutil.copytree(trained / "start", tmp_path / "at" / "start")
+    shutil.copytree(*(path / "store" / attempt.checkpoints_prefix for path in (trained, tmp_path / "at")))
+    with pytest.raises(ProcessExitedException):
+        run_spawned(run_evaluation, [replace(case, killed_after="task-000")], 2, tmp_path / "killed")
+    (outcome,) = run_spawned(run_evaluation, [case], 2, tmp_path / "again")
+
+    assert_same_report(outcome.manifest.metrics, together["whole"].manifest.metrics)
+    told = [stored.event for stored in AttemptStore(open_store(f"{case.directory}/store")).read_events(attempt, {})]
+    ended = Counter(event.data["part"] for event in told if event.type == "progress" and event.data["total"] == 1)
+    # The part after which it was killed is kept, and its end was not told any more.
+    assert ended == dict.fromkeys(("rewired", "calibrated", "distilled", "continuations", "task-001", "prefill"), 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v2"])
+def test_a_student_is_written_piece_by_piece(name: str, tmp_path: Path) -> None:
+    save(family_teacher(name), tmp_path / "teacher")
+    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
+    student = convert(tmp_path / "teacher", **shape)
+    lazy = LazyStudent.open(tmp_path / "teacher", {}, prefill_reduction=None, sharing="gqa", **shape)
+    (tmp_path / "ours").mkdir()
+    student.save_pretrained(tmp_path / "theirs")
+    save_lazy(lazy, tmp_path / "ours", teacher=True)
+    ours, theirs = (StoredTensors(tmp_path / which) for which in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for tensor in theirs:
+        assert ours[tensor].equal(theirs[tensor]), tensor
+
+
+def test_a_large_student_takes_several_files(tmp_path: Path) -> None:
+    tensors = {f"t{n}": torch.full((8,), float(n)) for n in range(5)}
+    write_model_shards(tmp_path, tensors.items(), max_shard_bytes=64)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    ]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"]["t4"] == "model-00003-of-00003.safetensors"
+    assert index["metadata"]["total_size"] == 5 * 32
+
+
+# The marked run: `SWIFTKV_SOAK=1 pytest tests/numerics/test_phases.py -k anonymous -s`, on a quiet machine. Smaller
+# ones: `SWIFTKV_PHASES_LAYERS`, `SWIFTKV_PHASES_WORKERS`.
+
+LAYERS = int(os.environ.get("SWIFTKV_PHASES_LAYERS", "15"))
+LARGE_WORKERS = int(os.environ.get("SWIFTKV_PHASES_WORKERS", "8"))
+
+
+@pytest.mark.skipif(not os.environ.get("SWIFTKV_SOAK"), reason="eight processes and gigabytes: SWIFTKV_SOAK=1")
+def test_no_workers_anonymous_memory_reaches_the_model(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=16384,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        dtype=torch.bfloat16,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    save(model, tmp_path / "teacher", max_shard_size="200MB")
+    del model
+    case = Case(
+        str(tmp_path / "at"),
+        str(tmp_path / "teacher"),
+        spec={
+            "model": {"dtype": "bfloat16"},
+            "swiftkv": {"num_key_value_layers": LAYERS // 2 + 1, "key_value_group_size": 1},
+            "training": {"batch_size": 8, "max_steps": 2},
+            "resources": {"num_workers": LARGE_WORKERS},
+            "evaluation": {"continuations": 0, "max_tokens": 256},
+        },
+    )
+    (outcome,) = run_spawned(run_phases, [case], LARGE_WORKERS, tmp_path / "group")
+    # Its shard, twice two layers (FSDP2 gathers the next beside the one that runs, and copies a layer in and out of one
+    # buffer), float32 masters and moments of its share of what is trained, the heads, and buffers.
+    bound = model_bytes // LARGE_WORKERS + 4 * layer + (350 << 20)
+    print(f"\nmodel {model_bytes >> 20} MiB, layer {layer >> 20} MiB, bound {bound >> 20} MiB a worker")
+    for rank, grown in enumerate(outcome.grown_bytes):
+        print(f"worker {rank}:", {phase: f"{peak >> 20} MiB" for phase, peak in grown.items()})
+    assert bound < model_bytes
+    assert max(max(grown.values()) for grown in outcome.grown_bytes) < bound

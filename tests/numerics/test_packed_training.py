@@ -7,9 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import DistillationSpec
@@ -78,3 +83,70 @@ def test_no_token_sees_another_sample(name: str, backend: str) -> None:
             difference = (student(changed, **inputs).logits[0] - logits).abs().amax(-1)
             assert (difference[begin:end] > 1e-3).all()
             assert torch.cat((difference[:begin], difference[end:])).max() <= 1e-5
+
+
+class _Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.seen |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed", "deepseek_v2"])
+def test_nothing_is_as_large_as_a_row_by_a_row(name: str, packing: bool) -> None:
+    """No mask of packed rows, and none of a row that ends in padding."""
+    student, rows = make_student(name, "sdpa"), make_rows(packing=packing)
+    with _Shapes() as shapes:
+        step(student, rows)
+    rectangles = {shape for shape in shapes.seen if len(shape) > 1 and shape[-1] >= MAX_LENGTH <= shape[-2]}
+    parameters = {tuple(parameter.shape) for parameter in student.parameters()}
+    assert not {shape for shape in rectangles if shape[-2:] == (MAX_LENGTH, MAX_LENGTH)} - parameters
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "deepseek_v2"])
+def test_padding_makes_no_mask(name: str) -> None:
+    """A row of one sample and padding is causal as it is, wherever a model reads it."""
+    batch = to_tensors(make_rows(packing=False).batch(range(len(LENGTHS))))
+    context = make_student(name, "sdpa").model.begin(batch["input_ids"], position_ids=batch["position_ids"])
+    assert context.masks.by_layer == (None,) * len(context.masks.by_layer)
+
+
+def count_flops(student: Any, rows: PackedRows) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        step(student, rows)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_packed_rows_take_the_operations_of_their_samples(name: str) -> None:
+    """As counted by torch: the sum over the samples, each in a row of its own length."""
+    student, rows = make_student(name, "sdpa"), make_rows(packing=True)
+    alone = 0
+    for member in range(len(LENGTHS)):
+        length = LENGTHS[member]
+        alone += count_flops(
+            student, pack(rows.samples, np.array([member]), max_length=length, pad_token_id=0, packing=False)
+        )
+    assert sum(LENGTHS) < len(rows) * MAX_LENGTH, "there is padding"
+    assert count_flops(student, rows) == alone
+
+
+@torch.no_grad()
+def test_flash_attention_refuses_packed_rows_that_it_would_mix() -> None:
+    """Transformers looks for packed samples in batches of one row only."""
+    student, rows = make_student("llama", "sdpa"), make_rows(packing=True)
+    student.config._attn_implementation = "flash_attention_2"
+    batch = to_tensors(rows.batch([0, 1]))
+    with pytest.raises(ModelError, match="packed samples .* one row") as error:
+        student.model.begin(batch["input_ids"], position_ids=batch["position_ids"])
+    assert error.value.field == "attn_implementation"
+    student.model.begin(batch["input_ids"][:1], position_ids=batch["position_ids"][:1])
+    alone = to_tensors(make_rows(packing=False).batch([0, 1]))
+    student.model.begin(alone["input_ids"], position_ids=alone["position_ids"])

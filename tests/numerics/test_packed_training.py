@@ -46,7 +46,8 @@ def step(student: Any, rows: PackedRows) -> tuple[dict[str, float], dict[str, to
     """Losses, and gradients, of one step over all rows, divided by the positions that count."""
     fork = Fork(student, DistillationSpec(hidden_loss_weight=1.0), dtype=torch.float32)
     fork.zero_grad()
-    sums = fork(**to_tensors(rows.batch(range(len(rows)))))
+    batch, lengths = rows.end_to_end(range(len(rows)))
+    sums = fork(**to_tensors(batch), sample_lengths=lengths)
     sum(weight * sums[name] / rows.num_counted_tokens for name, weight in fork.loss_weights.items()).backward()
     gradients = {name: p.grad.clone() for name, p in student.swiftkv_parameters().items() if p.grad is not None}
     return {name: float(total.detach()) / rows.num_counted_tokens for name, total in sums.items()}, gradients

@@ -189,10 +189,15 @@ class Fork(nn.Module):
             return context
         lengths = sample_lengths(position_ids) if lengths is None else lengths
         operator = choose_operator(self._attention, self.student.config, device, self._dtype)
-        samples = PackedSamples.create(self.student.config, lengths, device, operator)
-        input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
-        masks = no_masks(self.student.config)
-        context = decoder.begin(input_ids, position_ids=position_ids, masks=masks, **{SAMPLES: samples})
+        samples = PackedSamples.create(
+            self.student.config, lengths, device=device, dtype=self._dtype, operator=operator
+        )
+        context = decoder.begin(
+            input_ids.reshape(1, -1),
+            position_ids=position_ids.reshape(1, -1),
+            masks=no_masks(self.student.config),
+            **{SAMPLES: samples},
+        )
         return context
 
     def _kept(self, context: DecoderContext, counted: Tensor) -> TokenSelection | None:

@@ -40,6 +40,8 @@ class PackedSamples:
     lengths: tuple[int, ...]
     windows: tuple[int | None, ...]
     """By layer, the tokens that a query sees, itself included; None: all before it."""
+    dtype: torch.dtype
+    """The model computes in it; the operator takes no other."""
     operator: VarlenOperator | None = None
     """None: SDPA, sample by sample."""
     borders: Tensor | None = None
@@ -49,14 +51,20 @@ class PackedSamples:
 
     @classmethod
     def create(
-        cls, config: Any, lengths: Sequence[int], device: torch.device, operator: VarlenOperator | None = None
+        cls,
+        config: Any,
+        lengths: Sequence[int],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        operator: VarlenOperator | None = None,
     ) -> Self:
         """Samples of these lengths, for a model of `config` on `device`."""
         borders = None
         if operator is not None:
             ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
             borders = ends.to(device, non_blocking=True)
-        return cls(tuple(lengths), layer_windows(config), operator, borders)
+        return cls(tuple(lengths), layer_windows(config), dtype, operator, borders)
 
     def select_tokens(self, selection: TokenSelection) -> Self:
         """The same samples, asked by the selected tokens."""
@@ -88,7 +96,8 @@ class PackedSamples:
         assert self.operator is not None
         value_dim = value.shape[-1]
         value = F.pad(value, (0, query.shape[-1] - value_dim))  # MLA's values are narrower, the kernel's are not
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        # A trained norm is float32, and under autocast its outputs are.
+        query, key, value = (tensor[0].transpose(0, 1).to(self.dtype) for tensor in (query, key, value))
         longest = max(self.lengths)
         output: Tensor = self.operator(
             query,

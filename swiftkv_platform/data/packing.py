@@ -125,10 +125,10 @@ class PackedRows:
         return self.samples.lengths[self._members(index)]
 
     @cached_property
-    def num_pairs(self) -> int:
-        """Pairs of a token and one that it sees: itself and those before it in its sample."""
-        lengths = self.samples.lengths[self.members]
-        return int((lengths * (lengths + 1) // 2).sum())
+    def sample_counts(self) -> tuple[tuple[int, int], ...]:
+        """Number of placed samples by their length: (length, number)."""
+        lengths, numbers = np.unique(self.samples.lengths[self.members], return_counts=True)
+        return tuple(zip(lengths.tolist(), numbers.tolist(), strict=True))
 
     def _members(self, index: int) -> IntArray:
         if not 0 <= index < len(self):

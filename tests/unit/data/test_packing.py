@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from itertools import chain, pairwise
 
 import numpy as np
@@ -77,9 +79,9 @@ def test_rows_end_to_end_are_their_samples(lengths: list[int], multiple: int, da
 
 
 @given(lengths_strategy)
-def test_pairs_are_those_of_the_samples(lengths: list[int]) -> None:
+def test_lengths_are_counted(lengths: list[int]) -> None:
     rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
-    assert rows.num_pairs == sum(np.tril(np.ones((length, length))).sum() for length in lengths)
+    assert dict(rows.sample_counts) == Counter(lengths)
 
 
 @given(lengths_strategy)

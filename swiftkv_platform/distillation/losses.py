@@ -135,9 +135,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     """sum(loss(hidden @ head.T)) with both gradients ready when the forward pass ends."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_size: int, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_size: int, scale: float) -> Tensor:
         wide = _wide(head)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None

@@ -141,7 +141,9 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
         recomputed += query + attention + rest
     head = Linear(model.hidden_size, model.vocab_size).flops
     logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
-    heads = setup.counted_share * (logits + 4 * setup.early_exit) * head  # the exit head is trained, and asks for the teacher's logits again
+    heads = (
+        setup.counted_share * (logits + 4 * setup.early_exit) * head
+    )  # the exit head is trained, and asks for the teacher's logits again
     recomputation = setup.gradient_checkpointing * recomputed
     return TrainingFlops(
         lower=lower,

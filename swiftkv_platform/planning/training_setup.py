@@ -7,7 +7,6 @@ from typing import Literal
 
 from swiftkv_platform.planning.parameters import Trainable
 
-
 SampleCounts = tuple[tuple[int, int], ...]
 """Number of samples by their length: (length, number)."""
 

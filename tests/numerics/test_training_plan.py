@@ -83,7 +83,9 @@ def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: f
         hidden_loss=spec.hidden_loss_weight > 0,
     )
     counted = count_step(Fork(student, spec, dtype=torch.float32), batch)
-    assert counted == pytest.approx(48 * plan_training(student.config.to_dict(), setup).flops_per_token.total, rel=1e-12)
+    assert counted == pytest.approx(
+        48 * plan_training(student.config.to_dict(), setup).flops_per_token.total, rel=1e-12
+    )
 
 
 @pytest.mark.usefixtures("squares")
@@ -92,7 +94,9 @@ def test_flops_of_every_family(name: str) -> None:
     student = countable(convert(make_teacher(name), num_key_value_layers=2, key_value_group_size=2))
     setup = TrainingSetup(sequence_length=20, samples=sample_counts(20), dtype="float32")
     counted = count_step(Fork(student, DistillationSpec(), dtype=torch.float32), make_batch(258, 1, 20, packed=True))
-    assert counted == pytest.approx(20 * plan_training(student.config.to_dict(), setup).flops_per_token.total, rel=1e-12)
+    assert counted == pytest.approx(
+        20 * plan_training(student.config.to_dict(), setup).flops_per_token.total, rel=1e-12
+    )
 
 
 def measure_step(fork: Fork, batch: dict[str, torch.Tensor], dtype: torch.dtype, num_micro_batches: int) -> int:

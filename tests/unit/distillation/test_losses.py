@@ -224,7 +224,9 @@ def test_fewer_passes_change_nothing(shared: bool, temperature: float, distance:
         float((torch.autograd.grad(value, student)[0] - exact_gradient).abs().max()) for value in (loss, expected)
     )
     assert error <= max(1.5 * error_before, 1e-5 * float(exact_gradient.abs().max()))
-    assert abs(loss.item() - truth.item()) <= max(1.5 * abs(expected.item() - truth.item()), 1e-6 * max(1.0, loss.item()))
+    assert abs(loss.item() - truth.item()) <= max(
+        1.5 * abs(expected.item() - truth.item()), 1e-6 * max(1.0, loss.item())
+    )
 
 
 def test_temperatures_are_exact_in_bfloat16() -> None:

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=2 python -m benchmarks.packed_training [--rows 4] [--row-length 512] [--output packed_training.json]
 
 The shape is SmolLM2-135M's with random weights; samples are as long as those of chats, 133 tokens on average. The step
-before: rows with a mask of packed samples, logits of 16 positions at a time, a dozen passes over them. Both run over the
-same fork, rows and optimizer and alternate within each round, so that both see the same noise of the machine; figures
-are medians, of wall and of processor time. Losses and gradients of both are compared before.
+before: rows with a mask of packed samples, logits of 16 positions at a time, a dozen passes over them. Both take turns
+over the same fork, rows and optimizer, so that both see the same noise of the machine; figures are medians, of wall and
+of processor time. Losses and gradients of both are compared first.
 
 `--counted-share` is the share of positions, at each sample's end, that the loss counts (`data.train_on: assistant`);
 tokens/s are of all tokens.

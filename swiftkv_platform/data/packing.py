@@ -2,8 +2,8 @@
 
 A row is a run of samples, each with positions from 0, then padding, whose positions go on: it is behind all that
 counts, so attention, which is causal, needs no border there. Without attention mask and cache, transformers reads every
-restart of the positions as another sequence and keeps attention apart. Training lays samples end to end instead, without
-padding, and takes their lengths (`PackedRows.end_to_end`).
+restart of the positions as another sequence and keeps attention apart. Training lays samples end to end instead,
+without padding, and takes their lengths (`PackedRows.end_to_end`).
 """
 
 from __future__ import annotations

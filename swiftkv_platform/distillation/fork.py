@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -185,20 +185,16 @@ class Fork(nn.Module):
         """Begin a pass; where samples attend by their lengths, over all rows end to end."""
         decoder, device = self.student.model, input_ids.device
         if self.sequence is None and self.student.config._attn_implementation != PACKED:
-            context: DecoderContext = decoder.begin(input_ids, position_ids=position_ids)
-            return context
+            return cast("DecoderContext", decoder.begin(input_ids, position_ids=position_ids))
         lengths = sample_lengths(position_ids) if lengths is None else lengths
         operator = choose_operator(self._attention, self.student.config, device, self._dtype)
         samples = PackedSamples.create(
             self.student.config, lengths, device=device, dtype=self._dtype, operator=operator
         )
-        context = decoder.begin(
-            input_ids.reshape(1, -1),
-            position_ids=position_ids.reshape(1, -1),
-            masks=no_masks(self.student.config),
-            **{SAMPLES: samples},
-        )
-        return context
+        masks = no_masks(self.student.config)
+        flat = input_ids.reshape(1, -1)
+        begun = decoder.begin(flat, position_ids=position_ids.reshape(1, -1), masks=masks, **{SAMPLES: samples})
+        return cast("DecoderContext", begun)
 
     def _kept(self, context: DecoderContext, counted: Tensor) -> TokenSelection | None:
         """The tokens that enter the student's layers >= l; None: all."""

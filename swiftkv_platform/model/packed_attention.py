@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 import torch
@@ -119,7 +119,7 @@ def sample_lengths(position_ids: Tensor) -> list[int]:
     begins = torch.ones_like(position_ids, dtype=torch.bool)
     begins[:, 1:] = position_ids.diff() != 1
     starts = [*begins.flatten().nonzero().flatten().tolist(), position_ids.numel()]
-    return [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(starts)]
 
 
 def _attend_by_sample(

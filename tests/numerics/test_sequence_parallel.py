@@ -81,8 +81,9 @@ def test_a_spec_whose_sequences_do_not_divide_is_refused(sections: dict[str, Any
 
 def test_attention_that_the_device_cannot_run_is_refused() -> None:
     training = {"attn_implementation": "varlen_attn"}
+    problem = r"training\.attn_implementation 'varlen_attn' needs GPUs and bfloat16"
     for section in ({}, {"resources": {"gpus_per_worker": 1}, "model": {"dtype": "float32"}}):
-        with pytest.raises(ValidationError, match=r"training\.attn_implementation 'varlen_attn' needs GPUs and bfloat16"):
+        with pytest.raises(ValidationError, match=problem):
             JobSpec.model_validate({"name": "n", "training": training, **section})
     with_gpus = {"resources": {"gpus_per_worker": 1}, "model": {"dtype": "bfloat16"}}
     assert JobSpec.model_validate({"name": "n", "training": training, **with_gpus})

@@ -87,7 +87,7 @@ def prepare(
         num_trained_parameters=sum(p.numel() for p in trained_parameters(student, spec.distillation).values()),
         statistics=data.statistics.model_dump(mode="json"),
         messages=tuple(data.statistics.messages()),
-        flops_per_token=training_flops_per_token(spec, student.config),
+        flops_per_token=training_flops_per_token(spec, student.config, data.train),
     )
     return plan, data
 

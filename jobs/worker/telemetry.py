@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import resource
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.defaults import BATCH_SIZE
 
 _PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Dense bfloat16 operations a second, by a part of CUDA's name of the device, as their maker states them."""
@@ -25,15 +26,14 @@ class Telemetry:
     """Figures of one worker, a step at a time.
 
     Args:
-        flops_per_token: of a training step; None where it is not known.
+        flops_per_token: what a position that the loss counts takes of a training step; None where it is not known.
         device: the worker's own.
     """
 
     def __init__(self, spec: JobSpec, flops_per_token: float | None, device: torch.device) -> None:
         self._device = device
         self._tokens = 0
-        tokens_per_step = (spec.training.batch_size or BATCH_SIZE) * spec.data.max_length
-        self._flops_per_step = None if flops_per_token is None else tokens_per_step * flops_per_token  # of all workers
+        self._flops_per_token = flops_per_token
         self._peak = spec.resources.peak_flops_per_second or _known_peak(spec, device)
 
     def point(self, metrics: StepMetrics) -> dict[str, float]:
@@ -41,9 +41,8 @@ class Telemetry:
         FLOPs utilisation) of this worker, where they can be told."""
         counted, self._tokens = metrics.tokens - self._tokens, metrics.tokens
         figures = {"memory_bytes": float(self._memory())}
-        if self._flops_per_step is not None and counted and metrics.tokens_per_second:
-            seconds = counted / metrics.tokens_per_second
-            figures["flops_per_second"] = self._flops_per_step / metrics.world_size / seconds
+        if self._flops_per_token is not None and counted and metrics.tokens_per_second:
+            figures["flops_per_second"] = self._flops_per_token * metrics.tokens_per_second / metrics.world_size
             if self._peak is not None:
                 figures["mfu"] = figures["flops_per_second"] / self._peak
         return figures
@@ -59,18 +58,21 @@ class Telemetry:
         return peak if sys.platform == "darwin" else peak << 10
 
 
-def training_flops_per_token(spec: JobSpec, config: Any) -> float | None:
-    """Operations a trained token asks for, what gradient checkpointing repeats not among them; None for a family that
-    the planner does not know.
+def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> float | None:
+    """Operations that training on `rows` takes, over the positions that the loss counts; each token attends to its own
+    sample. What gradient checkpointing repeats is not among them. None for a family that the planner does not know.
 
     Args:
         config: the student's configuration.
     """
+    setup = replace(
+        training_setup(spec), samples=rows.sample_counts, counted_share=rows.num_counted_tokens / rows.num_tokens
+    )
     try:
-        flops = plan_training(config.to_dict(), training_setup(spec)).flops_per_token
+        flops = plan_training(config.to_dict(), setup).flops_per_token
     except ModelError:
         return None
-    return flops.total - flops.recomputation
+    return (flops.total - flops.recomputation) / setup.counted_share
 
 
 def _known_peak(spec: JobSpec, device: torch.device) -> float | None:

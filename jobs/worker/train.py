@@ -119,6 +119,7 @@ def _spread(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None) -> Par
         spec.distillation,
         dtype=dtype,
         gradient_checkpointing=spec.training.gradient_checkpointing,
+        attention=spec.training.attn_implementation,
         sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, device),
     )
     if lazy is not None:

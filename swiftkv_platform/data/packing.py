@@ -1,7 +1,9 @@
 """Samples packed into rows of equal length, and which rows an optimizer step takes. Knows token ids, no text.
 
-A row is a run of samples, each with positions from 0, then padding. Nothing marks the borders but the positions:
-without attention mask and cache, transformers reads every restart as another sequence and keeps attention apart.
+A row is a run of samples, each with positions from 0, then padding, whose positions go on: it is behind all that
+counts, so attention, which is causal, needs no border there. Without attention mask and cache, transformers reads every
+restart of the positions as another sequence and keeps attention apart. Training lays samples end to end instead,
+without padding, and takes their lengths (`PackedRows.end_to_end`).
 """
 
 from __future__ import annotations
@@ -80,30 +82,75 @@ class PackedRows:
         return self.num_tokens / (len(self) * self.max_length) if len(self) else 0.0
 
     def __getitem__(self, index: int) -> dict[str, npt.NDArray[Any]]:
-        """One row: `input_ids` and `position_ids` int64, `loss_mask` bool, each [max_length].
-
-        Padding is a segment of its own: positions from 0, no loss.
-        """
+        """One row: `input_ids` and `position_ids` int64, `loss_mask` bool, each [max_length]."""
         return {name: array[0] for name, array in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """The rows `indices`, stacked: `input_ids` and `position_ids` int64, `loss_mask` bool, each [B, max_length]."""
-        shape = (len(indices), self.max_length)
-        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
-        position_ids = np.zeros(shape, dtype=np.int64)
-        loss_mask = np.zeros(shape, dtype=np.bool_)
+        batch = self._blank(len(indices), self.max_length)
         for row, index in enumerate(indices):
-            if not 0 <= index < len(self):
-                raise IndexError(f"row {index} of {len(self)}")
             end = 0
-            for member in self.members[self.row_starts[index] : self.row_starts[index + 1]]:
-                source = slice(self.samples.starts[member], self.samples.starts[member + 1])
-                begin, end = end, end + source.stop - source.start
-                input_ids[row, begin:end] = self.samples.tokens[source]
-                position_ids[row, begin:end] = np.arange(end - begin)
-                loss_mask[row, begin:end] = self.samples.counts[source]
-            position_ids[row, end:] = np.arange(self.max_length - end)
-        return {"input_ids": input_ids, "position_ids": position_ids, "loss_mask": loss_mask}
+            for member in self._members(index):
+                end = self._write(batch, row, end, member)
+            begin = int(batch["position_ids"][row, end - 1]) + 1 if end else 0
+            batch["position_ids"][row, end:] = np.arange(begin, begin + self.max_length - end)
+        return batch
+
+    def end_to_end(
+        self, indices: Sequence[int], *, multiple: int = 1, num_counted: int | None = None
+    ) -> tuple[dict[str, npt.NDArray[Any]], tuple[int, ...]]:
+        """The samples of the rows `indices` one after another, without padding: arrays as of `batch`, each
+        [1, num_tokens], and the lengths of the samples.
+
+        Args:
+            multiple: padding behind the last sample fills up to a multiple of so many tokens.
+            num_counted: the loss counts positions of the first so many rows only; None: of all.
+        """
+        members = [list(self._members(index)) for index in indices]
+        lengths = [self.samples.lengths[row].tolist() for row in members]
+        num_tokens = sum(map(sum, lengths))
+        batch = self._blank(1, -(-num_tokens // multiple) * multiple)
+        end = 0
+        for number, row in enumerate(members):
+            begin = end
+            for member in row:
+                end = self._write(batch, 0, end, member)
+            if num_counted is not None and number >= num_counted:
+                batch["loss_mask"][0, begin:end] = False
+        batch["position_ids"][0, end:] = np.arange(batch["position_ids"].shape[1] - end)
+        return batch, tuple(chain.from_iterable(lengths))
+
+    def lengths(self, index: int) -> IntArray:
+        """Tokens of each sample of a row, in its order."""
+        return self.samples.lengths[self._members(index)]
+
+    @cached_property
+    def sample_counts(self) -> tuple[tuple[int, int], ...]:
+        """Number of placed samples by their length: (length, number)."""
+        lengths, numbers = np.unique(self.samples.lengths[self.members], return_counts=True)
+        return tuple(zip(lengths.tolist(), numbers.tolist(), strict=True))
+
+    def _members(self, index: int) -> IntArray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self.members[self.row_starts[index] : self.row_starts[index + 1]]
+
+    def _blank(self, *shape: int) -> dict[str, npt.NDArray[Any]]:
+        """Arrays that are all padding."""
+        return {
+            "input_ids": np.full(shape, self.pad_token_id, dtype=np.int64),
+            "position_ids": np.zeros(shape, dtype=np.int64),
+            "loss_mask": np.zeros(shape, dtype=np.bool_),
+        }
+
+    def _write(self, batch: dict[str, npt.NDArray[Any]], row: int, begin: int, member: int) -> int:
+        """Write a sample at `begin` of a row. Returns where it ends."""
+        source = slice(self.samples.starts[member], self.samples.starts[member + 1])
+        end = begin + int(source.stop - source.start)
+        batch["input_ids"][row, begin:end] = self.samples.tokens[source]
+        batch["position_ids"][row, begin:end] = np.arange(end - begin)
+        batch["loss_mask"][row, begin:end] = self.samples.counts[source]
+        return end
 
 
 def pack(samples: Samples, chosen: IntArray, *, max_length: int, pad_token_id: int, packing: bool = True) -> PackedRows:

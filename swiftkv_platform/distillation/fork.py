@@ -5,21 +5,27 @@ and no workers.
                                           └─▶ layers >= l over shared K and V ─────────▶ student
 
 The layers below l are the same in both models and frozen, so they run once; no gradient ever enters them. Only where
-the student's are trained as well (`trainable: all`) does the teacher run its own.
+the student's are trained as well (`trainable: all`) does the teacher run its own. And as a prompt's tokens need not
+enter the student's layers >= l, whose K and V come from x, tokens that no loss counts do not either.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
+from swiftkv_platform.distillation.packed_operator import AttentionImplementation, choose_operator
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup, use_sequence_parallel_attention
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.masks import PACKED, no_masks
+from swiftkv_platform.model.packed_attention import SAMPLES, PackedSamples, sample_lengths
+from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.specs import DistillationSpec
 
 
@@ -30,6 +36,8 @@ class Fork(nn.Module):
     gradients, everything else takes `dtype` and is frozen.
 
     Args:
+        attention: how packed samples attend, see `training.attn_implementation`. A student that attends eagerly goes on
+            so, by masks.
         sequence: the workers that share every row's tokens; None where each has whole rows.
     """
 
@@ -40,13 +48,20 @@ class Fork(nn.Module):
         *,
         dtype: torch.dtype,
         gradient_checkpointing: bool = False,
+        attention: AttentionImplementation = "auto",
         sequence: SequenceGroup | None = None,
     ) -> None:
         super().__init__()
         self.student = student.eval()
         self.sequence = sequence
+        self.keeps_shapes = sequence is not None
+        """Whether the student's layers take all tokens: how many count differs by worker and batch."""
+        self._dtype = dtype
+        self._attention = attention
         if sequence is not None:
             use_sequence_parallel_attention(student)
+        elif student.config._attn_implementation == "sdpa":
+            student.config._attn_implementation = PACKED
         self._spec = spec
         self._first = student.config.num_key_value_layers
         self._hidden_index = hidden_loss_index(student.config, spec) if spec.hidden_loss_weight else None
@@ -99,46 +114,88 @@ class Fork(nn.Module):
         """Modules whose weights the losses use themselves."""
         return [self.student.lm_head, *([self.student.exit_head] if self.student.config.early_exit else [])]
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        loss_mask: Tensor,
+        sample_lengths: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
         """Sums of the losses over the positions where `loss_mask` is set, by name, in nats (`hidden_loss`: squared).
 
-        input_ids, position_ids: int64 [batch, num_tokens], positions restart with every packed sample; loss_mask: bool.
         With `sequence`, whole rows come in, and the sums are over this worker's tokens.
+
+        Args:
+            input_ids: int64 [batch, num_tokens].
+            position_ids: int64 of the same shape; they restart with every packed sample.
+            loss_mask: bool of the same shape.
+            sample_lengths: of the samples in a batch of one row; None: as the positions say, which the host then reads.
         """
         decoder = self.student.model
         teacher_states: list[Tensor] = []  # the output of each upper layer, where a loss asks for it
         student_states: list[Tensor] = []
         recorded = self._hidden_index is not None
         with torch.no_grad():
-            context = decoder.begin(input_ids, position_ids=position_ids)
-            targets = input_ids.roll(-1, dims=1)
+            context = self._begin(input_ids, position_ids, sample_lengths)
+            targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
             if self.sequence is not None:
-                own = self.sequence.own(input_ids.shape[1])
+                own = self.sequence.own(context.num_tokens)
                 context, targets, loss_mask = self.sequence.shard(context), targets[:, own], loss_mask[:, own]
+            counted = loss_mask.flatten().nonzero().squeeze(1)  # [num_counted]
+            kept = self._kept(context, counted)
         with torch.set_grad_enabled(self.trains_lower and torch.is_grad_enabled()):
             x = decoder.lower(context)
         teacher = None
         if self._needs_teacher:
-            kept = self.kept_teacher or decoder
+            kept_teacher = self.kept_teacher or decoder
             with torch.no_grad():
-                teacher_x = kept.lower(context) if self.trains_lower else x
-                teacher = kept.teacher_upper(teacher_x, context, record=teacher_states if recorded else None)
-        student = decoder.student_upper(x, context, record=student_states if recorded else None)
+                teacher_x = kept_teacher.lower(context) if self.trains_lower else x
+                teacher = kept_teacher.teacher_upper(teacher_x, context, record=teacher_states if recorded else None)
+                teacher = _rows(teacher, counted)
+        student = decoder.student_upper(x, context, kept=kept, record=student_states if recorded else None)
 
+        def of_student(state: Tensor) -> Tensor:
+            return _rows(state, counted) if kept is None else state[0, : len(counted)]
+
+        student = of_student(student)
         sums = {}
         if self._spec.objective == "lm":
-            sums["lm_loss"] = lm_loss(student[loss_mask], self.student.lm_head.weight, targets[loss_mask])
+            sums["lm_loss"] = lm_loss(student, self.student.lm_head.weight, targets[0, counted])
         if teacher is None:
             return sums
         if self._spec.objective == "logits":
-            sums["logits_loss"] = self._kl(student[loss_mask], self.student.lm_head.weight, teacher[loss_mask])
+            sums["logits_loss"] = self._kl(student, self.student.lm_head.weight, teacher)
         if self._hidden_index is not None:
-            states = [*student_states[:-1], student], [*teacher_states[:-1], teacher]
-            sums["hidden_loss"] = hidden_loss(*(side[self._hidden_index][loss_mask] for side in states))
+            last = self._hidden_index == -1
+            mine = student if last else of_student(student_states[self._hidden_index])
+            theirs = teacher if last else _rows(teacher_states[self._hidden_index], counted)
+            sums["hidden_loss"] = hidden_loss(mine, theirs)
         if self.student.config.early_exit:
-            exit_hidden = self.student.exit_norm(x.detach()[loss_mask])  # the head learns to read x, x not to be read
-            sums["exit_loss"] = self._kl(exit_hidden, self.student.exit_head.weight, teacher[loss_mask])
+            exit_hidden = self.student.exit_norm(_rows(x.detach(), counted))  # the head reads x, x learns nothing of it
+            sums["exit_loss"] = self._kl(exit_hidden, self.student.exit_head.weight, teacher)
         return sums
+
+    def _begin(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int] | None) -> DecoderContext:
+        """Begin a pass; where samples attend by their lengths, over all rows end to end."""
+        decoder, device = self.student.model, input_ids.device
+        if self.sequence is None and self.student.config._attn_implementation != PACKED:
+            return cast("DecoderContext", decoder.begin(input_ids, position_ids=position_ids))
+        lengths = sample_lengths(position_ids) if lengths is None else lengths
+        operator = choose_operator(self._attention, self.student.config, device, self._dtype)
+        samples = PackedSamples.create(
+            self.student.config, lengths, device=device, dtype=self._dtype, operator=operator
+        )
+        masks = no_masks(self.student.config)
+        flat = input_ids.reshape(1, -1)
+        begun = decoder.begin(flat, position_ids=position_ids.reshape(1, -1), masks=masks, **{SAMPLES: samples})
+        return cast("DecoderContext", begun)
+
+    def _kept(self, context: DecoderContext, counted: Tensor) -> TokenSelection | None:
+        """The tokens that enter the student's layers >= l; None: all."""
+        if self.keeps_shapes or SAMPLES not in context.layer_arguments or len(counted) == context.num_tokens:
+            return None
+        # Where nothing counts, layers run all the same: other workers wait for this one's gradients.
+        return TokenSelection(counted if len(counted) else counted.new_zeros(1))
 
     def _kl(self, hidden: Tensor, head: Tensor, teacher: Tensor) -> Tensor:
         return logits_loss(hidden, teacher, head, self.student.lm_head.weight, temperature=self._spec.temperature)
@@ -165,8 +222,14 @@ def compile_layers(fork: Fork) -> None:
 
     Before the fork is spread over workers: a layer is what FSDP2 gathers, and is compiled without its communication.
     """
+    fork.keeps_shapes = True
     for layer in [*fork.student.model.layers, *fork.teacher_layers()]:
         layer.compile(dynamic=False)
+
+
+def _rows(states: Tensor, counted: Tensor) -> Tensor:
+    """The states [batch, num_tokens, size] of the positions `counted`, [num_counted, size]."""
+    return states.flatten(0, 1).index_select(0, counted)
 
 
 def first_trained_layer(config: Any, spec: DistillationSpec) -> int:

@@ -5,10 +5,14 @@ returns the **sum** over its rows: the caller divides by the number of positions
 
 The losses on logits compute their gradient in the forward pass, chunk by chunk (the softmax is at hand there), and keep
 only [tokens, hidden]. So a step holds a few [chunk, vocab] buffers, whatever the sequence length.
+
+On a CPU a chunk has two sizes: matrix products take many rows, since each reads the whole head, and the passes over
+their logits few rows at a time, which stay in a core's cache from the first pass to the last.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +24,13 @@ from torch.autograd.function import once_differentiable
 LOGITS_PER_CHUNK = 1 << 25
 """Elements of a [chunk, vocab] buffer: 128 MiB in float32."""
 LOGITS_PER_CHUNK_ON_CPU = 1 << 19
-"""2 MiB, which a core's cache holds: up to 2.7 times as fast as buffers that go through memory."""
-_FEWEST_ROWS = 16
+_LOGITS_PER_PASS_ON_CPU = 1 << 17
+"""512 KiB, of which a core's cache holds the four buffers of a pass."""
+_FEWEST_ROWS = 40
 """Fewest rows of a chunk, however large the vocabulary: a product with fewer spends its time on reading the head."""
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-"""(logits [chunk, vocab] in float32, its rows) -> (summed loss, gradient with respect to the logits)."""
+"""(hidden [chunk, hidden], its rows) -> (summed loss, gradient with respect to the logits [chunk, vocab])."""
 
 
 def logits_loss(
@@ -42,17 +47,45 @@ def logits_loss(
     student, teacher: normalised hidden states [tokens, hidden]; heads: [vocab, hidden]. Gradients go to `student` and,
     where it is trained (the exit head), to `student_head`; never to the teacher's side. Scalar in nats.
     """
+    shared = student_head is teacher_head
     teacher, teacher_head = teacher.detach(), teacher_head.detach()
+    narrow, wide = teacher_head.dtype, _wide(teacher_head)
+    # Dividing hidden states instead of logits saves two passes; in a narrow dtype only powers of two leave them exact.
+    early = narrow == wide or math.frexp(temperature)[0] == 0.5
+    rows_per_pass = _rows_per_pass(teacher_head)
 
-    def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        target = F.linear(teacher[rows], teacher_head).to(logits.dtype)  # [chunk, vocab]
-        log_p = F.log_softmax(target.div_(temperature), dim=-1)
-        log_q = F.log_softmax(logits.div_(temperature), dim=-1)
-        p = log_p.exp()
-        loss = temperature**2 * (p * log_p.sub_(log_q)).sum()
-        return loss, log_q.exp_().sub_(p).mul_(temperature)
+    def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
+        logits = F.linear(hidden / temperature if early else hidden, head).to(wide)
+        return logits if early else logits.div_(temperature)
 
-    return _head_loss(student, student_head.to(teacher_head.dtype), chunk_loss, chunk_size)
+    def chunk_loss(hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        target = teacher[rows].to(narrow)
+        if shared:  # one product, which reads the head once
+            logits, targets = logits_of(torch.cat((hidden, target)), teacher_head).split(len(hidden))
+        else:
+            logits, targets = logits_of(hidden, student_head.detach().to(narrow)), logits_of(target, teacher_head)
+        passes = zip(logits.split(rows_per_pass), targets.split(rows_per_pass), strict=True)
+        return torch.stack([_kl_(*part) for part in passes]).sum(), logits
+
+    return _head_loss(student, student_head.to(narrow), chunk_loss, chunk_size, scale=temperature)
+
+
+def _kl_(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed KL(softmax(targets) || softmax(logits)), both [rows, vocab] and overwritten: `logits` by its gradient.
+
+    The sum over the vocabulary of p (targets - logits), less the difference of the normalisers, which the largest
+    probabilities tell: so the logarithm of no other one is needed.
+    """
+    p, q = torch.softmax(targets, dim=-1), torch.softmax(logits, dim=-1)
+    normalisers = _normaliser(logits, q) - _normaliser(targets, p)
+    differences = torch.linalg.vecdot(p, targets.sub_(logits))
+    torch.sub(q, p, out=logits)
+    return (differences.double() + normalisers).sum()
+
+
+def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """Logarithm of the sum of exponentials, [rows], in float64."""
+    return logits.amax(dim=-1).double() - probabilities.amax(dim=-1).double().log()
 
 
 def lm_loss(hidden: Tensor, head: Tensor, targets: Tensor, *, chunk_size: int | None = None) -> Tensor:
@@ -61,9 +94,9 @@ def lm_loss(hidden: Tensor, head: Tensor, targets: Tensor, *, chunk_size: int | 
     hidden: [tokens, hidden]; head: [vocab, hidden]; targets: token ids [tokens]. Scalar in nats.
     """
 
-    def chunk_loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def chunk_loss(hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         index = targets[rows].unsqueeze(-1)
-        log_q = F.log_softmax(logits, dim=-1)
+        log_q = F.log_softmax(F.linear(hidden, head.detach()).to(_wide(head)), dim=-1)
         loss = -log_q.gather(-1, index).sum()
         return loss, log_q.exp_().scatter_add_(-1, index, log_q.new_full((), -1.0).expand(index.shape))
 
@@ -75,12 +108,26 @@ def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
     return (student.float() - teacher.detach().float()).square().mean(dim=-1).sum()
 
 
-def _head_loss(hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_size: int | None) -> Tensor:
-    """Apply `head` in its own dtype, outside autocast: the chunks' products are the same in forward and backward."""
+def _wide(head: Tensor) -> torch.dtype:
+    """The dtype of losses and of passes over logits."""
+    return torch.promote_types(head.dtype, torch.float32)
+
+
+def _rows_per_pass(head: Tensor) -> int:
+    return max(1, (_LOGITS_PER_PASS_ON_CPU if head.device.type == "cpu" else LOGITS_PER_CHUNK) // head.shape[0])
+
+
+def _head_loss(
+    hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_size: int | None, *, scale: float = 1.0
+) -> Tensor:
+    """Apply `head` in its own dtype, outside autocast: the chunks' products are the same in forward and backward.
+
+    The loss is scale^2 times the sum of the chunks' losses, its gradient scale times theirs: logits are divided by it.
+    """
     elements = LOGITS_PER_CHUNK_ON_CPU if head.device.type == "cpu" else LOGITS_PER_CHUNK
     chunk_size = chunk_size or max(_FEWEST_ROWS, elements // head.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
-        loss: Tensor = _FusedHeadLoss.apply(hidden.to(head.dtype), head, chunk_loss, chunk_size)  # type: ignore[no-untyped-call]
+        loss: Tensor = _FusedHeadLoss.apply(hidden.to(head.dtype), head, chunk_loss, chunk_size, scale)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -88,31 +135,33 @@ class _FusedHeadLoss(torch.autograd.Function):
     """sum(loss(hidden @ head.T)) with both gradients ready when the forward pass ends."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_size: int) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, chunk_loss: ChunkLoss, chunk_size: int, scale: float) -> Tensor:
+        wide = _wide(head)
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_head = torch.zeros_like(head, dtype=wide) if needs_head else None
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            loss, grad_logits = chunk_loss(F.linear(hidden[rows], head).to(wide), rows)
+            loss, grad_logits = chunk_loss(hidden[rows], rows)
             total += loss
             grad_logits = grad_logits.to(head.dtype)  # [chunk, vocab]
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_logits @ head
             if grad_head is not None:
                 grad_head += grad_logits.mT @ hidden[rows]
+            del grad_logits  # so that the next chunk's take their place
         ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.head_dtype = head.dtype
-        return total
+        ctx.head_dtype, ctx.scale = head.dtype, scale
+        return (scale**2 * total).to(wide)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_hidden, grad_head = ctx.saved_tensors
+        grad = grad * ctx.scale
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_head is not None:
             grad_head = (grad_head * grad).to(ctx.head_dtype)
-        return grad_hidden, grad_head, None, None
+        return grad_hidden, grad_head, None, None, None

@@ -3,7 +3,7 @@ they swap tokens for heads, so that each attends with its share of the heads to 
 
 DeepSpeed's own Ulysses drops masks, and with them the borders of packed samples, but for flash and flex attention, and
 knows one number of heads, where a student's may differ from its teacher's. PyTorch's context parallelism takes no masks
-at all. What is exchanged here is what transformers' attention functions take, so every family and mask goes through it.
+at all. What is exchanged here is what transformers' attention functions take, so every family goes through it.
 
 It knows attention's tensors and a process group, no model and no loss.
 """
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import init_device_mesh
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.packed_attention import SAMPLES, PackedSamples
 
 ATTENTION = "sequence_parallel"
 """The attention implementation's name in a model's configuration."""
@@ -53,7 +53,7 @@ class SequenceGroup:
         return slice(self.rank * count, (self.rank + 1) * count)
 
     def shard(self, context: DecoderContext) -> DecoderContext:
-        """The context of this worker's tokens. The masks stay whole: its heads attend over whole rows."""
+        """The context of this worker's tokens. The samples stay whole: its heads attend over whole ones."""
         own = self.own(context.num_tokens)
         rotation = context.rotation
         return replace(
@@ -131,13 +131,14 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _attention_mask: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """SDPA of whole rows over this worker's heads; as transformers' attention functions, of this worker's tokens."""
-    group: SequenceGroup = arguments.pop(_GROUP)
+    """Attention of whole samples over this worker's heads; as transformers' functions, of this worker's tokens."""
+    group: SequenceGroup = arguments[_GROUP]
+    samples: PackedSamples = arguments[SAMPLES]
     query, key, value = (group.to_heads(tensor) for tensor in (query, key, value))
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    output = samples.attend(query, key, value, scaling=arguments["scaling"], layer=module.layer_idx)  # type: ignore[arg-type]
     return group.to_tokens(output), None
 
 

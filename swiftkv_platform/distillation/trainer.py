@@ -125,14 +125,14 @@ class Trainer:
         started = time.perf_counter()
         parallel, weights = self._parallel, self._parallel.loss_weights
         micro_batches = self._micro_batches(progress.step)
-        masks = [batch["loss_mask"].sum() for batch in micro_batches]
+        masks = [batch["loss_mask"].sum() for batch, _ in micro_batches]
         num_counted = int(parallel.sum(torch.stack(masks).sum()))
         scale = parallel.world_size / max(num_counted, 1)  # gradients are averaged over the workers
 
         totals = torch.zeros(len(weights), device=parallel.device)
-        for number, batch in enumerate(micro_batches, start=1):
+        for number, (batch, sample_lengths) in enumerate(micro_batches, start=1):
             with parallel.micro_batch(last=number == len(micro_batches)):
-                sums = parallel(batch)
+                sums = parallel(batch, sample_lengths)
                 loss = torch.stack([weight * scale * sums[name] for name, weight in weights.items()]).sum()
                 parallel.backward(loss)
             totals += torch.stack([sums[name].detach() for name in weights])
@@ -153,9 +153,9 @@ class Trainer:
             world_size=parallel.world_size,
         )
 
-    def _micro_batches(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """This worker's rows of a step, `micro_batch_size` at a time. Every worker has equally many: one whose share is
-        shorter fills it up with a row that no loss counts."""
+    def _micro_batches(self, step: int) -> list[tuple[dict[str, torch.Tensor], tuple[int, ...]]]:
+        """This worker's samples of a step, of `micro_batch_size` rows at a time, and their lengths. Every worker has
+        equally many micro batches: one whose share is shorter fills it up with a row that no loss counts."""
         training, parallel = self._spec.training, self._parallel
         assert training.batch_size is not None, "settled before training, see spec_defaults"
         batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
@@ -163,10 +163,14 @@ class Trainer:
         places = [*mine, *batch[: -(-len(batch) // parallel.data_size) - len(mine)]]
         micro_batches = []
         for start in range(0, len(places), training.micro_batch_size):
-            rows = to_tensors(self._rows.batch(places[start : start + training.micro_batch_size]))
-            rows["loss_mask"][max(len(mine) - start, 0) :] = False
-            rows["loss_mask"] = parallel.own_positions(rows["loss_mask"])
-            micro_batches.append(rows)
+            rows = places[start : start + training.micro_batch_size]
+            # Compiled layers take batches of one size.
+            multiple = len(rows) * self._rows.max_length if training.compile else parallel.sequence_parallel_size
+            num_counted = max(len(mine) - start, 0)
+            arrays, lengths = self._rows.end_to_end(rows, multiple=multiple, num_counted=num_counted)
+            tensors = to_tensors(arrays)
+            tensors["loss_mask"] = parallel.own_positions(tensors["loss_mask"])
+            micro_batches.append((tensors, lengths))
         return micro_batches
 
     def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:

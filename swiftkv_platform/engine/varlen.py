@@ -17,13 +17,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.model.flash import flash_refusal
 
-FLASH_DTYPES = (torch.float16, torch.bfloat16)
-FLASH_CAPABILITY = (8, 0)
-"""Least compute capability of a GPU that FlashAttention runs on: Ampere."""
 FLASH_PAGE = 256
 """Number that the tokens of a block must be a multiple of for FlashAttention 2, the one that comes with PyTorch."""
-MAX_FLASH_HEAD_DIM, FLASH_HEAD_DIM_MULTIPLE = 256, 8
 
 
 class VarlenOperator(Protocol):
@@ -155,23 +152,11 @@ def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """The operator for a model; None on a CPU, where contexts are read in runs (`attention.py`)."""
     if device.type == "cpu":
         return None
-    reason = _unsupported(device, dtype, head_dim)
+    reason = flash_refusal(device, dtype, head_dim)
     if reason is None:
         return varlen_attn
     get_logger().warning("flash_attention_unavailable", reason=reason, instead="plain operators, which are slow")
     return reference_varlen_attn
-
-
-def _unsupported(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Reason that FlashAttention cannot compute a model; None: it can."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FLASH_CAPABILITY:
-        return f"the GPU has compute capability {capability}; {FLASH_CAPABILITY} or more is needed"
-    if dtype not in FLASH_DTYPES:
-        return f"the model computes in {dtype}; float16 or bfloat16 is needed"
-    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % FLASH_HEAD_DIM_MULTIPLE:
-        return f"heads have {head_dim} numbers; a multiple of 8 up to {MAX_FLASH_HEAD_DIM} is needed"
-    return None
 
 
 def block_size_for(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:

@@ -98,9 +98,9 @@ def _prompts(rows: PackedRows, num_prompts: int, longest: int) -> torch.Tensor |
     samples: list[torch.Tensor] = []
     for index in np.unique(np.linspace(0, len(rows) - 1, num_prompts).round().astype(int)):
         row = to_tensors(rows.batch([int(index)]))
-        borders = [*(row["position_ids"][0] == 0).nonzero().flatten().tolist(), rows.max_length]
+        borders = [0, *np.cumsum(rows.lengths(int(index))).tolist()]
         for begin, end in pairwise(borders):
-            if row["loss_mask"][0, begin:end].any():  # padding counts nothing
+            if row["loss_mask"][0, begin:end].any():
                 samples.append(row["input_ids"][0, begin:end])
     if not samples:
         return None

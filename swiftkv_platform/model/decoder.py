@@ -103,11 +103,13 @@ class SwiftKVDecoderMixin(nn.Module):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        masks: Masks | None = None,
         **layer_arguments: Any,
     ) -> DecoderContext:
         """Embed `input_ids` [batch, num_tokens] and build what every layer shares.
 
-        Without `attention_mask` and cache, positions that restart keep packed samples apart.
+        Without `attention_mask` and cache, positions that restart keep packed samples apart. `masks` are made unless
+        they are given.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ModelError("give input_ids or inputs_embeds, one of them", field="input_ids")
@@ -116,14 +118,15 @@ class SwiftKVDecoderMixin(nn.Module):
         if position_ids is None:
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(seen, seen + hidden.shape[1], device=hidden.device).unsqueeze(0)
-        masks = make_masks(
-            self.config,
-            [self.layer_map.cache_layer(i) if self.swiftkv_enabled else i for i in range(len(self.layers))],
-            hidden=hidden,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        if masks is None:
+            masks = make_masks(
+                self.config,
+                [self.layer_map.cache_layer(i) if self.swiftkv_enabled else i for i in range(len(self.layers))],
+                hidden=hidden,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
         return DecoderContext(
             hidden=hidden,
             position_ids=position_ids,

@@ -15,9 +15,13 @@ from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.selection import TokenSelection
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+PACKED = "swiftkv_packed"
+"""Attention implementation of `packed_attention.py`; SDPA where samples have no lengths."""
+_SDPA = ("sdpa", PACKED)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,16 @@ def layer_types(config: Any) -> list[str]:
     return types
 
 
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Tokens that a query of each layer sees, itself included; None: all before it."""
+    return tuple(config.sliding_window if kind == SLIDING else None for kind in layer_types(config))
+
+
+def no_masks(config: Any) -> Masks:
+    """Masks of a pass whose attention is told the samples' lengths instead."""
+    return Masks((None,) * config.num_hidden_layers)
+
+
 def make_masks(
     config: Any,
     cache_layers: Sequence[int],
@@ -53,6 +67,8 @@ def make_masks(
         cache_layers: by layer, the cache layer that it reads.
         attention_mask: [batch, context_len], 0 for padding; None with restarting positions keeps packed samples apart.
     """
+    if attention_mask is None and past_key_values is None:
+        _check_packing(config, position_ids)
     made: dict[tuple[str, bool], Any] = {}
     masks, context_lens = [], []
     num_tokens = hidden.shape[1]
@@ -74,7 +90,20 @@ def make_masks(
         masks.append(made[key])
         sizes = (num_tokens, 0) if past_key_values is None else past_key_values.get_mask_sizes(num_tokens, cache_layer)
         context_lens.append(sizes[0])
-    return Masks(tuple(masks), config._attn_implementation == "sdpa", tuple(context_lens))
+    return Masks(tuple(masks), config._attn_implementation in _SDPA, tuple(context_lens))
+
+
+def _check_packing(config: Any, position_ids: torch.Tensor) -> None:
+    """Refuse what transformers' flash attention would compute wrong: it takes its borders from the positions, in
+    batches of one row alone."""
+    implementation = str(config._attn_implementation)
+    if "flash" in implementation and len(position_ids) > 1 and bool((position_ids.diff() != 1).any()):
+        raise ModelError(
+            f"attn_implementation is {implementation}, which keeps packed samples apart in batches of one row only, "
+            f"and here are {len(position_ids)}; one row at a time, or sdpa, would do",
+            field="attn_implementation",
+            value=implementation,
+        )
 
 
 def can_select(config: Any, selection: TokenSelection) -> bool:
@@ -83,7 +112,7 @@ def can_select(config: Any, selection: TokenSelection) -> bool:
     implementation = str(config._attn_implementation)
     if "flash" in implementation:
         return not isinstance(selection.tokens, torch.Tensor)
-    return implementation in ("eager", "sdpa")
+    return implementation in ("eager", *_SDPA)
 
 
 def select_queries(masks: Masks, selection: TokenSelection, num_tokens: int, device: torch.device) -> Masks:

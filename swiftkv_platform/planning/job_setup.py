@@ -11,7 +11,6 @@ def training_setup(spec: JobSpec) -> TrainingSetup:
     """Return what of `spec` its plan depends on; without `training.batch_size`, for the default one."""
     return TrainingSetup(
         sequence_length=spec.data.max_length,
-        packing=spec.data.packing,
         micro_batch_size=spec.training.micro_batch_size,
         batch_size=spec.training.batch_size or BATCH_SIZE,
         num_workers=spec.resources.max_workers,
@@ -21,6 +20,7 @@ def training_setup(spec: JobSpec) -> TrainingSetup:
         cpu_offload=spec.sharding.cpu_offload,
         sequence_parallel_size=spec.sharding.sequence_parallel_size,
         gradient_checkpointing=spec.training.gradient_checkpointing,
+        compiled=spec.training.compile,
         early_exit=spec.swiftkv.early_exit,
         trainable=spec.distillation.trainable,
         objective=spec.distillation.objective,

@@ -116,27 +116,34 @@ def _check_sequence_parallelism(model: Architecture, setup: TrainingSetup) -> No
 
 
 def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:
-    """Matrix products of one row, divided by its tokens; every position counts in the loss."""
+    """Matrix products of the samples, divided by their tokens.
+
+    Attention counts the pairs of a token and one that it sees in its own sample. The student's layers run for the
+    positions that the loss counts, but for keys, values and attention.
+    """
     first = layer_map.num_key_value_layers
     lower = sum(_layer(layer, setup) for layer in model.layers[:first])
     teacher = setup.needs_teacher * sum(_layer(layer, setup) for layer in model.layers[first:])
     student = backward = recomputed = 0.0
     own, tail = model.shared_attention, setup.trainable != "qkv"
+    share = setup.counted_share if setup.skips_uncounted else 1.0
     if setup.trainable == "all":  # the teacher runs layers of its own
         teacher += setup.needs_teacher * lower
         backward, recomputed = 2 * lower, lower
     for i, layer in enumerate(model.layers[first:], start=first):
-        query, attention = _maps(own.query), _attention(layer, setup)
+        query, attention = share * _maps(own.query), _attention(layer, setup)
         key_value = (i in layer_map.leaders) * _maps((*own.key_value, *own.expansion))
-        rest = _maps((*own.output, *layer.mlp))
+        rest = share * _maps((*own.output, *layer.mlp))
         student += query + key_value + attention + rest
         # x needs no gradient, nor does the first layer's normalised input unless that norm is trained.
-        into_x = own.query[0].flops if i == first and not tail else 0
+        into_x = share * own.query[0].flops if i == first and not tail else 0
         backward += (2 * query - into_x) + 2 * key_value + 2 * attention + (1 + tail) * rest
         recomputed += query + attention + rest
     head = Linear(model.hidden_size, model.vocab_size).flops
     logits = 3 if setup.objective == "logits" else 2  # student, its gradient, teacher
-    heads = (logits + 4 * setup.early_exit) * head  # the exit head is trained, and asks for the teacher's logits again
+    heads = (
+        setup.counted_share * (logits + 4 * setup.early_exit) * head
+    )  # the exit head is trained, and asks for the teacher's logits again
     recomputation = setup.gradient_checkpointing * recomputed
     return TrainingFlops(
         lower=lower,
@@ -157,10 +164,10 @@ def _layer(layer: Layer, setup: TrainingSetup) -> float:
 
 
 def _attention(layer: Layer, setup: TrainingSetup) -> float:
-    length = setup.sequence_length
-    masked = setup.packing or layer.window is not None
-    pairs = length * length if masked else attention_pairs(length, 0, None)
-    return pairs * layer.attention.flops_per_pair / length
+    """Attention of a layer, per token."""
+    samples = setup.samples or ((setup.sequence_length, 1),)
+    pairs = sum(number * attention_pairs(length, 0, layer.window) for length, number in samples)
+    return pairs * layer.attention.flops_per_pair / sum(number * length for length, number in samples)
 
 
 def _maps(maps: tuple[Linear, ...]) -> int:

@@ -18,8 +18,10 @@ WIDE = 4
 """Bytes of float32: masters, gradients, optimizer state, norms."""
 LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
 """Elements of one [chunk, vocab] buffer of the losses."""
-LOSS_BUFFERS = 6
-"""Float32 buffers that the losses hold at once: logits, targets, both logarithms, probabilities, a product."""
+LOGITS_PER_PASS = {"cuda": 1 << 25, "cpu": 1 << 17}
+"""Elements that the losses' passes over a chunk's logits take at a time."""
+FEWEST_ROWS = 40
+"""Fewest rows of a chunk of the losses."""
 
 
 class WorkerMemory(FrozenModel):
@@ -107,28 +109,22 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     first = layer_map.num_key_value_layers
     heads = own.num_heads * (own.query_size + own.value_size)
     cached = sum(entry.heads * entry.size for entry in own.entries)
-    mask = setup.sequence_length * setup.sequence_parallel_size  # whole on every worker, by its own tokens
     # norm_swiftkv is trained: its normalised input, and its output, which the projections keep.
     per_token = (3 * narrow + WIDE) * hidden
     begin = 0 if setup.trainable == "all" else first
     for i, layer in enumerate(model.layers[begin:], start=begin):
-        masked = setup.packing or layer.window is not None
         # Heads and tokens are swapped in every layer: where workers divide sequences, layers share no K and V.
         swapped = setup.sequence_parallel_size > 1 and not setup.gradient_checkpointing
-        shared = (i in layer_map.leaders or swapped) and (setup.gradient_checkpointing or not masked)
-        if shared or (i < first and not setup.gradient_checkpointing and not masked):
+        shared = i in layer_map.leaders or swapped
+        if shared or (i < first and not setup.gradient_checkpointing):
             per_token += narrow * (heads if own.expansion else cached)
         if setup.gradient_checkpointing:
             per_token += narrow * hidden
             continue
         per_token += _layer(model, layer, setup, narrow, has_gradient=i > begin)
-        if masked:
-            # Keys and values repeated for all query heads, and the mask as numbers.
-            per_token += narrow * (heads + mask)
     recomputed = 0
     if setup.gradient_checkpointing:
-        masked_layer = narrow * (heads + mask) if setup.packing else 0
-        recomputed = _layer(model, model.layers[-1], setup, narrow, has_gradient=True) + masked_layer
+        recomputed = _layer(model, model.layers[-1], setup, narrow, has_gradient=True)
     return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
 
 
@@ -151,8 +147,12 @@ def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int,
 def _loss(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
     """Chunk buffers, hidden states of teacher and student, and the gradient that the fused loss leaves."""
     tokens = setup.tokens_per_pass
-    rows = max(1, LOGITS_PER_CHUNK[setup.device] // model.vocab_size)
-    chunk = min(rows, tokens) * model.vocab_size * WIDE * LOSS_BUFFERS
+    rows = min(max(FEWEST_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)
+    rows_per_pass = min(max(1, LOGITS_PER_PASS[setup.device] // model.vocab_size), rows)
+    # Logits and targets, in the compute dtype and then in float32; probabilities of both, and a product.
+    casts = 2 * rows * (narrow + WIDE if narrow < WIDE else WIDE)
+    passes = (2 * rows + 3 * rows_per_pass) * WIDE
+    chunk = model.vocab_size * max(casts, passes)
     states = 6 + 2 * setup.early_exit  # x, teacher, student, the rows that count of both, a gradient
     exit_head = WIDE * model.vocab_size * model.hidden_size * setup.early_exit
     return chunk + states * narrow * model.hidden_size * tokens + exit_head

@@ -7,6 +7,9 @@ from typing import Literal
 
 from swiftkv_platform.planning.parameters import Trainable
 
+SampleCounts = tuple[tuple[int, int], ...]
+"""Number of samples by their length: (length, number)."""
+
 
 @dataclass(frozen=True)
 class TrainingSetup:
@@ -14,8 +17,10 @@ class TrainingSetup:
 
     sequence_length: int = 8192
     """`data.max_length`, the number of tokens of every row."""
-    packing: bool = True
-    """Rows of several samples: attention takes a mask, and its kernels the whole square."""
+    samples: SampleCounts | None = None
+    """Samples that fill the rows, of which each attends to itself; None: one that fills its row."""
+    counted_share: float = 1.0
+    """Share of the positions that the loss counts."""
     micro_batch_size: int = 1
     batch_size: int = 32
     num_workers: int = 1
@@ -25,6 +30,7 @@ class TrainingSetup:
     cpu_offload: bool = False
     sequence_parallel_size: int = 1
     gradient_checkpointing: bool = False
+    compiled: bool = False
     early_exit: bool = False
     trainable: Trainable = "qkv"
     objective: Literal["logits", "lm"] = "logits"
@@ -34,6 +40,11 @@ class TrainingSetup:
     @property
     def needs_teacher(self) -> bool:
         return self.objective == "logits" or self.hidden_loss or self.early_exit
+
+    @property
+    def skips_uncounted(self) -> bool:
+        """Whether tokens that no loss counts stay out of the student's layers >= l."""
+        return self.sequence_parallel_size == 1 and not self.compiled
 
     @property
     def rows_per_pass(self) -> int:

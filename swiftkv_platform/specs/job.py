@@ -117,6 +117,10 @@ class TrainingSpec(Spec):
     """Recompute activations of the student's upper layers in the backward pass."""
     compile: bool = False
     """Compile the layers with `torch.compile`: the first steps take minutes, the rest less time."""
+    attn_implementation: Literal["auto", "varlen_attn", "sdpa"] = "auto"
+    """How the samples of a row attend, each to itself. `varlen_attn`: PyTorch's FlashAttention over all of them at
+    once, on GPUs that it runs on, in bfloat16. `sdpa`: one sample after the other. `auto`: `varlen_attn` where it can,
+    else `sdpa`."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = 0
 
 
@@ -286,6 +290,23 @@ class JobSpec(Spec):
                 "optimizer.name 'muon' needs whole matrices, and sharding.strategy 'deepspeed' keeps flat shards; "
                 "sharding.strategy ddp or fsdp2, or optimizer.name adamw, would do",
                 {"field": "optimizer.name", "value": self.optimizer.name},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _attention_has_its_device(self) -> Self:
+        fits = self.resources.gpus_per_worker and self.model.dtype == "bfloat16"
+        if self.training.attn_implementation == "varlen_attn" and not fits:
+            raise PydanticCustomError(
+                "attn_implementation",
+                "training.attn_implementation 'varlen_attn' needs GPUs and bfloat16, and resources.gpus_per_worker is "
+                "{gpus}, model.dtype {dtype}; auto or sdpa would do",
+                {
+                    "field": "training.attn_implementation",
+                    "value": self.training.attn_implementation,
+                    "gpus": self.resources.gpus_per_worker,
+                    "dtype": self.model.dtype,
+                },
             )
         return self
 

@@ -128,11 +128,13 @@ def _check_flash_attention(
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     assert max_q > 0
     assert max_k > 0
-    for table in (cu_seq_q, cu_seq_k, seqused_k, *(() if block_table is None else (block_table,))):
-        assert table.dtype == torch.int32
-        assert table.is_contiguous()
-    num_runs = seqused_k.shape[0]
-    assert cu_seq_q.shape == cu_seq_k.shape == (num_runs + 1,)
+    for table in (cu_seq_q, cu_seq_k, seqused_k, block_table):
+        if table is not None:
+            assert table.dtype == torch.int32
+            assert table.is_contiguous()
+    num_runs = cu_seq_q.shape[0] - 1
+    assert cu_seq_k.shape == (num_runs + 1,)
+    assert seqused_k is None or seqused_k.shape == (num_runs,)
     assert heads % key.shape[-2] == 0
     assert enable_gqa or heads == key.shape[-2]
     assert key.shape[-1] == value.shape[-1] == dim

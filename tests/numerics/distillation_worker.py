@@ -163,6 +163,7 @@ def run(scenario: Run) -> Outcome:
         spec.distillation,
         dtype=dtype,
         gradient_checkpointing=spec.training.gradient_checkpointing,
+        attention=spec.training.attn_implementation,
         sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, torch.device("cpu")),
     )
     trained_names = {name for name, p in student.named_parameters() if p.requires_grad}

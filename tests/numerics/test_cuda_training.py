@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizers
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.model.families import student_classes
@@ -18,6 +19,7 @@ from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.specs.job import OptimizerSpec
 from tests.fakes.cuda import DEVICE, DeviceLog, fake_cuda
 from tests.numerics.test_evaluation import VOCAB, make_rows
+from tests.unit.engine.test_cuda import model_of
 
 
 @pytest.fixture
@@ -49,10 +51,11 @@ def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -
     fork = Fork(make_student(dtype), spec, dtype=dtype)
     trained = [(name, parameter) for name, parameter in fork.named_parameters() if parameter.requires_grad]
     optimizers = build_optimizers(trained, OptimizerSpec())
-    batch = {name: tensor.to(DEVICE) for name, tensor in to_tensors(make_rows([20, 9, 30]).batch([0, 1])).items()}
+    arrays, lengths = make_rows([20, 9, 30]).end_to_end([0, 1])
+    batch = {name: tensor.to(DEVICE) for name, tensor in to_tensors(arrays).items()}
     log.clear()
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        sums = fork(**batch)
+        sums = fork(**batch, sample_lengths=lengths)
     loss = torch.stack([weight * sums[name] for name, weight in fork.loss_weights.items()]).sum()
     assert loss.requires_grad
     if torch.backends.cuda.is_built():
@@ -65,7 +68,34 @@ def test_an_optimizer_step(objective: str, dtype: torch.dtype, log: DeviceLog) -
     for optimizer in optimizers:
         optimizer.step()
     assert not [wait for wait in log.waits if "host" in wait or "to cpu" in wait], log.waits
-    assert log.waits.count("aten.index by a mask") <= 6, "one for each state or target that a loss reads"
+    assert log.waits.count("aten.nonzero") == 1, "the positions that count, for all that the losses read of them"
+    assert "aten.index by a mask" not in log.waits
+    # Two layers below l, the teacher's two above it, and the student's.
+    assert log.kernels["torch_attn._varlen_attn"] == (6 if dtype == torch.bfloat16 else 0)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2-mixed", "deepseek_v2"])
+def test_every_kind_of_attention_takes_the_operator(family: str, log: DeviceLog) -> None:
+    """Windows, grouped heads, and values narrower than their keys."""
+    model = model_of(family, student=True)
+    fork = Fork(model, DistillationSpec(), dtype=torch.bfloat16, attention="varlen_attn")
+    arrays, lengths = make_rows([20, 9, 30]).end_to_end([0, 1], multiple=8)
+    batch = {name: tensor.to(DEVICE) for name, tensor in to_tensors(arrays).items()}
+    log.clear()
+    with torch.autocast("cuda", torch.bfloat16):
+        fork(**batch, sample_lengths=lengths)
+    num_layers, first = model.config.num_hidden_layers, model.config.num_key_value_layers
+    assert log.kernels["torch_attn._varlen_attn"] == 2 * num_layers - first
+    assert not [wait for wait in log.waits if "host" in wait or "to cpu" in wait], log.waits
+
+
+def test_a_gpu_without_flash_attention_is_named(log: DeviceLog) -> None:
+    fork = Fork(make_student(torch.float32), DistillationSpec(), dtype=torch.float32, attention="varlen_attn")
+    arrays, lengths = make_rows([20, 9, 30]).end_to_end([0, 1])
+    batch = {name: tensor.to(DEVICE) for name, tensor in to_tensors(arrays).items()}
+    with pytest.raises(InvalidInputError, match=r"attn_implementation is varlen_attn, and .*float32") as error:
+        fork(**batch, sample_lengths=lengths)
+    assert error.value.field == "training.attn_implementation"
 
 
 def test_evaluation(log: DeviceLog) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
+from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.engine.varlen import reference_varlen_attn
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import DistillationSpec
@@ -37,11 +45,15 @@ def make_rows(*, packing: bool) -> PackedRows:
     return pack(samples, np.arange(len(LENGTHS)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
 
 
-def step(student: Any, rows: PackedRows) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def step(
+    student: Any, rows: PackedRows, *, all_tokens: bool = False, multiple: int = 1
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Losses, and gradients, of one step over all rows, divided by the positions that count."""
     fork = Fork(student, DistillationSpec(hidden_loss_weight=1.0), dtype=torch.float32)
+    fork.keeps_shapes = all_tokens
     fork.zero_grad()
-    sums = fork(**to_tensors(rows.batch(range(len(rows)))))
+    batch, lengths = rows.end_to_end(range(len(rows)), multiple=multiple)
+    sums = fork(**to_tensors(batch), sample_lengths=lengths)
     sum(weight * sums[name] / rows.num_counted_tokens for name, weight in fork.loss_weights.items()).backward()
     gradients = {name: p.grad.clone() for name, p in student.swiftkv_parameters().items() if p.grad is not None}
     return {name: float(total.detach()) / rows.num_counted_tokens for name, total in sums.items()}, gradients
@@ -51,13 +63,51 @@ def step(student: Any, rows: PackedRows) -> tuple[dict[str, float], dict[str, to
 def test_packed_and_unpacked_rows_give_the_same_step(name: str, backend: str) -> None:
     student, packed, unpacked = make_student(name, backend), make_rows(packing=True), make_rows(packing=False)
     assert len(packed) == 2 < len(unpacked) == len(LENGTHS)
-    losses, gradients = step(student, packed)
-    expected_losses, expected_gradients = step(student, unpacked)
+    assert_equal(step(student, packed), step(student, unpacked))
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Losses and gradients of two steps."""
+    (losses, gradients), (expected_losses, expected_gradients) = actual, expected
     assert losses == pytest.approx(expected_losses, rel=1e-5, abs=1e-5)
     assert gradients.keys() == expected_gradients.keys()
     for parameter, gradient in gradients.items():
         scale = expected_gradients[parameter].abs().max()
         assert (gradient - expected_gradients[parameter]).abs().max() <= 1e-4 * scale, parameter
+
+
+def varlen_on_cpu(*arguments: Any, **options: Any) -> torch.Tensor:
+    """`varlen_attn` as training calls it, of plain operators."""
+    borders = arguments[3]
+    assert borders.dtype == torch.int32
+    assert borders is arguments[4]
+    output: torch.Tensor = reference_varlen_attn(*arguments, **options, seqused_k=borders.diff(), block_table=None)
+    return output
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_one_operator_for_all_samples_gives_the_same_step(name: str) -> None:
+    """What runs on GPUs, with an operator of its signature: windows, grouped heads, narrow values, padding behind."""
+    student, rows = make_student(name, "sdpa"), make_rows(packing=True)
+    expected = step(student, rows)
+    with patch.object(fork_module, "choose_operator", return_value=varlen_on_cpu) as chosen:
+        actual = step(student, rows, multiple=16)
+    assert chosen.called
+    assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_tokens_that_do_not_count_change_nothing(name: str) -> None:
+    """They stay out of the student's layers above l, and the losses and gradients are those of all tokens in them."""
+    student, rows = make_student(name, "sdpa"), make_rows(packing=True)
+    expected = step(student, rows, all_tokens=True, multiple=MAX_LENGTH)
+    entered: list[int] = []
+    norm = student.model.layers[-1].post_attention_layernorm
+    handle = norm.register_forward_hook(lambda _module, inputs, _output: entered.append(inputs[0].shape[1]))
+    actual = step(student, rows)
+    handle.remove()
+    assert entered == [sum(LENGTHS), rows.num_counted_tokens], "the teacher takes all tokens, the student those"
+    assert_equal(actual, expected)
 
 
 @pytest.mark.parametrize(("name", "backend"), every_setting)
@@ -78,3 +128,70 @@ def test_no_token_sees_another_sample(name: str, backend: str) -> None:
             difference = (student(changed, **inputs).logits[0] - logits).abs().amax(-1)
             assert (difference[begin:end] > 1e-3).all()
             assert torch.cat((difference[:begin], difference[end:])).max() <= 1e-5
+
+
+class _Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.seen |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed", "deepseek_v2"])
+def test_nothing_is_as_large_as_a_row_by_a_row(name: str, packing: bool) -> None:
+    """No mask of packed rows, and none of a row that ends in padding."""
+    student, rows = make_student(name, "sdpa"), make_rows(packing=packing)
+    with _Shapes() as shapes:
+        step(student, rows)
+    rectangles = {shape for shape in shapes.seen if len(shape) > 1 and shape[-1] >= MAX_LENGTH <= shape[-2]}
+    parameters = {tuple(parameter.shape) for parameter in student.parameters()}
+    assert not {shape for shape in rectangles if shape[-2:] == (MAX_LENGTH, MAX_LENGTH)} - parameters
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "deepseek_v2"])
+def test_padding_makes_no_mask(name: str) -> None:
+    """A row of one sample and padding is causal as it is, wherever a model reads it."""
+    batch = to_tensors(make_rows(packing=False).batch(range(len(LENGTHS))))
+    context = make_student(name, "sdpa").model.begin(batch["input_ids"], position_ids=batch["position_ids"])
+    assert context.masks.by_layer == (None,) * len(context.masks.by_layer)
+
+
+def count_flops(student: Any, rows: PackedRows) -> int:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        step(student, rows)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_packed_rows_take_the_operations_of_their_samples(name: str) -> None:
+    """As counted by torch: the sum over the samples, each in a row of its own length."""
+    student, rows = make_student(name, "sdpa"), make_rows(packing=True)
+    alone = 0
+    for member in range(len(LENGTHS)):
+        length = LENGTHS[member]
+        alone += count_flops(
+            student, pack(rows.samples, np.array([member]), max_length=length, pad_token_id=0, packing=False)
+        )
+    assert sum(LENGTHS) < len(rows) * MAX_LENGTH, "there is padding"
+    assert count_flops(student, rows) == alone
+
+
+@torch.no_grad()
+def test_flash_attention_refuses_packed_rows_that_it_would_mix() -> None:
+    """Transformers looks for packed samples in batches of one row only."""
+    student, rows = make_student("llama", "sdpa"), make_rows(packing=True)
+    student.config._attn_implementation = "flash_attention_2"
+    batch = to_tensors(rows.batch([0, 1]))
+    with pytest.raises(ModelError, match=r"packed samples .* one row") as error:
+        student.model.begin(batch["input_ids"], position_ids=batch["position_ids"])
+    assert error.value.field == "attn_implementation"
+    student.model.begin(batch["input_ids"][:1], position_ids=batch["position_ids"][:1])
+    alone = to_tensors(make_rows(packing=False).batch([0, 1]))
+    student.model.begin(alone["input_ids"], position_ids=alone["position_ids"])

@@ -79,6 +79,16 @@ def test_a_spec_whose_sequences_do_not_divide_is_refused(sections: dict[str, Any
         JobSpec.model_validate(spec)
 
 
+def test_attention_that_the_device_cannot_run_is_refused() -> None:
+    training = {"attn_implementation": "varlen_attn"}
+    problem = r"training\.attn_implementation 'varlen_attn' needs GPUs and bfloat16"
+    for section in ({}, {"resources": {"gpus_per_worker": 1}, "model": {"dtype": "float32"}}):
+        with pytest.raises(ValidationError, match=problem):
+            JobSpec.model_validate({"name": "n", "training": training, **section})
+    with_gpus = {"resources": {"gpus_per_worker": 1}, "model": {"dtype": "bfloat16"}}
+    assert JobSpec.model_validate({"name": "n", "training": training, **with_gpus})
+
+
 def test_a_batch_is_shared_by_groups() -> None:
     spec = {"name": "n", "sharding": {"sequence_parallel_size": 4}, "resources": {"num_workers": 8}}
     assert JobSpec.model_validate(spec | {"training": {"batch_size": 2}}).training.batch_size == 2

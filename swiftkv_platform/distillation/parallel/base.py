@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -50,15 +50,16 @@ class Parallel(ABC):
         self.device = device
         self.loss_weights = fork.loss_weights
         self._sequence = fork.sequence
-        share = 1 if fork.sequence is None else fork.sequence.size
+        self.sequence_parallel_size = share = 1 if fork.sequence is None else fork.sequence.size
         self.data_rank = self.rank // share
         """Index of this worker's share of a batch's rows, of `data_size` equal shares. Workers that divide the tokens
         of rows among them have the same."""
         self.data_size = self.world_size // share
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The fork's sums over this worker's `batch`."""
-        sums: dict[str, Tensor] = self.module(**{name: tensor.to(self.device) for name, tensor in batch.items()})
+    def __call__(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """The fork's sums over this worker's `batch`, see `Fork.forward`."""
+        tensors = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        sums: dict[str, Tensor] = self.module(**tensors, sample_lengths=sample_lengths)
         return sums
 
     def own_positions(self, mask: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import chain, pairwise
 
 import numpy as np
@@ -24,7 +25,7 @@ def make_samples(lengths: list[int]) -> Samples:
 
 
 def segments(row: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """A row cut where the positions restart, which is where attention is cut."""
+    """A row cut where the positions restart, which is where attention is cut; its last segment ends in the padding."""
     restarts = np.append(True, row["position_ids"][1:] != row["position_ids"][:-1] + 1)
     sizes = np.diff(np.append(np.flatnonzero(restarts), MAX_LENGTH)).tolist()
     parts = {name: np.split(array, np.cumsum(sizes)[:-1]) for name, array in row.items()}
@@ -38,22 +39,48 @@ lengths_strategy = st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40)
 def test_every_sample_stands_whole_in_exactly_one_place(lengths: list[int], packing: bool) -> None:
     samples = make_samples(lengths)
     rows = pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD, packing=packing)
-    found, padding = [], []
+    found = []
     for index in range(len(rows)):
-        for segment in segments(rows[index]):
+        parts = segments(rows[index])
+        assert len(parts) == len(rows.lengths(index))
+        for number, segment in enumerate(parts, start=1):
             ids = segment["input_ids"]
             assert segment["position_ids"].tolist() == list(range(len(ids)))
-            if (ids == PAD).all():
-                assert not segment["loss_mask"].any()
-                padding.append(index)
-                continue
             found.append(int(np.searchsorted(samples.starts, int(ids[0]))))
             span = slice(samples.starts[found[-1]], samples.starts[found[-1] + 1])
-            assert ids.tolist() == samples.tokens[span].tolist()
-            assert segment["loss_mask"].tolist() == samples.counts[span].tolist()
+            length = int(rows.lengths(index)[number - 1])
+            assert ids[:length].tolist() == samples.tokens[span].tolist()
+            assert segment["loss_mask"][:length].tolist() == samples.counts[span].tolist()
+            assert (ids[length:] == PAD).all()
+            assert not segment["loss_mask"][length:].any()
+            assert length == len(ids) or number == len(parts), "padding is behind the last sample"
     assert sorted(found) == list(range(len(lengths)))
-    assert len(padding) == len(set(padding))
     assert len(rows) == len(lengths) or packing
+
+
+@given(lengths_strategy, st.integers(1, 7), st.data())
+def test_rows_end_to_end_are_their_samples(lengths: list[int], multiple: int, data: st.DataObject) -> None:
+    rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
+    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=4))
+    num_counted = data.draw(st.integers(0, len(chosen)))
+    batch, found = rows.end_to_end(chosen, multiple=multiple, num_counted=num_counted)
+    per_row = [rows.lengths(index).tolist() for index in chosen]
+    assert list(found) == [length for row in per_row for length in row]
+    num_tokens = sum(found)
+    assert {array.shape for array in batch.values()} == {(1, -(-num_tokens // multiple) * multiple)}
+    for name, array in batch.items():
+        laid_out = [rows[index][name][: sum(row)] for index, row in zip(chosen, per_row, strict=True)]
+        if name == "loss_mask":
+            laid_out[num_counted:] = [np.zeros_like(part) for part in laid_out[num_counted:]]
+        assert array[0, :num_tokens].tolist() == np.concatenate(laid_out).tolist()
+    assert not batch["loss_mask"][0, num_tokens:].any()
+    assert (batch["input_ids"][0, num_tokens:] == PAD).all()
+
+
+@given(lengths_strategy)
+def test_lengths_are_counted(lengths: list[int]) -> None:
+    rows = pack(make_samples(lengths), np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=PAD)
+    assert dict(rows.sample_counts) == Counter(lengths)
 
 
 @given(lengths_strategy)

@@ -192,3 +192,48 @@ def test_hidden_loss_is_the_mean_over_features_summed_over_positions() -> None:
     assert loss.item() == pytest.approx(math.fsum(((student - teacher) ** 2).flatten().tolist()) / HIDDEN, rel=1e-5)
     assert teacher.grad is None
     assert student.grad is not None
+
+
+def _chunked_kl_of_before(
+    student: Tensor, teacher: Tensor, student_head: Tensor, teacher_head: Tensor, temperature: float
+) -> Tensor:
+    """The loss by logarithms of all probabilities, in the order that it had before passes were saved."""
+    log_p = F.log_softmax(F.linear(teacher, teacher_head).float().div(temperature), dim=-1)
+    log_q = F.log_softmax(F.linear(student, student_head).float().div(temperature), dim=-1)
+    return temperature**2 * (log_p.exp() * (log_p - log_q)).sum()
+
+
+@pytest.mark.parametrize("distance", [0.01, 0.3, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 1.7, 2.0])
+@pytest.mark.parametrize("shared", [True, False], ids=["one head", "two heads"])
+def test_fewer_passes_change_nothing(shared: bool, temperature: float, distance: float) -> None:
+    """At a vocabulary and a width of real models, near the teacher and far from it."""
+    tokens, hidden, vocab = 50, 64, 20_000
+    teacher, head = _random(tokens, hidden, seed=0), _random(vocab, hidden, seed=1) / 4
+    student = (teacher + distance * _random(tokens, hidden, seed=2)).requires_grad_()
+    own_head = head if shared else head + 0.01 * _random(vocab, hidden, seed=3)
+
+    loss = logits_loss(student, teacher, own_head, head, temperature=temperature) / tokens
+    expected = _chunked_kl_of_before(student, teacher, own_head, head, temperature) / tokens
+
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+    exact = student.detach().double().requires_grad_()
+    truth = _naive_kl(exact, teacher.double(), own_head.double(), head.double(), temperature) / tokens
+    (exact_gradient,) = torch.autograd.grad(truth, exact)
+    error, error_before = (
+        float((torch.autograd.grad(value, student)[0] - exact_gradient).abs().max()) for value in (loss, expected)
+    )
+    assert error <= max(1.5 * error_before, 1e-5 * float(exact_gradient.abs().max()))
+    assert abs(loss.item() - truth.item()) <= max(
+        1.5 * abs(expected.item() - truth.item()), 1e-6 * max(1.0, loss.item())
+    )
+
+
+def test_temperatures_are_exact_in_bfloat16() -> None:
+    """Dividing hidden states by what is no power of two would round them."""
+    teacher, student = (_random(40, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 1))
+    head = _random(500, 64, seed=2, dtype=torch.bfloat16)
+    for temperature in (2.0, 1.7):
+        expected = _chunked_kl_of_before(student, teacher, head, head, temperature)
+        loss = logits_loss(student, teacher, head, head, temperature=temperature)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

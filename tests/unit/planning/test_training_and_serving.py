@@ -64,6 +64,26 @@ def test_the_fork_takes_about_two_thirds_of_two_full_passes() -> None:
     assert flops.total / separate == pytest.approx(2 / 3, abs=0.08)
 
 
+def test_attention_is_that_of_the_samples() -> None:
+    """A token of 133 sees 67 on average, one of 8,192 sees 4,096.5; forward in the 16 lower, the teacher's and the
+    student's 16 upper layers, and backward in the student's, which costs twice as much."""
+    row, packed = (plan_training(LLAMA_8B, TrainingSetup(samples=samples)) for samples in (None, ((133, 1),)))
+    difference = row.flops_per_token.total - packed.flops_per_token.total
+    assert difference == pytest.approx((4096.5 - 67) * 4 * 4096 * (16 + 16 + 3 * 16))
+    mixed = plan_training(LLAMA_8B, TrainingSetup(samples=((100, 2), (200, 1)))).flops_per_token.total
+    alone = [plan_training(LLAMA_8B, TrainingSetup(samples=((n, 1),))).flops_per_token.total for n in (100, 200)]
+    assert mixed == pytest.approx((2 * 100 * alone[0] + 200 * alone[1]) / 400)
+
+
+def test_tokens_that_do_not_count_stay_out_of_the_students_layers() -> None:
+    whole = plan_training(LLAMA_8B, TrainingSetup()).flops_per_token
+    half = plan_training(LLAMA_8B, TrainingSetup(counted_share=0.5)).flops_per_token
+    together = plan_training(LLAMA_8B, TrainingSetup(counted_share=0.5, compiled=True)).flops_per_token
+    assert half.heads == together.heads == whole.heads / 2
+    assert half.student < together.student == whole.student
+    assert (half.lower, half.teacher) == (whole.lower, whole.teacher)
+
+
 def test_time_follows_tokens_workers_and_speed() -> None:
     setup = TrainingSetup(num_workers=4)
     planned = plan_training(LLAMA_8B, setup, num_tokens=10**6, flops_per_second=1e14)
@@ -79,7 +99,7 @@ def test_a_batch_that_does_not_divide() -> None:
 
 def test_long_rows_fit_where_workers_share_them() -> None:
     """128K tokens on 80 GB GPUs, Llama-3.1-8B."""
-    base = TrainingSetup(sequence_length=131072, packing=False, num_workers=8, batch_size=8)
+    base = TrainingSetup(sequence_length=131072, num_workers=8, batch_size=8)
     alone, shared = (plan_training(LLAMA_8B, replace(base, sequence_parallel_size=size)).memory for size in (1, 8))
     assert alone.peak > 80e9 > shared.peak
     assert alone.activations / 8 == pytest.approx(shared.activations, rel=0.01)

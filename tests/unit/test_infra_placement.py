@@ -22,9 +22,8 @@ from jobs.tasks import task_options
 from serve.app import build_app
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec
-from tests.infra_files import INFRA, ROOT, documents, objects
-
-RECIPES = sorted((ROOT / "jobs" / "recipes").glob("*.yaml"))
+from tests.infra_files import INFRA, documents, objects
+from tests.recipes import RECIPES
 
 Resources = dict[str, float]
 Schedule = Callable[[Sequence[Resources], Sequence[Resources]], SchedulingReply]

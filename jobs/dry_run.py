@@ -146,6 +146,28 @@ def _places(index: Tensor | None) -> list[Tensor | None]:
     return [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
 
 
+class _FusedAttention(torch.autograd.Function):
+    """Shapes of an attention kernel that keeps no scores, as CUDA has them for every head size; the CPU's writes them
+    out where keys and values differ in theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = None if mask is None else mask.to(query.dtype)
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, bias, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    output: Tensor = _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    return output
+
+
 class _Tracker(MemTracker):
     """Bytes alive at the peak, and collectives. Torch's tracker without its figures by module, which allow one forward
     pass a module and copy a snapshot of each with every operator."""
@@ -253,12 +275,14 @@ class _Fakes:
 
 @contextmanager
 def _fakes(spec: JobSpec) -> Iterator[_Fakes]:
-    """A fake process group of all workers, and fake tensors that are chunked as the job's device has it."""
+    """A fake process group of all workers, and fake tensors that are chunked and attended to as on the job's device."""
     store, size = FakeStore(), spec.resources.max_workers
-    chunk = losses.LOGITS_PER_CHUNK if spec.resources.gpus_per_worker else losses.LOGITS_PER_CHUNK_ON_CPU
     dist.init_process_group("fake", store=store, rank=0, world_size=size)
     try:
-        with patch.object(losses, "LOGITS_PER_CHUNK_ON_CPU", chunk):
+        with ExitStack() as as_on_gpu:
+            if spec.resources.gpus_per_worker:
+                as_on_gpu.enter_context(patch.object(losses, "LOGITS_PER_CHUNK_ON_CPU", losses.LOGITS_PER_CHUNK))
+                as_on_gpu.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
             yield _Fakes(spec, FakeTensorMode(allow_non_fake_inputs=True))
     finally:
         dist.destroy_process_group()

@@ -52,8 +52,12 @@ def scaling_config(resources: ResourcesSpec) -> ScalingConfig:
         num_workers=(resources.min_workers, resources.max_workers) if elastic else resources.max_workers,
         elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
         use_gpu=on_gpu,
-        resources_per_worker={"CPU": resources.cpus_per_worker}
-        | ({"GPU": resources.gpus_per_worker} if on_gpu else {}),
+        # Ray Train leaves out what is 0.
+        resources_per_worker={
+            "CPU": resources.cpus_per_worker,
+            "GPU": resources.gpus_per_worker,
+            "memory": resources.memory_per_worker or 0,
+        },
         accelerator_type=resources.accelerator_type,
     )
 

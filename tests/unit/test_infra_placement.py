@@ -22,7 +22,7 @@ from jobs.tasks import task_options
 from serve.app import build_app
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec
-from tests.infra_files import INFRA, documents, objects
+from tests.infra_files import INFRA, documents, environments, objects
 from tests.recipes import RECIPES
 
 Resources = dict[str, float]
@@ -60,6 +60,13 @@ def workers(spec: JobSpec) -> list[Resources]:
     return [bundle] * spec.resources.max_workers
 
 
+def driver() -> Resources:
+    """The driver of a job, as the control plane of the cluster submits it."""
+    settings = environments()["ConfigMap-swiftkv-control-plane"]
+    cpus, memory = (settings[f"SWIFTKV_ENTRYPOINT_{name}"] for name in ("NUM_CPUS", "MEMORY"))
+    return resources_from_ray_options({"num_cpus": float(cpus), "memory": int(memory)})
+
+
 def replica(tensor_parallel_size: int) -> Resources:
     """A replica's resources, as Ray Serve asks for them."""
     application: Any = build_app(
@@ -82,8 +89,22 @@ def test_every_recipe_gets_its_nodes(schedule: Schedule, recipe: Path) -> None:
     spec = load_spec(recipe)
     task = resources_from_ray_options(task_options(spec.resources))
     # Data is written and calibration collected by as many tasks as training has workers; one prepares and evaluates.
-    assert infeasible(schedule([], [task] * spec.resources.max_workers)) == []
-    assert infeasible(schedule(workers(spec), [])) == []
+    assert infeasible(schedule([], [driver()] + [task] * spec.resources.max_workers)) == []
+    assert infeasible(schedule(workers(spec), [driver()])) == []
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if not path.stem.startswith("builtin-")], ids=lambda path: path.stem
+)
+def test_recipes_reserve_memory_for_tasks_and_workers(recipe: Path) -> None:
+    spec = load_spec(recipe)
+    assert resources_from_ray_options(task_options(spec.resources))["memory"] == spec.resources.memory_per_worker
+    assert workers(spec)[0]["memory"] == spec.resources.memory_per_worker
+
+
+def test_drivers_leave_the_head(schedule: Schedule) -> None:
+    reply = schedule([], [driver()])
+    assert [launch.instance_type for launch in reply.to_launch] == ["cpu"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])

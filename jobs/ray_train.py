@@ -13,6 +13,7 @@ from ray.train.torch.config import _TorchBackend
 from jobs.attempt.control import checkpoint_on_sigterm, leave_on_sigterm
 from jobs.tasks import train_loop_per_worker
 from jobs.values import Outcome, StoppedError, WorkerConfig
+from swiftkv_platform.specs import ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 
 _MAX_WORKER_FAILURES = 3
@@ -43,6 +44,24 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is untyped
         stays when training is over; the controller and its workers end with the driver in any case."""
 
 
+def scaling_config(resources: ResourcesSpec) -> ScalingConfig:
+    """The workers that Ray Train asks the cluster for."""
+    elastic = resources.min_workers < resources.max_workers
+    on_gpu = resources.gpus_per_worker > 0
+    return ScalingConfig(
+        num_workers=(resources.min_workers, resources.max_workers) if elastic else resources.max_workers,
+        elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
+        use_gpu=on_gpu,
+        # Ray Train leaves out what is 0.
+        resources_per_worker={
+            "CPU": resources.cpus_per_worker,
+            "GPU": resources.gpus_per_worker,
+            "memory": resources.memory_per_worker or 0,
+        },
+        accelerator_type=resources.accelerator_type,
+    )
+
+
 def fit(worker: WorkerConfig) -> str:
     """Run the workers to the last step; returns the key of the last checkpoint.
 
@@ -52,7 +71,6 @@ def fit(worker: WorkerConfig) -> str:
         ray.train.TrainingFailedError: workers failed too often.
     """
     resources = worker.request.spec.resources
-    elastic = resources.min_workers < resources.max_workers
     on_gpu = resources.gpus_per_worker > 0
     # Checkpoints go to the attempt's own store, not through Ray Train: what Ray Train keeps is scratch of this machine.
     store = open_store(worker.store_uri)
@@ -62,14 +80,7 @@ def fit(worker: WorkerConfig) -> str:
             train_loop_config={"worker": worker},
             # Objects travel over gloo; sharded parameters kept in host memory are reduced there as well.
             torch_config=_Config(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
-            scaling_config=ScalingConfig(
-                num_workers=(resources.min_workers, resources.max_workers) if elastic else resources.max_workers,
-                elastic_resize_monitor_interval_s=_RESIZE_INTERVAL_S,
-                use_gpu=on_gpu,
-                resources_per_worker={"CPU": resources.cpus_per_worker}
-                | ({"GPU": resources.gpus_per_worker} if on_gpu else {}),
-                accelerator_type=resources.accelerator_type,
-            ),
+            scaling_config=scaling_config(resources),
             run_config=RunConfig(
                 name=f"{worker.request.job_id}-{worker.request.attempt}",
                 storage_path=scratch,

@@ -58,6 +58,7 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
     return {
         "num_cpus": resources.cpus_per_worker,
         "num_gpus": resources.gpus_per_worker,
+        "memory": resources.memory_per_worker,
         "accelerator_type": resources.accelerator_type,
     }
 

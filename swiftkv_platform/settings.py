@@ -30,6 +30,11 @@ class Settings(BaseSettings):
     from `AWS_ENDPOINT_URL`, `AWS_REGION` and boto3's own credential chain."""
     ray_dashboard_url: str = "http://127.0.0.1:8265"
     """Address of Ray's job and serve APIs."""
+    entrypoint_num_cpus: Annotated[float, Field(ge=0.0)] = 0.0
+    """CPUs that Ray reserves for the driver of each job. With 0 here and for memory, drivers run on Ray's head and take
+    none of its reservations, which keeps a machine of two cores to the workers; else on any node with room."""
+    entrypoint_memory: Annotated[int, Field(ge=0)] = 0
+    """Bytes that Ray reserves for the driver of each job, as the CPUs; a driver takes some 400 MB."""
     serve_url: str = "http://127.0.0.1:8001"
     """Address of Ray Serve's HTTP proxy."""
     source_roots: tuple[str, ...] | None = None

@@ -78,7 +78,11 @@ def build_components(settings: Settings) -> Components:
         catalog=SqlCatalog(database),
         registry=SqlRegistry(database),
         leases=SqlLeases(database),
-        cluster=RayJobs(settings.ray_dashboard_url),
+        cluster=RayJobs(
+            settings.ray_dashboard_url,
+            entrypoint_num_cpus=settings.entrypoint_num_cpus,
+            entrypoint_memory=settings.entrypoint_memory,
+        ),
         serving=RayServe(settings.ray_dashboard_url, settings.serve_url, api_keys_file=settings.serve_api_keys_file),
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),

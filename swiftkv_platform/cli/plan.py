@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import Json
+from swiftkv_platform.cli.dry_run import print_dry_run
 from swiftkv_platform.cli.output import out, print_json, print_table
 from swiftkv_platform.cli.sources import model_config
 from swiftkv_platform.planning import Components, Plan
@@ -26,7 +27,10 @@ token only."""
 def plan(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL_OR_CONFIG", help="Directory, .gguf, config.json, hub id or builtin:python-5m."),
+        typer.Argument(
+            metavar="MODEL_OR_CONFIG",
+            help="Directory, .gguf, config.json, hub id or builtin:python-5m; with --dry-run a job spec.",
+        ),
     ],
     num_key_value_layers: Annotated[
         list[int] | None,
@@ -40,13 +44,26 @@ def plan(
         int | None, typer.Option("--sequence-length", "-s", help="Tokens of the prompt. [the model's context]")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, fp8 or int8.")] = "bfloat16",
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Run the job spec's phases over fake tensors: a worker's memory, and its collectives."
+        ),
+    ] = False,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="FILE_OR_DIR", help="The teacher's config.json, for --dry-run without the hub."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """FLOPs per prompt token by component (paper, table 1) and KV bytes: students beside their teacher."""
-    config = model_config(model)
+    if dry_run:
+        print_dry_run(model, config, json=json)
+        return
+    values = model_config(model)
     plans = [
         make_plan(
-            config,
+            values,
             num_key_value_layers=layers,
             key_value_group_size=group_size,
             sequence_length=sequence_length,

@@ -19,16 +19,24 @@ _LONGEST_READ_S = 3600
 
 
 class RayJobs:
-    """`JobCluster` on Ray, whose dashboard answers at `dashboard_url`."""
+    """`JobCluster` on Ray, whose dashboard answers at `dashboard_url`.
 
-    def __init__(self, dashboard_url: str) -> None:
+    Args:
+        entrypoint_num_cpus: CPUs reserved for each driver; without any reservation drivers run on Ray's head.
+        entrypoint_memory: bytes reserved for each driver.
+    """
+
+    def __init__(self, dashboard_url: str, *, entrypoint_num_cpus: float = 0.0, entrypoint_memory: int = 0) -> None:
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
+        reserved = {"entrypoint_num_cpus": entrypoint_num_cpus, "entrypoint_memory": entrypoint_memory}
+        self._reserved = {name: amount for name, amount in reserved.items() if amount}
 
     def submit(self, submission_id: str, entrypoint: str, env: Mapping[str, str]) -> None:
         body = {
             "submission_id": submission_id,
             "entrypoint": entrypoint,
             "runtime_env": {"env_vars": dict(env)} if env else {},
+            **self._reserved,
         }
         response = self._dashboard.request("POST", "/api/jobs/", json=body)
         # Ray answers an id it knows with the same 500 as any other failure.

@@ -79,11 +79,12 @@ def worker_memory(
                 host, frozen = host + frozen, 0
         moments = 0
     activations, recomputed = saved_activations(model, layer_map, setup)
+    passing_back = recomputed + _gradients_of_activations(model, setup, narrow)
     loss = _loss(model, setup, narrow)
     persistent = frozen + weights + moments
     # Gradients of a step's first micro batch appear while activations go.
     kept = gradients if setup.num_micro_batches > 1 else 0
-    during_passes = activations + max(loss, recomputed) + kept
+    during_passes = activations + max(loss, passing_back) + kept
     largest = WIDE * (parameters.largest_tensor if setup.device == "cpu" else trained)
     during_update = gradients + min(largest, WIDE * trained)
     peak = persistent + gathered + max(during_passes, during_update)
@@ -128,17 +129,29 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
 
 
+def _gradients_of_activations(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
+    """Bytes of the gradients that the backward pass holds at once: those of gate, up and their product."""
+    widest = max(_inner_features(model, layer) for layer in model.layers)
+    return narrow * widest * setup.tokens_per_pass
+
+
+def _inner_features(model: Architecture, layer: Layer) -> int:
+    """Features of a token inside an MLP: outputs of gate and up, input of down, of all experts that it meets."""
+    hidden = model.hidden_size
+    return sum(
+        linear.active * (linear.in_features + linear.out_features - hidden)
+        for linear in layer.mlp
+        if hidden in (linear.in_features, linear.out_features)
+    )
+
+
 def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
     """Bytes a token of one student layer, its K and V left out."""
     own, hidden = model.shared_attention, model.hidden_size
     norms = (1 + has_gradient) * WIDE * hidden
     query = narrow * sum(linear.in_features for linear in own.query)
     attention = narrow * own.num_heads * (own.query_size + own.value_size) + WIDE * own.num_heads
-    inner = sum(
-        linear.active * (linear.in_features + linear.out_features - hidden)
-        for linear in layer.mlp
-        if hidden in (linear.in_features, linear.out_features)
-    )
+    inner = _inner_features(model, layer)
     routed = sum(linear.active * hidden for linear in layer.mlp if linear.copies > 1) // 3
     tail = narrow * (2 * hidden + inner // 3) if setup.trainable != "qkv" else 0
     return norms + query + attention + narrow * (inner + routed) + tail

@@ -160,6 +160,8 @@ class ResourcesSpec(Spec):
     """Or `{min, max}`: training goes on with fewer when machines leave, and with more when they come."""
     gpus_per_worker: Amount = 0
     cpus_per_worker: Annotated[Amount, Field(gt=0.0)] = 1
+    memory_per_worker: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = None
+    """Bytes of host memory that Ray reserves for each worker, and for each task of the job; null reserves none."""
     accelerator_type: Word | None = None
     """Ray's name of the GPU type, e.g. `H100`."""
     peak_flops_per_second: Annotated[float, Field(gt=0.0)] | None = None

@@ -1,0 +1,108 @@
+"""Dry runs of the shipped recipes, and the plans that they are compared with."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from jobs.dry_run import DryRun, dry_run
+from swiftkv_platform.cli.app import app
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.specs import JobSpec, load_spec
+from tests.recipes import RECIPES, teacher_config
+
+BY_NAME = {path.stem: path for path in RECIPES if "sweep" not in path.stem}  # a sweep's trials are jobs of their own
+SMALLEST, LARGEST, EXPERTS = "builtin-python-5m", "llama-3.1-405b-fp8", "deepseek-v2-lite"
+SHALLOW = 4
+"""Layers of the teachers of quick dry runs: a teacher's layers are alike."""
+
+
+def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, Estimate]:
+    config = {**teacher_config(spec), **changes}
+    return dry_run(spec, config), estimate(spec, config, ())
+
+
+def check(found: DryRun, planned: Estimate) -> None:
+    assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
+    assert planned.memory_per_worker is not None
+    assert 0.9 * found.train.peak < planned.memory_per_worker < 1.1 * found.train.peak
+
+
+@pytest.fixture(scope="module")
+def smallest() -> tuple[DryRun, Estimate]:
+    return run(load_spec(BY_NAME[SMALLEST]))
+
+
+def test_the_smallest_recipe_takes_what_is_planned(smallest: tuple[DryRun, Estimate]) -> None:
+    check(*smallest)
+
+
+def test_shards_of_two_workers(smallest: tuple[DryRun, Estimate]) -> None:
+    """Half of the weights, in the dtypes that they are kept in, and of their gradients and moments."""
+    found, _ = smallest
+    trained = found.num_trained_parameters
+    assert found.train.gradients == 4 * trained // 2
+    assert found.train.optimizer == pytest.approx(2 * 4 * trained / 2, rel=0.001)
+    frozen = 2 * (found.num_parameters - trained)
+    assert found.train.parameters == pytest.approx((frozen + 4 * trained) / 2, rel=0.01)
+
+
+def test_collectives_of_a_step(smallest: tuple[DryRun, Estimate]) -> None:
+    """Gradients are scattered with the last micro batch alone; weights are gathered in every one."""
+    calls = {each.name: each.calls for each in smallest[0].collectives}
+    layers = load_spec(BY_NAME[SMALLEST])
+    assert layers.sharding.strategy == "fsdp2"
+    assert calls["allgather_base"] > 2 * 12, "every layer of teacher and student, twice"
+    assert 0 < calls["reduce_scatter_base"] <= 12
+    bytes_of = {each.name: each.num_bytes for each in smallest[0].collectives}
+    assert bytes_of["reduce_scatter_base"] == 4 * smallest[0].num_trained_parameters
+
+
+def test_one_worker_calibrates_and_evaluates_with_all_weights(smallest: tuple[DryRun, Estimate]) -> None:
+    found, _ = smallest
+    assert found.calibrate is not None
+    for memory in (found.calibrate, found.evaluate):
+        assert memory.parameters == pytest.approx(2 * found.num_parameters, rel=0.001)
+        assert memory.peak == memory.parameters + memory.passing > memory.parameters
+
+
+def test_a_copied_start_is_not_calibrated() -> None:
+    spec = load_spec(BY_NAME[SMALLEST])
+    copied = spec.model_copy(update={"swiftkv": spec.swiftkv.model_copy(update={"initialization": "copied"})})
+    assert run(copied)[0].calibrate is None
+
+
+@pytest.mark.slow  # seconds of operators each
+@pytest.mark.parametrize("name", [LARGEST, EXPERTS])
+def test_a_few_layers_take_what_is_planned(name: str) -> None:
+    check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW))
+
+
+@pytest.mark.slow  # one minute of a core, or two
+@pytest.mark.parametrize("name", list(BY_NAME) if os.environ.get("SWIFTKV_SOAK") else [LARGEST, EXPERTS])
+def test_a_recipe_takes_what_is_planned(name: str) -> None:
+    check(*run(load_spec(BY_NAME[name])))
+
+
+def test_deepspeed_is_planned_by_formula_alone() -> None:
+    spec = load_spec(BY_NAME[SMALLEST])
+    sharding = spec.sharding.model_copy(update={"strategy": "deepspeed"})
+    with pytest.raises(InvalidInputError, match=r"sharding\.strategy is 'deepspeed'"):
+        run(spec.model_copy(update={"sharding": sharding}))
+    assert not dist.is_initialized()
+
+
+def test_the_command_prints_what_was_found(smallest: tuple[DryRun, Estimate]) -> None:
+    path = str(BY_NAME[SMALLEST])
+    printed = CliRunner().invoke(app, ["plan", "--dry-run", path, "--json"])
+    assert printed.exit_code == 0, printed.output
+    assert DryRun.model_validate(json.loads(printed.stdout)) == smallest[0]
+    table = CliRunner().invoke(app, ["plan", "--dry-run", path])
+    assert "collectives of a step" in table.stdout
+    assert "Workspaces of kernels" in table.stdout

@@ -1,0 +1,124 @@
+"""The shipped RayCluster has a place for every recipe and for large deployments, in the eyes of Ray's own autoscaler.
+
+Requests come from the code that asks Ray for them. Nothing is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray._common.utils import resources_from_ray_options
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+from ray.autoscaler.v2.instance_manager.config import AutoscalingConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import GangResourceRequest
+
+from jobs.ray_train import scaling_config
+from jobs.tasks import task_options
+from serve.app import build_app
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.job import load_spec
+from tests.infra_files import INFRA, documents, environments, objects
+from tests.recipes import RECIPES
+
+Resources = dict[str, float]
+Schedule = Callable[[Sequence[Resources], Sequence[Resources]], SchedulingReply]
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    """Ray's scheduler of nodes over the groups of the shipped cluster, none of which has a node yet.
+
+    Its arguments are the bundles of a placement group, and the resources of single tasks and actors.
+    """
+    [kustomization] = documents(INFRA / "kubernetes" / "kustomization.yaml")
+    [cluster] = [parameter.values[0] for parameter in objects("RayCluster")]
+    cluster["metadata"]["namespace"] = kustomization["namespace"]
+    config = AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(cluster), skip_content_hash=True)
+
+    def schedule(bundles: Sequence[Resources], singles: Sequence[Resources]) -> SchedulingReply:
+        gang = [GangResourceRequest(requests=[ResourceRequestUtil.make(bundle) for bundle in bundles])]
+        request = SchedulingRequest(
+            disable_launch_config_check=True,
+            node_type_configs=config.get_node_type_configs(),
+            max_num_nodes=config.get_max_num_nodes(),
+            resource_requests=ResourceRequestUtil.group_by_count([ResourceRequestUtil.make(one) for one in singles]),
+            gang_resource_requests=gang if bundles else [],
+        )
+        return ResourceDemandScheduler().schedule(request)
+
+    return schedule
+
+
+def workers(spec: JobSpec) -> list[Resources]:
+    """The bundles of the placement group that Ray Train makes for a job, at its largest."""
+    bundle = scaling_config(spec.resources)._resources_per_worker_not_none
+    return [bundle] * spec.resources.max_workers
+
+
+def driver() -> Resources:
+    """The driver of a job, as the control plane of the cluster submits it."""
+    settings = environments()["ConfigMap-swiftkv-control-plane"]
+    cpus, memory = (settings[f"SWIFTKV_ENTRYPOINT_{name}"] for name in ("NUM_CPUS", "MEMORY"))
+    return resources_from_ray_options({"num_cpus": float(cpus), "memory": int(memory)})
+
+
+def replica(tensor_parallel_size: int) -> Resources:
+    """A replica's resources, as Ray Serve asks for them."""
+    application: Any = build_app(
+        {
+            "id": "dep_large",
+            "model": "mdl_large",
+            "artifact_uri": "s3://swiftkv/jobs/job_large/attempts/1/artifact",
+            "engine": {"device": "cuda", "dtype": "bfloat16", "tensor_parallel_size": tensor_parallel_size},
+        }
+    )
+    return resources_from_ray_options(application._bound_deployment.ray_actor_options)
+
+
+def infeasible(reply: SchedulingReply) -> list[str]:
+    return [str(each) for each in (*reply.infeasible_gang_resource_requests, *reply.infeasible_resource_requests)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_gets_its_nodes(schedule: Schedule, recipe: Path) -> None:
+    spec = load_spec(recipe)
+    task = resources_from_ray_options(task_options(spec.resources))
+    # Data is written and calibration collected by as many tasks as training has workers; one prepares and evaluates.
+    assert infeasible(schedule([], [driver()] + [task] * spec.resources.max_workers)) == []
+    assert infeasible(schedule(workers(spec), [driver()])) == []
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if not path.stem.startswith("builtin-")], ids=lambda path: path.stem
+)
+def test_recipes_reserve_memory_for_tasks_and_workers(recipe: Path) -> None:
+    spec = load_spec(recipe)
+    assert resources_from_ray_options(task_options(spec.resources))["memory"] == spec.resources.memory_per_worker
+    assert workers(spec)[0]["memory"] == spec.resources.memory_per_worker
+
+
+def test_drivers_leave_the_head(schedule: Schedule) -> None:
+    reply = schedule([], [driver()])
+    assert [launch.instance_type for launch in reply.to_launch] == ["cpu"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_tensor_parallel_replicas_get_their_nodes(schedule: Schedule, size: int) -> None:
+    assert replica(size)["GPU"] == size
+    assert infeasible(schedule([], [replica(size)])) == []
+
+
+def test_the_largest_recipe_trains_beside_a_large_deployment(schedule: Schedule) -> None:
+    largest = max(map(load_spec, RECIPES), key=lambda spec: spec.resources.max_workers * spec.resources.gpus_per_worker)
+    assert infeasible(schedule(workers(largest), [replica(8)])) == []
+
+
+def test_what_no_group_has_is_infeasible(schedule: Schedule) -> None:
+    """The scheduler of this test can refuse."""
+    unknown = {"CPU": 1.0, "GPU": 1.0, "accelerator_type:UNKNOWN": 0.001}
+    assert len(infeasible(schedule([unknown], [replica(16)]))) == 2

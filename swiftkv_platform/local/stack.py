@@ -73,6 +73,11 @@ class Stack:
         """State that the last `up` wrote; None after `down`."""
         return self._run.load()
 
+    @property
+    def token_file(self) -> Path:
+        """File of the token that its Ray asks for."""
+        return self._run.token_file
+
     def up(self, options: StackOptions, report: Report) -> StackState:
         """Start what does not run and return when everything answers.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from swiftkv_platform.errors import did_you_mean
 from swiftkv_platform.web.hostile_json import Place
 
 _KEY = "[key]"
@@ -38,7 +39,13 @@ def place_of(item: Mapping[str, Any], body: Any) -> Place:
     return tuple(place)
 
 
-def accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
+def unknown_key(item: Mapping[str, Any], body: Any) -> str:
+    """A complaint about an unknown key in words, with the nearest known one."""
+    known = _accepted_keys(item, body)
+    return f"unknown key{did_you_mean(str(item['loc'][-1]), known)}; accepted here: {', '.join(known)}"
+
+
+def _accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
     """Keys of the object in which a complaint has found an unknown one."""
     annotation = body
     for part in item["loc"][1:-1]:

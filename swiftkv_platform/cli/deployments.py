@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect
+from swiftkv_platform.cli.ids import DeploymentId
 from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_schema, print_table, say
 from swiftkv_platform.client import ReplicaMetrics
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
 deployments_app = typer.Typer(no_args_is_help=True, help="Models in service; `swiftkv deploy` puts them there.")
-
-DeploymentId = Annotated[str, typer.Argument(metavar="DEPLOYMENT", help="Id of the deployment (dep_...).")]
 
 
 @deployments_app.command("list")

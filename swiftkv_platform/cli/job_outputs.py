@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import JobId, Json, Url, connect
+from swiftkv_platform.cli.context import Json, Url, connect
+from swiftkv_platform.cli.ids import JobId
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli import job_outputs
-from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, connect, read_spec
+from swiftkv_platform.cli.context import Json, SpecFile, Url, connect, read_spec
+from swiftkv_platform.cli.ids import JobId
 from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_schema, print_table, say
 from swiftkv_platform.client import Client, Estimate, Job
 from swiftkv_platform.local.terminal import follow

@@ -35,6 +35,6 @@ def examine_variables(_: Surroundings) -> Finding:
         return Finding(
             "warning",
             f"Nothing reads {named}.",
-            f"correct or unset {'it' if len(unknown) == 1 else 'them'}; the page Settings of the documentation lists all",
+            f"correct or unset {'it' if len(unknown) == 1 else 'them'}; the documentation's page Settings lists all",
         )
-    return Finding("ok", f"{', '.join(given) or 'No variable'} set." if given else "Nothing is set: defaults hold.")
+    return Finding("ok", f"{', '.join(given)} set." if given else "Nothing is set: defaults hold.")

@@ -148,12 +148,13 @@ def test_a_refused_spec_names_field_value_and_reason_before_anything_is_sent(
     run: Run, script: Script, tmp_path: Path
 ) -> None:
     bad = tmp_path / "bad.yaml"
-    bad.write_text("name: tiny\ntraining: {batch_size: 0}\nswiftkv: {layers: 3}\n")
+    bad.write_text("name: tiny\ntraining: {batch_size: 0, max_step: 9}\nswiftkv: {layers: 3}\n")
     result = run("jobs", "submit", "-f", str(bad))
     assert result.exit_code == 1
     assert "training.batch_size" in result.stderr
     assert "swiftkv.layers" in result.stderr
     assert "given: 3" in result.stderr
+    assert "training.max_step: unknown key (did you mean max_steps?); accepted here: batch_size, " in result.stderr
     assert "Traceback" not in result.stderr
     assert script.requests == []
 

@@ -203,7 +203,7 @@ def test_a_variable_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_validate_prints_the_estimate(run: Run, script: Script, spec: Path) -> None:
     script.on("POST", "/jobs/validate", json_answer({"kv_bytes_ratio": 0.75}))
-    assert "0.75" in run("jobs", "validate", "-f", str(spec)).stdout
+    assert "75.0% of the teacher's" in run("jobs", "validate", "-f", str(spec)).stdout
     assert json.loads(run("jobs", "validate", "-f", str(spec), "--json").stdout) == {"kv_bytes_ratio": 0.75}
 
 

@@ -10,8 +10,8 @@ import typer
 from swiftkv_platform.cli.context import Json, Url, connect
 from swiftkv_platform.cli.ids import DeploymentId
 from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_schema, print_table, say
-from swiftkv_platform.cli.units import duration, plural
 from swiftkv_platform.client import ReplicaMetrics
+from swiftkv_platform.local.units import duration, plural
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
 deployments_app = typer.Typer(no_args_is_help=True, help="Models in service; `swiftkv deploy` puts them there.")

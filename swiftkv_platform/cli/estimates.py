@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftkv_platform.cli.units import count, duration, flops, plural, size
 from swiftkv_platform.client import Estimate
+from swiftkv_platform.local.units import count, duration, flops, plural, size
 from swiftkv_platform.specs import JobSpec
 
 _GPU_BYTES = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4": 24e9}

@@ -10,8 +10,8 @@ import typer
 from swiftkv_platform.cli.context import Json, Url, connect
 from swiftkv_platform.cli.ids import JobId
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
-from swiftkv_platform.cli.units import size
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
+from swiftkv_platform.local.units import size
 
 _SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
 

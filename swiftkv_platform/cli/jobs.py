@@ -16,9 +16,9 @@ from swiftkv_platform.cli.context import Json, SpecFile, Url, connect, read_spec
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.cli.ids import JobId
 from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_schema, print_table, say
-from swiftkv_platform.cli.units import count, duration
 from swiftkv_platform.client import Client, Estimate, Job
 from swiftkv_platform.local.terminal import follow
+from swiftkv_platform.local.units import count, duration
 from swiftkv_platform.orchestration.validation import validate as validate_spec
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

@@ -10,7 +10,7 @@ import typer
 from swiftkv_platform.cli.context import Json
 from swiftkv_platform.cli.output import out, print_json, print_table, say
 from swiftkv_platform.cli.sources import model_config
-from swiftkv_platform.cli.units import size
+from swiftkv_platform.local.units import size
 from swiftkv_platform.planning import Components, Plan
 from swiftkv_platform.planning import plan as make_plan
 

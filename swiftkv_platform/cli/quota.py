@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from swiftkv_platform.cli.context import Json, Url, connect
 from swiftkv_platform.cli.output import print_fields, print_json
-from swiftkv_platform.cli.units import plural
 from swiftkv_platform.client import Quota
+from swiftkv_platform.local.units import plural
 
 
 def quota(url: Url = None, json: Json = False) -> None:

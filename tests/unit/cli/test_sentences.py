@@ -12,14 +12,15 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from swiftkv_platform.cli import units
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.client import Estimate
+from swiftkv_platform.local import units
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.scripted_server import Script, json_answer, list_answer, serve
 
 Run = Callable[..., Result]
+QUICKSTART = Path("docs/quickstart.md")
 MIB, GIB = 1 << 20, 1 << 30
 ESTIMATE: dict[str, Any] = {
     "num_hidden_layers": 12,
@@ -153,6 +154,20 @@ def test_validate_compares_with_the_memory_of_this_machine(run: Run, script: Scr
     assert "129704832" not in result.stdout
     printed = json.loads(run("jobs", "validate", "-f", str(tmp_path / "spec.yaml"), "--json").stdout)
     assert printed == ESTIMATE
+
+
+def test_the_quickstart_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = QUICKSTART.read_text(encoding="utf-8")
+    spec, shown = text.split("```yaml\n# spec.yaml\n")[1], text.split("$ swiftkv jobs validate -f spec.yaml\n")[1]
+    monkeypatch.chdir(tmp_path)
+    Path("spec.yaml").write_text(spec.partition("```")[0])
+    result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)}).invoke(app, ["jobs", "validate", "-f", "spec.yaml"])
+    documented = shown.partition("$ ")[0].splitlines()
+    of_any_machine = [line for line in documented if not line.startswith("memory")]
+    assert len(documented) == len(of_any_machine) + 1 == 9
+    assert [line for line in result.stdout.splitlines() if not line.startswith("memory")] == of_any_machine
+    memory = next(line for line in documented if line.startswith("memory"))
+    assert memory.partition(" of this machine's ")[0] in result.stdout
 
 
 JOB: dict[str, Any] = {"id": "job_1", "name": "tiny", "created_at": 1, "attempt": 1}

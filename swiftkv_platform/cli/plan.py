@@ -66,7 +66,7 @@ def plan(
 
 
 def _saved(plan: Plan) -> str:
-    """What a student saves of one prompt, in a sentence."""
+    """Sentence on what a student saves of one prompt."""
     tokens = plan.sequence_length
     cached, dense = (size(tokens * per_token) for per_token in (plan.kv_bytes_per_token, plan.dense_kv_bytes_per_token))
     cache = f"a cache of {cached} instead of {dense}" if cached != dense else f"the same cache, {dense}"

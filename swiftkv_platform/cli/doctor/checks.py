@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
         "database", examine_database, "see whether SWIFTKV_DATABASE_URL names a server that can be reached from here"
     ),
     Check("object store", examine_object_store, "see whether AWS_ENDPOINT_URL names a server that answers from here"),
-    Check("clock", examine_clock, "let the machine take its time from the network (NTP)"),
+    Check("clock", examine_clock, "see whether database and object store answer"),
     Check("ray", examine_ray, "see whether SWIFTKV_RAY_DASHBOARD_URL can be reached from here"),
     Check("control plane", examine_control_plane, "see whether SWIFTKV_URL can be reached from here"),
     Check("compiler", examine_compiler, "try the compiler by hand: g++ --version"),

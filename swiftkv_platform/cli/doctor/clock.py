@@ -11,7 +11,9 @@ from email.utils import parsedate_to_datetime
 
 import httpx
 
+from swiftkv_platform.cli.doctor.database import session_on_server
 from swiftkv_platform.cli.doctor.findings import Finding, Surroundings, one_line, worst
+from swiftkv_platform.errors import SwiftKVError
 
 _S3 = "https://s3.amazonaws.com"
 _SIGNATURE_S = 15 * 60
@@ -32,7 +34,7 @@ def _compared(surroundings: Surroundings) -> Iterator[Finding]:
     if settings.resolved_storage_uri.startswith("s3://"):
         yield _of_store(os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _S3)
     if settings.resolved_database_url.startswith("postgresql"):
-        yield _of_database(settings.resolved_database_url)
+        yield _of_database(settings.resolved_database_url, surroundings.timeout_s)
 
 
 def _of_store(endpoint: str) -> Finding:
@@ -45,16 +47,11 @@ def _of_store(endpoint: str) -> Finding:
     return _judged(endpoint, time.time() - parsedate_to_datetime(stamp).timestamp(), 60.0, _SIGNATURE_S)
 
 
-def _of_database(url: str) -> Finding:
-    from contextlib import closing
-
-    from sqlalchemy import text
-
-    from swiftkv_platform.database.session import Database
-    from swiftkv_platform.errors import SwiftKVError
+def _of_database(url: str, timeout_s: float) -> Finding:
+    from sqlalchemy import make_url, text
 
     try:
-        with closing(Database(url)) as database, database.reading() as session:
+        with session_on_server(make_url(url), timeout_s) as session:
             asked = time.time()
             theirs = float(session.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
             middle = (asked + time.time()) / 2

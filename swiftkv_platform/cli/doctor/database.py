@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,11 @@ from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
+    from sqlalchemy.orm import Session
 
 _UPGRADE = "python -m swiftkv_platform.database"
+_SHORTEST_WAIT_S = 2
+"""libpq waits no shorter."""
 _REMEDIES = {
     "password authentication failed": "correct user and password in SWIFTKV_DATABASE_URL",
     "no password supplied": "give user and password in SWIFTKV_DATABASE_URL",
@@ -34,7 +38,23 @@ def examine_database(surroundings: Surroundings) -> Finding:
         return _bad_address("SWIFTKV_DATABASE_URL is no SQLAlchemy URL.")
     if url.get_backend_name() == "sqlite":
         return _examine_file(url)
-    return _examine_server(url)
+    return _examine_server(url, surroundings.timeout_s)
+
+
+@contextmanager
+def session_on_server(url: URL, timeout_s: float) -> Iterator[Session]:
+    """A transaction on a database that is no file; the server has half the time to let this process in.
+
+    Raises:
+        InvalidInputError: an address that no installed driver understands.
+        DatabaseUnavailableError: the server does not answer, or refuses.
+    """
+    from swiftkv_platform.database.session import Database
+
+    wait_s = max(_SHORTEST_WAIT_S, int(timeout_s / 2))
+    address = url.update_query_dict({"connect_timeout": str(wait_s)}).render_as_string(hide_password=False)
+    with closing(Database(address)) as database, database.reading() as session:
+        yield session
 
 
 def _examine_file(url: URL) -> Finding:
@@ -57,12 +77,12 @@ def _examine_file(url: URL) -> Finding:
     return Finding("ok", f"{path} has schema {present or 'none'}; the next start brings it to {wanted}.")
 
 
-def _examine_server(url: URL) -> Finding:
-    from swiftkv_platform.database.session import Database, current_revision, known_revisions, newest_revision
+def _examine_server(url: URL, timeout_s: float) -> Finding:
+    from swiftkv_platform.database.session import current_revision, known_revisions, newest_revision
 
     place = url.render_as_string(hide_password=True)
     try:
-        with closing(Database(url.render_as_string(hide_password=False))) as database, database.reading() as session:
+        with session_on_server(url, timeout_s) as session:
             present, wanted = current_revision(session.connection()), newest_revision()
     except InvalidInputError as error:
         return _bad_address(one_line(error))

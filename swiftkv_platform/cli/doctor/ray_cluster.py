@@ -14,8 +14,6 @@ _CPUS = 4
 
 def examine_ray(surroundings: Surroundings) -> Finding:
     """Ask the local stack's Ray, else the one that the settings name."""
-    from swiftkv_platform.cluster.dashboard import RayDashboard
-
     stack, settings = surroundings.stack, surroundings.settings
     state = stack.state()
     if state is None and "ray_dashboard_url" not in settings.model_fields_set:
@@ -23,6 +21,8 @@ def examine_ray(surroundings: Surroundings) -> Finding:
     if state is not None and not state.alive("ray"):
         message = f"Ray, which `swiftkv up` had started at {state.ray_dashboard_url}, has ended."
         return Finding("failed", message, f"swiftkv up; its log is {stack.logs / 'ray.log'}")
+    from swiftkv_platform.cluster.dashboard import RayDashboard
+
     url = settings.ray_dashboard_url if state is None else state.ray_dashboard_url
     token_file = None if state is None else stack.token_file
     dashboard = RayDashboard(url, timeout_s=surroundings.timeout_s / 2, token_file=token_file)

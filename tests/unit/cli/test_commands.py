@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer, serve
 from tests.model_configs import llama_config
-
-Run = Callable[..., Result]
+from tests.unit.cli.conftest import Run
 
 
 def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
@@ -41,18 +38,6 @@ def steps(first: int, last: int) -> dict[str, Any]:
         {"step": n, "tokens": n * 10, "loss": 1.0 / n, "tokens_per_second": 1234.5} for n in range(first, last + 1)
     ]
     return event_row(last, "metrics", f"step {last}", points=points, total_steps=4)
-
-
-@pytest.fixture
-def script() -> Script:
-    return Script()
-
-
-@pytest.fixture
-def run(script: Script, tmp_path: Path) -> Iterator[Run]:
-    with serve(script) as url:
-        environment = {"SWIFTKV_HOME": str(tmp_path / "home"), "SWIFTKV_URL": url, "SWIFTKV_SERVE_URL": url}
-        yield lambda *arguments: CliRunner(env=environment).invoke(app, list(arguments))
 
 
 @pytest.fixture

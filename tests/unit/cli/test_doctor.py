@@ -132,6 +132,14 @@ def test_a_database_that_is_away(doctor: Examine) -> None:
     assert "secret" not in finding.message
 
 
+def test_a_database_that_takes_connections_and_says_nothing(doctor: Examine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"postgresql+psycopg://swiftkv@127.0.0.1:{listener.getsockname()[1]}/swiftkv"
+        findings = doctor("--timeout", "20", failed=True, SWIFTKV_DATABASE_URL=url)
+    assert "does not answer: connection timeout expired" in findings["database"].message
+    assert findings["clock"].status == "ok"
+
+
 @pytest.mark.parametrize(
     ("content", "named"), [(b"no database at all", "cannot be read"), (b"", "the next start brings it")]
 )

@@ -65,7 +65,7 @@ def test_bash_completes_commands_and_options(typed: str, offered: str) -> None:
 
 
 def completed(typed: str, url: str) -> subprocess.CompletedProcess[str]:
-    """What bash gets for a line whose last word is being typed."""
+    """Ask for what bash would offer for the last word of a line."""
     environment = {
         "_SWIFTKV_COMPLETE": "complete_bash",
         "COMP_WORDS": typed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.local import units
 from swiftkv_platform.specs import JobSpec
-from tests.fakes.scripted_server import Script, json_answer, list_answer, serve
+from tests.fakes.scripted_server import Script, json_answer, list_answer
+from tests.unit.cli.conftest import Run
 
-Run = Callable[..., Result]
 QUICKSTART = Path("docs/quickstart.md")
 MIB, GIB = 1 << 20, 1 << 30
 ESTIMATE: dict[str, Any] = {
@@ -47,20 +46,8 @@ ESTIMATE: dict[str, Any] = {
 SPEC: dict[str, Any] = {"name": "tiny", "training": {"max_steps": 100}, "data": {"max_length": 512}}
 
 
-@pytest.fixture
-def script() -> Script:
-    return Script()
-
-
-@pytest.fixture
-def run(script: Script, tmp_path: Path) -> Iterator[Run]:
-    with serve(script) as url:
-        environment = {"SWIFTKV_HOME": str(tmp_path / "home"), "SWIFTKV_URL": url}
-        yield lambda *arguments: CliRunner(env=environment).invoke(app, list(arguments))
-
-
 def lines(result: Result) -> dict[str, str]:
-    """What `print_fields` wrote, by name."""
+    """Output of `print_fields`, by name."""
     assert result.exit_code == 0, result.output
     pairs = (line.split("  ", 1) for line in result.stdout.splitlines() if "  " in line)
     return {name: text.strip() for name, text in pairs}

@@ -204,7 +204,7 @@ class Stack:
         log = self._log(name)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         tail = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
-        return StartError(f"{name} {what}. The end of {log}:\n{tail}")
+        return StartError(f"{name} {what}; `swiftkv doctor` looks for the cause. The end of {log}:\n{tail}")
 
     def _undo(self, before: StackState) -> None:
         """Stop what was started since `before`."""

@@ -34,6 +34,13 @@ def problem(response: Any, status: int) -> dict[str, Any]:
             1,
             "(did you mean batch_size?); accepted",
         ),
+        ({"name": "x", "batch_size": 1}, "batch_size", 1, "unknown key (did you mean training.batch_size?); accepted"),
+        (
+            {"name": "x", "num_key_value_layers": 1},
+            "num_key_value_layers",
+            1,
+            "(did you mean swiftkv.num_key_value_layers or sweep.num_key_value_layers?)",
+        ),
         ({"name": "x", "data": {"sources": [{"name_or_path": "a", "k": 1}]}}, "data.sources[0].k", 1, "sample_count"),
         ({"name": "x", "colour": "red"}, "colour", "red", "unknown key; accepted here: checkpoint, data"),
         ({}, "name", None, "missing"),

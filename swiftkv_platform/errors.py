@@ -33,6 +33,8 @@ SwiftKVError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 _SHORT_WAIT_S = 1.0
@@ -178,3 +180,9 @@ class LossNotFiniteError(TrainingError):
 
 class QualityGateError(TrainingError):
     code = "quality_gate"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean ...?)` with the nearest known name; empty where none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

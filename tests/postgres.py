@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 from urllib.parse import quote
 
 from sqlalchemy import text
@@ -44,3 +45,32 @@ def emptied(url: str) -> str:
     database.upgrade()
     database.close()
     return url
+
+
+@contextmanager
+def password_role(url: str) -> Iterator[str]:
+    """Name of a role of the server that is let in with its password alone, also where all others are trusted."""
+    role = "swiftkv_with_password"
+    with closing(Database(url)) as database:
+        with database.writing() as session:
+            session.execute(text(f"DROP ROLE IF EXISTS {role}"))
+            session.execute(text(f"CREATE ROLE {role} LOGIN PASSWORD 'right'"))
+            rules = Path(str(session.execute(text("SHOW hba_file")).scalar_one()))
+        # The tests' own server trusts everyone; one on another machine asks for passwords anyway.
+        before = rules.read_text(encoding="utf-8") if rules.is_file() else None
+        try:
+            if before is not None:
+                rules.write_text(f"local all {role} scram-sha-256\n{before}", encoding="utf-8")
+                _reload(database)
+            yield role
+        finally:
+            if before is not None:
+                rules.write_text(before, encoding="utf-8")
+                _reload(database)
+            with database.writing() as session:
+                session.execute(text(f"DROP ROLE {role}"))
+
+
+def _reload(database: Database) -> None:
+    with database.writing() as session:
+        session.execute(text("SELECT pg_reload_conf()"))

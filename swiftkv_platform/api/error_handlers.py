@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from swiftkv_platform.api.refused_fields import accepted_keys, most_telling, place_of
+from swiftkv_platform.api.refused_fields import most_telling, place_of, unknown_key
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.web.hostile_json import Place, dotted
@@ -69,7 +69,7 @@ def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldPro
         case "json_invalid":
             return FieldProblem(field=None, message=f"the body is no JSON: {item['ctx']['error']}")
         case "extra_forbidden":
-            message = f"unknown key; accepted here: {', '.join(accepted_keys(item, body))}"
+            message = unknown_key(item, body)
         case "missing":
             return FieldProblem(field=field or str(item["loc"][0]), message="required, and missing")
     # A rule over several fields says itself which one it would change.

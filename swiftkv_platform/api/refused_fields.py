@@ -13,8 +13,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from swiftkv_platform.errors import did_you_mean
 from swiftkv_platform.web.hostile_json import Place
 
+_DEEPEST = 3
+"""Objects inside each other that a misplaced key is looked for in."""
 _KEY = "[key]"
 """Label of a complaint about a key rather than about its value."""
 
@@ -38,7 +41,28 @@ def place_of(item: Mapping[str, Any], body: Any) -> Place:
     return tuple(place)
 
 
-def accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
+def unknown_key(item: Mapping[str, Any], body: Any) -> str:
+    """A complaint about an unknown key in words, with the nearest known one, or the place where the key belongs."""
+    name, known = str(item["loc"][-1]), _accepted_keys(item, body)
+    places = _places(name, body)
+    suggestion = f" (did you mean {' or '.join(places)}?)" if places else did_you_mean(name, known)
+    return f"unknown key{suggestion}; accepted here: {', '.join(known)}"
+
+
+def _places(name: str, annotation: Any, place: str = "") -> list[str]:
+    """Dotted paths of the fields with a name, in objects that are no items of a list."""
+    found = []
+    for model in _models(annotation):
+        for key, field in model.model_fields.items():
+            path = f"{place}{key}"
+            if key == name:
+                found.append(path)
+            elif _items(field.annotation) is None and path.count(".") < _DEEPEST:
+                found += _places(name, field.annotation, f"{path}.")
+    return found
+
+
+def _accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
     """Keys of the object in which a complaint has found an unknown one."""
     annotation = body
     for part in item["loc"][1:-1]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Any
 
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect
+from swiftkv_platform.cli.ids import DeploymentId
 from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_schema, print_table, say
 from swiftkv_platform.client import ReplicaMetrics
+from swiftkv_platform.local.units import duration, plural
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
 deployments_app = typer.Typer(no_args_is_help=True, help="Models in service; `swiftkv deploy` puts them there.")
-
-DeploymentId = Annotated[str, typer.Argument(metavar="DEPLOYMENT", help="Id of the deployment (dep_...).")]
 
 
 @deployments_app.command("list")
@@ -24,9 +25,9 @@ def list_deployments(url: Url = None, json: Json = False) -> None:
     if json:
         print_json(found)
         return
-    rows = [(item.id, item.model, item.status, item.url, item.message) for item in found]
+    rows = [(item.id, item.model, item.status, _replicas(item.model_dump()), item.url, item.message) for item in found]
     empty = "Nothing is served. `swiftkv deploy MODEL` serves one of `swiftkv models list`."
-    print_table(("deployment", "model", "status", "url", "message"), rows, empty=empty)
+    print_table(("deployment", "model", "status", "replicas", "url", "message"), rows, empty=empty)
 
 
 @deployments_app.command()
@@ -37,8 +38,7 @@ def get(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> Non
     if json:
         print_json(found)
     else:
-        fields = found.model_dump(mode="json", exclude={"object"})
-        print_fields({**fields, "created_at": local_time(fields.get("created_at"))})
+        print_fields(_sentences(found.model_dump(mode="json")))
 
 
 @deployments_app.command()
@@ -69,6 +69,47 @@ def delete(deployment_id: DeploymentId, url: Url = None, json: Json = False) -> 
 def schema() -> None:
     """Print the JSON schema of the body of `POST /deployments`."""
     print_schema(DeploymentSpec)
+
+
+def _sentences(found: Mapping[str, Any]) -> dict[str, Any]:
+    alias = found.get("alias")
+    return {
+        "deployment": found["id"],
+        "model": f"{found['model']}, as {alias} stands for it" if alias else found["model"],
+        "status": found["status"],
+        "message": found.get("message"),
+        "url": found.get("url"),
+        "replicas": _replicas(found),
+        "scaling": _scaling(found),
+        "engine": ", ".join(f"{name} {value}" for name, value in (found.get("engine") or {}).items()),
+        "candidate": _share(found.get("candidate"), "model", "of the requests"),
+        "shadow": _share(found.get("shadow"), "against", "of the answers"),
+        "artifact": found.get("artifact_uri"),
+        "version": found.get("version"),
+        "created": local_time(found.get("created_at")),
+    }
+
+
+def _replicas(found: Mapping[str, Any]) -> str | None:
+    """`1 of 1 to 4`; None where the control plane does not tell."""
+    least, most = found.get("min_replicas"), found.get("max_replicas")
+    if least is None or most is None:
+        return None
+    return (
+        f"{found.get('replicas', 0)} of {most}" if least == most else f"{found.get('replicas', 0)} of {least} to {most}"
+    )
+
+
+def _scaling(found: Mapping[str, Any]) -> str | None:
+    if found.get("min_replicas") == found.get("max_replicas") or "upscale_delay_s" not in found:
+        return None
+    target = found.get("target_ongoing_requests")
+    load = "" if target is None else f"for {plural(target, 'request')} at a time each, "
+    return f"{load}up after {duration(found['upscale_delay_s'])}, down after {duration(found['downscale_delay_s'])}"
+
+
+def _share(part: Mapping[str, Any] | None, name: str, whole: str) -> str | None:
+    return None if not part else f"{part[name]}, {part['share']:.1%} {whole}"
 
 
 def _row(replica: ReplicaMetrics) -> tuple[str, ...]:

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import JobId, Json, Url, connect
+from swiftkv_platform.cli.context import Json, Url, connect
+from swiftkv_platform.cli.ids import JobId
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
+from swiftkv_platform.local.units import size
 
 _SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
 
@@ -52,8 +54,8 @@ def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
     if json:
         print_json(found)
     else:
-        rows = [(item.step, item.attempt, item.size, item.key) for item in found]
-        print_table(("step", "attempt", "bytes", "key"), rows, empty="No complete checkpoint.")
+        rows = [(item.step, item.attempt, size(item.size), item.key) for item in found]
+        print_table(("step", "attempt", "size", "key"), rows, empty="No complete checkpoint.")
 
 
 def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
@@ -63,8 +65,8 @@ def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:
     if json:
         print_json(found)
     else:
-        rows = [(item.path, item.size, item.sha256) for item in found]
-        print_table(("file", "bytes", "sha256"), rows, empty="None: only a job that succeeded has them.")
+        rows = [(item.path, size(item.size), item.sha256) for item in found]
+        print_table(("file", "size", "sha256"), rows, empty="None: only a job that succeeded has them.")
 
 
 def download(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
+import psutil
 import typer
 
 from swiftkv_platform.cli import job_outputs
-from swiftkv_platform.cli.context import JobId, Json, SpecFile, Url, connect, read_spec
+from swiftkv_platform.cli.context import Json, SpecFile, Url, connect, read_spec
+from swiftkv_platform.cli.estimates import describe_estimate
+from swiftkv_platform.cli.ids import JobId
 from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_schema, print_table, say
 from swiftkv_platform.client import Client, Estimate, Job
 from swiftkv_platform.local.terminal import follow
+from swiftkv_platform.local.units import count, duration
 from swiftkv_platform.orchestration.validation import validate as validate_spec
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -80,7 +86,11 @@ def validate(
         print_json(estimate)
     else:
         say(f"{file} is accepted.")
-        print_fields(estimate.model_dump(mode="json"))
+        print_fields(describe_estimate(estimate, spec, _memory_here(url)))
+        if estimate.model_dump().get("num_hidden_layers") is None:
+            say(
+                "The teacher is on the hub: with its config.json (--config) layers are checked and memory is told, too."
+            )
 
 
 @jobs_app.command("list")
@@ -193,6 +203,12 @@ def _watch(client: Client, job: Job, *, json: bool) -> None:
         raise typer.Exit(1)
 
 
+def _memory_here(url: str | None) -> int | None:
+    """Bytes of this machine, where the workers would run on it as far as can be told."""
+    host = None if url is None else urlsplit(url).hostname
+    return psutil.virtual_memory().total if host in (None, "localhost", "127.0.0.1", "::1") else None
+
+
 def _print_job(job: Job, *, json: bool) -> None:
     if json:
         print_json(job)
@@ -205,16 +221,59 @@ def _print_job(job: Job, *, json: bool) -> None:
             "status": job.status,
             "reason": f"{reason.code}: {reason.message}" if reason else None,
             "attempt": job.attempt,
-            "steps": _steps(job),
+            "steps": _progress(job),
             "created": local_time(job.created_at),
             "started": local_time(job.started_at),
-            "finished": local_time(job.finished_at),
+            "finished": _finished(job),
             "expected end": local_time(job.estimated_finish),
+            "cost": _cost(job),
+            "quality": _quality(job.result),
             "model": job.distilled_model,
             "artifact": job.artifact_uri,
-            "tracking": job.tracking,
+            "tracking": _tracking(job.tracking),
         }
     )
+
+
+def _progress(job: Job) -> str:
+    steps, progress = _steps(job), job.progress
+    if progress is None or not steps:
+        return steps
+    parts = [f"{steps}, {count(progress.tokens)} tokens"]
+    if progress.seconds_remaining and not job.finished:
+        parts.append(f"{duration(progress.seconds_remaining)} left")
+    return ", ".join(parts)
+
+
+def _finished(job: Job) -> str | None:
+    when = local_time(job.finished_at)
+    if when is None or job.finished_at is None or job.started_at is None:
+        return when
+    return f"{when}, after {duration(job.finished_at - job.started_at)}"
+
+
+def _cost(job: Job) -> str | None:
+    if job.cost is None:
+        return None
+    expected = "" if job.finished or job.estimated_cost is None else f", {job.estimated_cost:,.2f} expected in the end"
+    return f"{job.cost:,.2f}{expected}"
+
+
+def _quality(result: Mapping[str, Any] | None) -> str | None:
+    """The student beside its teacher; a sweep's report has no such figures."""
+    distilled, teacher = (result or {}).get("distilled"), (result or {}).get("teacher")
+    if not distilled or not teacher:
+        return None
+    return (
+        f"perplexity {distilled['perplexity']:.2f} (teacher {teacher['perplexity']:.2f}), "
+        f"KL {distilled['kl']:.3f} nats, top-1 agreement {distilled['top1_agreement']:.1%}"
+    )
+
+
+def _tracking(tracking: Mapping[str, Any] | None) -> str | None:
+    if not tracking:
+        return None
+    return f"{tracking.get('provider')} run {tracking.get('run_id')}, {tracking.get('url') or tracking.get('mode')}"
 
 
 def _steps(job: Job) -> str:

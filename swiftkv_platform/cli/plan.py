@@ -9,8 +9,9 @@ import typer
 
 from swiftkv_platform.cli.context import Json
 from swiftkv_platform.cli.dry_run import print_dry_run
-from swiftkv_platform.cli.output import out, print_json, print_table
+from swiftkv_platform.cli.output import out, print_json, print_table, say
 from swiftkv_platform.cli.sources import model_config
+from swiftkv_platform.local.units import size
 from swiftkv_platform.planning import Components, Plan
 from swiftkv_platform.planning import plan as make_plan
 
@@ -78,6 +79,19 @@ def plan(
     columns, rows = table(plans)
     print_table(columns, rows, empty="")
     out().print(_DESCRIPTION.format(**dict(plans[0])), highlight=False, soft_wrap=True)
+    for each in plans:
+        say(_saved(each))
+
+
+def _saved(plan: Plan) -> str:
+    """Sentence on what a student saves of one prompt."""
+    tokens = plan.sequence_length
+    cached, dense = (size(tokens * per_token) for per_token in (plan.kv_bytes_per_token, plan.dense_kv_bytes_per_token))
+    cache = f"a cache of {cached} instead of {dense}" if cached != dense else f"the same cache, {dense}"
+    return (
+        f"l = {plan.num_key_value_layers}, g = {plan.key_value_group_size}: {plan.executed_prefill_flops_ratio:.1%} "
+        f"of the prefill's FLOPs, and {cache} for such a prompt."
+    )
 
 
 def table(plans: Sequence[Plan]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect
+from swiftkv_platform.cli.ids import ModelId, complete_model
 from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_table, say
 from swiftkv_platform.cli.serving import models_app
 
 __all__ = ["models_app"]
 
-ModelId = Annotated[str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).")]
 AliasName = Annotated[str, typer.Option("--alias", help="Name that deployments follow.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; kept with who and when.")]
 
@@ -31,7 +31,9 @@ def lineage(model_id: ModelId, url: Url = None, json: Json = False) -> None:
 @models_app.command()
 def compare(
     model_id: ModelId,
-    other_id: Annotated[str, typer.Argument(metavar="OTHER", help="Id of another model.")],
+    other_id: Annotated[
+        str, typer.Argument(metavar="OTHER", help="Id of another model.", autocompletion=complete_model)
+    ],
     url: Url = None,
     json: Json = False,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from swiftkv_platform.cli.context import Json, ServeUrl, Url, connect
+from swiftkv_platform.cli.ids import ModelId, complete_deployment
 from swiftkv_platform.cli.output import err, local_time, print_fields, print_json, print_table, say
 from swiftkv_platform.cli.spec_options import spec_options
 from swiftkv_platform.client import Generation
@@ -35,7 +36,7 @@ def list_models(
 
 @models_app.command("get")
 def get_model(
-    model_id: Annotated[str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).")],
+    model_id: ModelId,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -50,9 +51,14 @@ def get_model(
 
 @spec_options(DeploymentSpec, without=("model",))
 def deploy(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).")],
+    model: ModelId,
     replace: Annotated[
-        str | None, typer.Option(metavar="DEPLOYMENT", help="Swap the model of this deployment (dep_...), live.")
+        str | None,
+        typer.Option(
+            metavar="DEPLOYMENT",
+            help="Swap the model of this deployment (dep_...), live.",
+            autocompletion=complete_deployment,
+        ),
     ] = None,
     wait: Annotated[bool, typer.Option(help="Return only when it answers.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300.0,
@@ -90,7 +96,12 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     deployment: Annotated[
-        str | None, typer.Option(metavar="DEPLOYMENT", help="Ask this one (dep_...), through the control plane.")
+        str | None,
+        typer.Option(
+            metavar="DEPLOYMENT",
+            help="Ask this one (dep_...), through the control plane.",
+            autocompletion=complete_deployment,
+        ),
     ] = None,
     serve_url: ServeUrl = None,
     url: Url = None,

@@ -33,17 +33,19 @@ class RayDashboard:
     Args:
         url: where it answers. No connection is made before the first request.
         timeout_s: longest wait for an answer, seconds.
+        token_file: Ray's token, where it is not the one that the environment names.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, token_file: Path | None = None) -> None:
         self.url = url.rstrip("/")
+        self._token_file = token_file
         # A proxy from the environment cannot reach a cluster's own addresses.
         self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=3.0), trust_env=False)
 
     def request(self, method: str, path: str, *, json: Any = None) -> httpx.Response:
         """Ray's answer, whatever its status. Raises `ClusterUnavailableError` where there is none."""
         try:
-            return self._http.request(method, path, json=json, headers=_auth_headers())
+            return self._http.request(method, path, json=json, headers=_auth_headers(self._token_file))
         except httpx.TransportError as error:
             raise self.silence(error) from error
 
@@ -54,7 +56,9 @@ class RayDashboard:
         Raises `ClusterUnavailableError` where there is no answer, and `httpx.RemoteProtocolError` where it breaks off.
         """
         try:
-            with self._http.stream("GET", path, params=dict(params), headers=_auth_headers()) as response:
+            with self._http.stream(
+                "GET", path, params=dict(params), headers=_auth_headers(self._token_file)
+            ) as response:
                 if not response.is_success:
                     response.read()
                 yield response
@@ -70,7 +74,7 @@ class RayDashboard:
         """
         try:
             async with (
-                aiohttp.ClientSession(timeout=_WEB_SOCKET_TIMEOUT, headers=_auth_headers()) as session,
+                aiohttp.ClientSession(timeout=_WEB_SOCKET_TIMEOUT, headers=_auth_headers(self._token_file)) as session,
                 session.ws_connect(
                     f"{self.url}{path}", heartbeat=_HEARTBEAT_S, max_msg_size=_LARGEST_MESSAGE
                 ) as socket,
@@ -127,10 +131,11 @@ def last_error(text: str) -> str:
     return text[starts[-1] if starts else 0 :].strip()[:_LONGEST_REASON]
 
 
-def _auth_headers() -> dict[str, str]:
+def _auth_headers(token_file: Path | None) -> dict[str, str]:
     """Ray's bearer token where this machine has one; read anew each time, since a restarted Ray may have another."""
-    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    token = "" if token_file else os.environ.get("RAY_AUTH_TOKEN", "").strip()
     if not token:
-        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").expanduser()
+        named = token_file or os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+        path = Path(named).expanduser()
         token = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
     return {"Authorization": f"Bearer {token}"} if token else {}

@@ -85,7 +85,7 @@ class Database:
         """Raises `InvalidInputError` unless the schema is at the newest revision."""
         with self.reading() as session:
             present = current_revision(session.connection())
-        wanted = ScriptDirectory.from_config(alembic_config()).get_current_head()
+        wanted = newest_revision()
         if present != wanted:
             raise InvalidInputError(
                 f"the database is at schema revision {present or 'none'}, this program needs {wanted}; "
@@ -101,6 +101,18 @@ class Database:
 def current_revision(connection: Connection) -> str | None:
     """The schema's Alembic revision; None for an empty database."""
     return MigrationContext.configure(connection).get_current_revision()
+
+
+def newest_revision() -> str:
+    """The Alembic revision that this program needs."""
+    head = ScriptDirectory.from_config(alembic_config()).get_current_head()
+    assert head is not None, "the package holds its migrations"
+    return head
+
+
+def known_revisions() -> set[str]:
+    """All Alembic revisions that this program knows, up to the newest."""
+    return {script.revision for script in ScriptDirectory.from_config(alembic_config()).walk_revisions()}
 
 
 def alembic_config() -> Config:

@@ -15,8 +15,8 @@ from swiftkv_platform.specs import EvaluationSpec
 NO_TASKS = TaskResults()
 
 
-class TimeToFirstToken(FrozenModel):
-    """Milliseconds, medians."""
+class BothModes(FrozenModel):
+    """One figure of the teacher's and of the student's forward pass."""
 
     dense: float
     swiftkv: float
@@ -64,7 +64,13 @@ class Report(FrozenModel):
     """SwiftKV / dense, counted on a forward pass."""
     kv_bytes_ratio: float
     """SwiftKV / dense, of the caches of a forward pass."""
-    ttft_ms: TimeToFirstToken
+    prompt_length: int
+    """Tokens of the prompt that the figures of both modes are of."""
+    prefill_flops_per_token: BothModes
+    kv_bytes_per_token: BothModes
+    """Bytes in the caches, in the model's own dtype."""
+    ttft_ms: BothModes
+    """Medians of the time from the prompt to the first token, milliseconds."""
     tokens_trained: int | None
     continuations: ContinuationQuality | None = None
     exit_head: tuple[ExitBin, ...] | None = None
@@ -100,7 +106,10 @@ class Report(FrozenModel):
             num_positions=distilled.num_positions,
             prefill_flops_ratio=cost.flops_ratio,
             kv_bytes_ratio=cost.kv_bytes_ratio,
-            ttft_ms=TimeToFirstToken(dense=cost.dense.ttft_ms, swiftkv=cost.swiftkv.ttft_ms),
+            prompt_length=cost.prompt_length,
+            prefill_flops_per_token=_both(cost, "flops_per_token"),
+            kv_bytes_per_token=_both(cost, "kv_bytes_per_token"),
+            ttft_ms=_both(cost, "ttft_ms"),
             tokens_trained=tokens_trained,
             continuations=continuations,
             exit_head=_exit_bins(distilled.exit_head),
@@ -128,6 +137,10 @@ class Report(FrozenModel):
             field=failed[0].field,
             value=failed[0].value,
         )
+
+
+def _both(cost: PrefillCost, figure: str) -> BothModes:
+    return BothModes(dense=getattr(cost.dense, figure), swiftkv=getattr(cost.swiftkv, figure))
 
 
 def _recovered(before: float, after: float) -> float:

@@ -73,6 +73,11 @@ class Stack:
         """State that the last `up` wrote; None after `down`."""
         return self._run.load()
 
+    @property
+    def token_file(self) -> Path:
+        """File of the token that its Ray asks for."""
+        return self._run.token_file
+
     def up(self, options: StackOptions, report: Report) -> StackState:
         """Start what does not run and return when everything answers.
 
@@ -199,7 +204,7 @@ class Stack:
         log = self._log(name)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         tail = "\n".join(f"  {line}" for line in lines) or "  (nothing)"
-        return StartError(f"{name} {what}. The end of {log}:\n{tail}")
+        return StartError(f"{name} {what}; `swiftkv doctor` looks for the cause. The end of {log}:\n{tail}")
 
     def _undo(self, before: StackState) -> None:
         """Stop what was started since `before`."""

@@ -69,7 +69,7 @@ class RunDirectory:
         """Load the state; None where nothing was started, or by a version that wrote something else."""
         try:
             return StackState.model_validate_json((self.path / "state.json").read_bytes())
-        except (FileNotFoundError, ValidationError):
+        except (FileNotFoundError, NotADirectoryError, ValidationError):
             return None
 
     def save(self, state: StackState) -> None:

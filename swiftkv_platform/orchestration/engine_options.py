@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, did_you_mean
 from swiftkv_platform.specs.engine import EngineConfig
 
 _MOST = (1 << 63) - 1
@@ -20,7 +20,9 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
         EngineConfig.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
-        known = f"unknown option; accepted here: {', '.join(sorted(EngineConfig.model_fields))}"
+        options_known = sorted(EngineConfig.model_fields)
+        nearest = did_you_mean(str(first["loc"][-1]), options_known)
+        known = f"unknown option{nearest}; accepted here: {', '.join(options_known)}"
         place = ".".join(["engine", *map(str, first["loc"])])
         why = known if first["type"] == "extra_forbidden" else first["msg"]
         raise InvalidInputError(f"{place}: {why}", field=place, value=first["input"]) from error

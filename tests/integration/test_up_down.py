@@ -43,6 +43,11 @@ class Machine:
     def parts(self) -> dict[str, Any]:
         return {part["name"]: part for part in json.loads(self.run("status", "--json").stdout)["parts"]}
 
+    def examined(self) -> dict[str, Any]:
+        """Findings of the doctor by check."""
+        result = self.run("doctor", "--json", "--timeout", "120", "--min-free-gib", "0")
+        return {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+
     def family(self) -> list[psutil.Process]:
         """Every process of the stack, by its mark and, independently of that, by descent."""
         state = RunDirectory(self.home).load()
@@ -100,6 +105,15 @@ def test_everything_answers_on_loopback_alone(machine: Machine, state: StackStat
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
+def test_the_doctor_finds_it_healthy(machine: Machine, state: StackState) -> None:
+    found = machine.examined()
+    assert [name for name, check in found.items() if check["status"] == "failed"] == [], found
+    assert f"{state.num_cpus} CPUs" in found["ray"]["message"]
+    assert found["control plane"]["message"] == f"{state.url} is ready and lets this environment in."
+    assert "runs and holds them" in found["ports"]["message"]
+    assert "newest schema" in found["database"]["message"]
+
+
 def test_every_process_can_be_found_by_its_mark(machine: Machine, state: StackState) -> None:
     assert set(running(machine.family())) - set(marked(str(machine.home))) == set()
 
@@ -116,6 +130,7 @@ def test_a_dead_control_plane_is_restarted_where_it_was(machine: Machine, state:
     stopped = machine.run("status")
     assert stopped.returncode == 1
     assert "stopped" in stopped.stdout
+    assert machine.examined()["control plane"]["advice"].startswith("swiftkv up; its log is")
     mended = machine.up()
     assert mended.parts["ray"] == state.parts["ray"]
     assert mended.parts["control-plane"] != state.parts["control-plane"]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.local.units import flops, size
 
 _EVALUATION_KEYS = (
     "teacher",
@@ -20,6 +21,9 @@ _EVALUATION_KEYS = (
     "kl_recovered",
     "prefill_flops_ratio",
     "kv_bytes_ratio",
+    "prompt_length",
+    "prefill_flops_per_token",
+    "kv_bytes_per_token",
     "ttft_ms",
     "tokens_trained",
 )
@@ -60,14 +64,14 @@ def _quality(report: Mapping[str, Any]) -> Table:
 
 
 def _cost(report: Mapping[str, Any]) -> Table:
-    ttft = report["ttft_ms"]
-    table = Table("SwiftKV against dense", "dense", "SwiftKV", "ratio", title="Cost")
-    table.add_row("prefill FLOPs a token", "", "", f"{report['prefill_flops_ratio']:.3f}")
-    table.add_row("KV bytes a token", "", "", f"{report['kv_bytes_ratio']:.3f}")
-    table.add_row(
-        "time to first token",
-        f"{ttft['dense']:.0f} ms",
-        f"{ttft['swiftkv']:.0f} ms",
-        f"{ttft['swiftkv'] / ttft['dense']:.3f}",
+    prompt = f"prompt of {report['prompt_length']:,} tokens"
+    table = Table(prompt, "dense", "SwiftKV", "ratio", title="Cost")
+    figures = (
+        ("prefill a token", "prefill_flops_per_token", flops),
+        ("KV cache a token", "kv_bytes_per_token", size),
+        ("time to first token", "ttft_ms", "{:.0f} ms".format),
     )
+    for label, key, shown in figures:
+        dense, swiftkv = report[key]["dense"], report[key]["swiftkv"]
+        table.add_row(label, shown(dense), shown(swiftkv), f"{swiftkv / dense:.3f}")
     return table

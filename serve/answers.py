@@ -47,9 +47,9 @@ class Answers:
     num_choices: int
     context: RequestContext
     on_finished: Callable[[RequestOutput], None]
-    """Called with every sample that is done."""
+    """Callback for every sample that is done."""
     on_closed: Callable[[Answers], None]
-    """Called once, when nothing more comes."""
+    """Callback for the end, when nothing more comes."""
     began_ns: int
     """Unix nanoseconds."""
     outcome: str = field(default="left", init=False)

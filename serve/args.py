@@ -52,7 +52,7 @@ class ReplicaArgs(FiniteModel):
     api_keys_file: str | None = None
     """File of hashed API keys on the replicas' machines; None answers every client that can reach them."""
     tenant: str | None = None
-    """With a file of keys: the tenant whose keys are answered; None: all that the file holds."""
+    """Tenant whose keys are answered, where there is a file of keys; None: all that the file holds."""
     max_body_bytes: Annotated[int, Field(ge=1)] | None = None
     """A larger body of a request is refused; None: what the model's context needs, at most 16 MiB."""
     log_text: bool = False

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from serve.current import Current, Version
 
 MAX_BODY_BYTES = 16 << 20
-"""No body may be larger, unless a deployment says so; one that is gets 413."""
+"""Largest body that is read, unless a deployment says otherwise; a larger one gets 413."""
 BASE_BODY_BYTES = 1 << 20
 """Room for what is not a prompt: stop strings, schemas, names, spaces."""
 NUM_LONGEST_PROMPTS = 8
@@ -56,7 +56,7 @@ class BodyLimits:
 
     @classmethod
     def of(cls, current: Current, max_bytes: int | None) -> BodyLimits:
-        """Those of the models in service; `max_bytes` in place of what follows from their contexts."""
+        """Return the limits of the models in service; `max_bytes` in place of what follows from their contexts."""
         if current.is_empty:
             return cls(max_bytes or MAX_BODY_BYTES)
         versions = [one for one in (current.version, current.version.candidate) if one is not None]

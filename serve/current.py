@@ -119,7 +119,7 @@ class Version:
 
 
 class Observer(Protocol):
-    """Is told of requests when they are over."""
+    """Listener that is told of requests when they are over."""
 
     def closed(self, answers: Answers, card: ModelCard) -> None:
         """An answer that was begun has ended, one way or another."""

@@ -132,7 +132,7 @@ class Loaded:
 
     engine: EngineFrontend
     manifest_digest: str | None
-    """None: not verified."""
+    """SHA-256 of the manifest that the model was verified against; None: not verified."""
     teacher: Any = None
     """The student's own, in teacher mode, where it is to judge; without an engine."""
 

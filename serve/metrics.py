@@ -122,7 +122,7 @@ class _EngineState:
         self._metrics = metrics
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead of time: there may be no engine yet."""
+        """Announce no metric ahead of time: there may be no engine yet."""
         return []
 
     def collect(self) -> Iterable[Metric]:

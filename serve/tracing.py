@@ -84,7 +84,7 @@ class Tracing:
         request.end(time.time_ns())
 
     def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
-        """Nothing ran: the caller's own trace has the status."""
+        """Write no span: nothing ran, and the caller's own trace has the status."""
 
     def shutdown(self) -> None:
         """Send what is left."""

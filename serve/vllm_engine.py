@@ -83,7 +83,7 @@ class Stats(StatLoggerBase):  # type: ignore[misc]  # mypy does not see vLLM
             self.num_preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
 
 class VLLMEngine(EngineFrontend):
@@ -103,9 +103,9 @@ class VLLMEngine(EngineFrontend):
         self._skips_prompts = model.config.num_key_value_layers < model.config.num_hidden_layers
         self._unfinished: set[Sequence] = set()
         self._unread: set[Sequence] = set()
-        """Those of the unfinished that have no token yet."""
+        """Unfinished sequences that have no token yet."""
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
-        """By request, the task of each of its samples."""
+        """Tasks of each request's samples, by request."""
 
     @property
     def state(self) -> EngineState:

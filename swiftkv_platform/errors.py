@@ -134,7 +134,7 @@ class DatabaseUnavailableError(SwiftKVError):
 
 
 class OverloadedError(SwiftKVError):
-    """No room now.
+    """Refusal for want of room.
 
     Args:
         retry_after_s: wait that is expected; None or 0: unknown.

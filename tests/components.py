@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
+
+from fastapi.routing import _IncludedRouter
 
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.database.catalog import SqlCatalog
@@ -17,6 +20,23 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.fakes.cluster import FakeCluster
 from tests.fakes.serve_cluster import FakeServeCluster
+
+
+def _build_once(build: Any) -> Any:
+    """Let all control planes of a process share their routes, which FastAPI builds anew for each: most of its start."""
+    built: dict[int, Any] = {}
+
+    def build_or_take(included: Any, route: Any) -> Any:
+        if not getattr(route, "endpoint", build).__module__.startswith("swiftkv_platform.api."):
+            return build(included, route)
+        if id(route) not in built:
+            built[id(route)] = build(included, route)
+        return built[id(route)]
+
+    return build_or_take
+
+
+_IncludedRouter._build_effective_context = _build_once(_IncludedRouter._build_effective_context)  # type: ignore[method-assign]
 
 
 def make_components(

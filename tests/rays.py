@@ -25,13 +25,15 @@ _START_S = 180.0
 def become_a_driver() -> None:
     """Let this process and those it starts find the tests' heads: on the loopback interface, with one token for all.
 
-    Ray reads this once, when it is imported.
+    Ray reads this once, when it is imported. An idle worker is kept, so that a job's next task finds one that has
+    imported everything; by itself Ray ends it after a second where no CPU is free.
     """
     directory = Path(tempfile.mkdtemp(prefix="ray-token-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     ensure_token(directory / "token")
     os.environ.update(auth_environment(directory / "token"))
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.update({"RAY_idle_worker_killing_time_threshold_ms": "600000"})
 
 
 def free_port() -> int:

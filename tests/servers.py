@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -22,6 +23,7 @@ def serving(app: FastAPI) -> Iterator[str]:
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the server did not start"
+        time.sleep(0.001)  # a loop without it takes every other turn from the thread it waits for
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -169,19 +169,19 @@ class _Silent:
         return self._drain.stop_request()
 
     def on_start(self, progress: Progress) -> None:
-        """Rank 0 reports for all."""
+        """Do nothing: rank 0 reports for all."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """Rank 0 reports for all."""
+        """Do nothing: rank 0 reports for all."""
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
-        """Only rank 0 completes checkpoints."""
+        """Do nothing: only rank 0 completes checkpoints."""
 
     def on_failure(self, key: str, progress: Progress, error: StorageError) -> None:
-        """Only rank 0 completes checkpoints."""
+        """Do nothing: only rank 0 completes checkpoints."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Close nothing: this listener opens nothing."""
 
 
 class _Drain:

@@ -54,7 +54,7 @@ def read_tail(parts: Components, job: Job, lines: int) -> Iterator[bytes]:
 
 
 def _live(parts: Components, job: Job, number: int, *, tail_lines: int | None = None) -> Iterator[bytes]:
-    """From Ray, where the attempt is there; nothing where it is not."""
+    """Read a log from Ray, where the attempt is there; yield nothing where it is not."""
     if number == job.attempt.number and job.attempt.submission_id is not None and job.status.holds_cluster:
         yield from parts.cluster.logs(job.attempt.submission_id, tail_lines=tail_lines)
 

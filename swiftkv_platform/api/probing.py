@@ -20,7 +20,7 @@ class Kept(Generic[T]):
         self._clock = clock
         self._keep_s = keep_s
         self._kept: tuple[float, T] | None = None
-        """When it was asked, and the answer."""
+        """Time of the last question, and its answer."""
         self._lock = threading.Lock()
 
     def get(self) -> T:

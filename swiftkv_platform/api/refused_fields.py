@@ -23,7 +23,7 @@ _KEY = "[key]"
 
 
 def place_of(item: Mapping[str, Any], body: Any) -> Place:
-    """Where a complaint belongs, as the caller wrote it.
+    """Find the place that a complaint is about, as the caller wrote it.
 
     Args:
         item: one of `ValidationError.errors()`; the first part of its location says where the value came from.

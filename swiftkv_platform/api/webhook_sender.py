@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import httpx
 
 _DEADLINE_S = 15.0
-"""For everything together, connecting, writing and reading: a receiver that sends a byte at a time gains nothing."""
+"""Limit of connecting, writing and reading together: a receiver that sends a byte at a time gains nothing."""
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
-"""For each step of it."""
+"""Limits of each step of a delivery."""
 
 
 def send_webhook(url: str, headers: Mapping[str, str], body: bytes) -> int:

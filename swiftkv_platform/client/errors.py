@@ -55,7 +55,7 @@ class Problem(BaseModel):
 
 
 class UnreachableError(SwiftKVError):
-    """No connection, or one that broke; the message says what would start or find the server."""
+    """Failure to connect, or a connection that broke; the message says what would start or find the server."""
 
     code = "unreachable"
 
@@ -86,11 +86,11 @@ class InvalidRequestError(APIError, InvalidInputError):
 
 
 class AuthenticationError(APIError):
-    """No key, a wrong key, or one without the scope."""
+    """Refusal of a request without a key, with a wrong one, or with one that lacks the scope."""
 
 
 class ResourceNotFoundError(APIError, NotFoundError):
-    """No such job, model, deployment or file."""
+    """Request for a job, model, deployment or file that does not exist."""
 
 
 class RequestConflictError(APIError, ConflictError):

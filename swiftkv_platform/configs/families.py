@@ -19,7 +19,7 @@ PREFIXES = {
     "qwen3_moe": "Qwen3Moe",
     "deepseek_v2": "DeepseekV2",
 }
-"""By a teacher's `model_type`: the prefix of transformers' class names."""
+"""Prefixes of transformers' class names, by a teacher's `model_type`."""
 
 
 def config_class(model_type: str) -> type[Any]:
@@ -28,7 +28,7 @@ def config_class(model_type: str) -> type[Any]:
 
 
 def register() -> None:
-    """Have `AutoConfig` read the `config.json` of every family's students."""
+    """Make `AutoConfig` read the `config.json` of every family's students."""
     for config in CONFIGS.values():
         AutoConfig.register(config.model_type, config, exist_ok=True)
 
@@ -50,4 +50,4 @@ def _derive(model_type: str, prefix: str) -> type[Any]:
 
 
 CONFIGS = {model_type: _derive(model_type, prefix) for model_type, prefix in PREFIXES.items()}
-"""By a teacher's `model_type`."""
+"""Configuration classes of students, by a teacher's `model_type`."""

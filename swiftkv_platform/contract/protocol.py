@@ -8,7 +8,7 @@ an older one has started.
 from __future__ import annotations
 
 PROTOCOL = 2
-"""This version. It is raised when workers of the version before cannot do what they are asked.
+"""Version of the protocol. It is raised when workers of the version before cannot do what they are asked.
 
 1: releases up to 0.1.0, whose drivers do not know `PROTOCOL_OPTION`.
 2: `attempt.json` has the tenant's rules, which workers keep (`AttemptRequest.allowed_roots` and what follows it).

@@ -14,7 +14,7 @@ class ReasonCode(StrEnum):
     """The attempt was stopped from outside."""
     OUT_OF_MEMORY = "out_of_memory"
     NOT_PLACED = "not_placed"
-    """Its workers found no place on the cluster."""
+    """The attempt's workers found no place on the cluster."""
     MAX_RUNTIME_EXCEEDED = "max_runtime_exceeded"
     PROTOCOL_MISMATCH = "protocol_mismatch"
     """Control plane and workers are of versions that do not fit."""

@@ -78,7 +78,7 @@ class Point(FrozenModel):
     error: str | None = None
     """Reason that the trial could not be trained, e.g. a loss that is not finite."""
     on_frontier: bool = False
-    """No other trial has both less prefill compute and a lower KL, or one of them and the other equal."""
+    """Whether no other trial has both less prefill compute and a lower KL, or one of them and the other equal."""
 
     @property
     def within_budget(self) -> bool:

@@ -154,12 +154,13 @@ def _open_engine(url: str) -> Engine:
 
 
 def _to_json(value: Any) -> str:
-    """Without escapes: SQLite compares keys as they are written, and text that cannot be encoded stays outside."""
+    """Write JSON without escapes: SQLite compares keys as they are written, and text that cannot be encoded stays
+    outside."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _from_json(text: str) -> Any:
-    """None for a damaged document: the row then fails where it is understood, and no other row of its list does."""
+    """Read JSON, a damaged document as None: its row then fails where it is understood, and no other row does."""
     try:
         return json.loads(text)
     except ValueError:

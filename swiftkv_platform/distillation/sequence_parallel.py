@@ -41,14 +41,14 @@ class SequenceGroup:
 
     @classmethod
     def create(cls, size: int, device: torch.device) -> SequenceGroup | None:
-        """This worker's group of `size`; None for groups of one. Collective over the default process group."""
+        """Make groups of `size` and return this worker's; None for groups of one. Collective over the default group."""
         if size == 1:
             return None
         mesh = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("data", "sequence"))
         return cls(mesh.get_group("sequence"), mesh.get_local_rank("sequence"), size)
 
     def own(self, num_tokens: int) -> slice:
-        """This worker's positions of a row."""
+        """Return this worker's positions of a row."""
         count = num_tokens // self.size
         return slice(self.rank * count, (self.rank + 1) * count)
 
@@ -80,7 +80,7 @@ class SequenceGroup:
 
 
 def use_sequence_parallel_attention(model: Any) -> None:
-    """Have `model` attend by this module, in every layer."""
+    """Make every layer of `model` attend by this module."""
     model.config._attn_implementation = ATTENTION
 
 

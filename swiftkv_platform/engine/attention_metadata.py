@@ -64,7 +64,7 @@ class PagedAttention:
     slots: tuple[int, ...] = ()
     """Slot of each query's own token."""
     varlen: VarlenCall | None = None
-    """None where contexts are read in runs."""
+    """Call over block tables; None where contexts are read in runs."""
     _selections: dict[tuple[int, ...], PagedAttention] = field(default_factory=dict, compare=False)
     """Selections that were prepared."""
     _decode_spans: dict[int | None, list[Run] | None] = field(default_factory=dict, compare=False)

@@ -16,7 +16,7 @@ class StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self._shorter = [0] * len(text)
-        """For each beginning of the string, by its length minus one, the longest shorter one that it ends with."""
+        """Longest shorter beginning that each beginning of the string ends with, by its length minus one."""
         size = 0
         for at in range(1, len(text)):
             size = self.advance(size, text[at])
@@ -79,7 +79,7 @@ class IncrementalDetokenizer:
             self._slide()
 
     def finish(self) -> None:
-        """No token follows: release what was held back. An unfinished character becomes U+FFFD, as in `decode`."""
+        """Release what was held back, as no token follows. An unfinished character becomes U+FFFD, as in `decode`."""
         if self.stopped:
             return
         self._extend(self._decode(self._window)[self._num_emitted :])

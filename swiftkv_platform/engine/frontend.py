@@ -53,7 +53,7 @@ class EngineFrontend(ABC):
         self.reader = reader
         self.grammars = grammars
         self.readers = Readers(self.max_sequences)
-        """For all that makes text of tokens or tokens of text for a caller."""
+        """Threads for all that makes text of tokens or tokens of text for a caller."""
         self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
         self._num_compiling = 0
         self._streams: dict[str, RequestStream] = {}

@@ -30,7 +30,7 @@ class Figure:
     a: float | None
     b: float | None
     better: Literal["a", "b"] | None
-    """None where they are equal or one does not have it."""
+    """Side with the better value; None where they are equal or one does not have it."""
 
 
 @dataclass(frozen=True)

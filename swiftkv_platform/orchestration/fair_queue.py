@@ -107,7 +107,7 @@ class FairQueue:
         """Shares started so far over the tenant's weight."""
 
     def next(self, live: Sequence[Job], *, room: int, now: float, deployments: Sequence[Deployment] = ()) -> list[Job]:
-        """At most `room` of the jobs that wait, in the order in which they should start beside the deployments.
+        """Choose at most `room` of the jobs that wait, in the order in which they should start beside the deployments.
 
         Of a tenant whose first job does not fit its quota none is taken: a smaller one that overtook it could keep it
         waiting for ever.

@@ -150,9 +150,9 @@ class Attempt:
     waiting: Mapping[str, str] = field(default_factory=dict)
     """Needs of the workers that have not found a place yet, by phase."""
     waiting_since: float | None = None
-    """When one of them began to wait, or another last made progress; Unix seconds, by the control plane's clock."""
+    """Time at which workers began to wait, or others last made progress; Unix seconds, by the control plane's clock."""
     placed: tuple[str, ...] = ()
-    """Phases whose workers have found one."""
+    """Phases whose workers have found a place."""
     paused: bool = False
     """Whether the attempt says that it has: its checkpoint is complete."""
     stopping: Reason | None = None

@@ -12,7 +12,8 @@ from swiftkv_platform.orchestration.ports import Clock
 
 _LONGEST_PAUSE_S = 30.0
 _STALLED_AFTER_S = 90.0
-"""Without a step that came to its end, beside the usual pause: three of the longest pauses after failures."""
+"""Longest time without a step that came to its end, beside the usual pause: three of the longest pauses after
+failures."""
 
 
 class ControlLoop:

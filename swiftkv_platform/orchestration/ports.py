@@ -222,7 +222,7 @@ class JobCluster(Protocol):
         ...
 
     def status(self, submission_id: str) -> Submission | None:
-        """None: the cluster does not know the id."""
+        """Return the submission as it stands; None where the cluster does not know the id."""
         ...
 
     def stop(self, submission_id: str) -> None:
@@ -276,7 +276,7 @@ class AttemptStore(Protocol):
         ...
 
     def artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
-        """None: the artifact is not complete."""
+        """Return the manifest of an attempt's artifact; None until it is complete."""
         ...
 
     def artifact_uri(self, attempt: AttemptId) -> str: ...

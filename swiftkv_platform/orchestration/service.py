@@ -52,7 +52,7 @@ class Caller:
 
 
 def _nothing(_job: Job) -> None:
-    """No rehearsal."""
+    """Rehearse nothing."""
 
 
 class JobService:

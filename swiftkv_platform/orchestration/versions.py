@@ -12,7 +12,7 @@ class Expected:
     """Versions that a change may be made of."""
 
     versions: frozenset[int] | None
-    """None: any."""
+    """Versions that the condition names; None for any."""
 
     def check(self, what: str, version: int) -> None:
         """Raises `PreconditionFailedError` if `what` is at another version."""

@@ -46,7 +46,7 @@ class Access:
     code_tasks: bool = False
     """Whether tasks may run the code that a model writes."""
     tenant: str | None = None
-    """For messages."""
+    """Tenant that messages name."""
 
     @property
     def is_restricted(self) -> bool:
@@ -55,7 +55,7 @@ class Access:
 
     @property
     def boundary(self) -> Boundary:
-        """Where local files may lie."""
+        """Directories in which local files may lie."""
         if self.roots is None:
             return UNBOUNDED
         return Boundary.of(*(root for root in self.roots if not root.startswith(_S3)))
@@ -125,7 +125,7 @@ class Access:
 
 
 OPEN = Access()
-"""For a program that its own user runs."""
+"""Access of a program that its own user runs."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class SourceRules:
 
 
 NO_RULES = SourceRules()
-"""For a server that only its own machine's user reaches."""
+"""Rules of a server that only its own machine's user reaches."""
 
 
 def _tasks(spec: JobSpec) -> Iterator[tuple[str, TaskSpec]]:

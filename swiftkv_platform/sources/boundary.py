@@ -13,7 +13,8 @@ from swiftkv_platform.errors import DataError, InvalidInputError
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where files may lie. Every file is checked before it is opened, and opened by the path that was checked."""
+    """Directories in which files may lie. Every file is checked before it is opened, and opened by the path that was
+    checked."""
 
     directories: tuple[str, ...] | None
     """Real paths; None bounds nothing."""

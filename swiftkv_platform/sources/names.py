@@ -50,7 +50,7 @@ class PathSource:
 
     name: str
     path: Path
-    """With `~` expanded."""
+    """Path with `~` expanded."""
 
 
 @dataclass(frozen=True)

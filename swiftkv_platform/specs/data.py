@@ -26,7 +26,7 @@ class CompletionSpec(Spec):
     prompt_tokens: Size | None = None
     """Most tokens of a text, counted from its beginning, that are the prompt."""
     seed: Seed = 0
-    """With the prompt's own tokens it decides every draw."""
+    """Seed that decides every draw, together with the prompt's own tokens."""
 
 
 class DataSourceSpec(Spec):

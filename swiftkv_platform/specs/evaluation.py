@@ -25,7 +25,7 @@ class TaskSpec(Spec):
     """Task or group that the harness knows, a task's `.yaml` file (local or `s3://`), `builtin:mmlu` or `builtin:gsm8k`
     (those over their authors' files in `data_dir`), or `paper`: the seven tasks of table B.1."""
     data_dir: Name | None = None
-    """Where the relative `data_files` of a file or built-in task lie; default: beside the file."""
+    """Directory of the relative `data_files` of a file or built-in task; default: beside the file."""
     num_fewshot: Annotated[int, Field(ge=0, le=10_000)] | None = None
     """Examples in the prompt; default: the task's own number."""
     metric: Word | None = None

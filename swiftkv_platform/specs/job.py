@@ -157,7 +157,7 @@ class ElasticSpec(Spec):
 
 class ResourcesSpec(Spec):
     num_workers: Workers | ElasticSpec = 2
-    """Or `{min, max}`: training goes on with fewer when machines leave, and with more when they come."""
+    """Number of workers, or `{min, max}`: training goes on with fewer when machines leave, with more when they come."""
     gpus_per_worker: Amount = 0
     cpus_per_worker: Annotated[Amount, Field(gt=0.0)] = 1
     memory_per_worker: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = None
@@ -204,7 +204,7 @@ class LimitsSpec(Spec):
     priority: Literal["low", "normal", "high"] = "normal"
     """Queue order; within a priority first come, first served."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
-    """In the operator's currency: a job that has cost more is paused, at a checkpoint."""
+    """Cost in the operator's currency: a job that has cost more is paused, at a checkpoint."""
     max_runtime_s: Count | None = None
     """An attempt that runs longer is stopped and the job fails."""
 
@@ -229,7 +229,7 @@ class JobSpec(Spec):
     fault_tolerance: FaultToleranceSpec = FaultToleranceSpec()
     limits: LimitsSpec = LimitsSpec()
     webhook: WebhookSpec | None = None
-    """Told of the job's changes of status."""
+    """Receiver that is told of the job's changes of status."""
     metadata: dict[Label, LabelValue] = Field(default={}, max_length=32)
     """Free key/value pairs, kept with the job and its model."""
 

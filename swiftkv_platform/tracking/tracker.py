@@ -68,18 +68,18 @@ class NullTracker:
         return None
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        """Nothing to begin."""
+        """Begin nothing."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Nothing to record."""
+        """Record nothing."""
 
     def log_report(
         self, summary: Mapping[str, Any], tables: Mapping[str, Table], images: Mapping[str, bytes], step: int
     ) -> None:
-        """Nothing to record."""
+        """Record nothing."""
 
     def log_artifact(self, name: str, uri: str, digest: str) -> None:
-        """Nothing to record."""
+        """Record nothing."""
 
     def finish(self) -> None:
-        """Nothing to hand over."""
+        """Hand over nothing."""

@@ -72,7 +72,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
 
 def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
-    """Have requests validated, where a logits processor costs nothing.
+    """Validate requests, where a logits processor costs nothing.
 
     Beside speculative decoding vLLM takes no processors, and with one it gives up model runner V2; there vLLM's server
     refuses such requests, and what slips through meets an assertion (V1) or comes out as NaN (V2).

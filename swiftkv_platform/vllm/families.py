@@ -64,7 +64,7 @@ FAMILIES = {
         ),
     )
 }
-"""By the teacher's `model_type`."""
+"""Families that vLLM serves, by the teacher's `model_type`."""
 
 UNSERVED = {
     "deepseek_v2": "vLLM's multi-head latent attention cannot share a KV cache between layers; "

@@ -16,7 +16,7 @@ _WATCHER = "swiftkv-frontend"
 
 
 def announce_frontend() -> None:
-    """Have the processes that vLLM starts from here end with this one, however it ends."""
+    """Make the processes that vLLM starts from here end with this one, however it ends."""
     os.environ[FRONTEND_PID] = str(os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""From the names of a checkpoint to those of vLLM's modules, where projections of one input are fused.
+"""Translation of a checkpoint's names to those of vLLM's modules, where projections of one input are fused.
 
 vLLM counts a fused tensor as loaded when one of its parts came, so the SwiftKV parts are counted here.
 """

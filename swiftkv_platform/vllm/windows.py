@@ -6,7 +6,7 @@ from typing import Any
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """For each layer its window in tokens, or None for full attention."""
+    """List each layer's window in tokens, None for full attention."""
     window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
     types = getattr(config, "layer_types", None)
     if types is None:

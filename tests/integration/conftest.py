@@ -13,6 +13,7 @@ import pytest
 
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
+from tests.integration.planes import RayCluster
 from tests.rays import free_port, ray_head
 from tests.s3_servers import S3Server, run_moto
 
@@ -66,6 +67,12 @@ def train_head(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) ->
     """A Ray with room for two workers, whose processes have credentials for the S3 server."""
     with ray_head(_train_environment(s3_server, tmp_path_factory), num_cpus=2) as head:
         yield head
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(train_head: RayHead) -> RayCluster:
+    """The same Ray, for control planes."""
+    return RayCluster.of(train_head)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import httpx
 from swiftkv_platform.client import Client
 from swiftkv_platform.client.errors import UnreachableError
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
-from tests.rays import free_port, ray_head
+from tests.rays import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,12 +121,6 @@ class RayCluster:
         home = {"HOME": str(head.temp_dir), "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ""}
         eventually(lambda: takes_jobs(head), "Ray takes jobs", seconds=180.0)
         return cls(head.dashboard_url, {**os.environ, **home, **auth})
-
-
-@contextmanager
-def running_ray(*, num_cpus: int = 4) -> Iterator[RayCluster]:
-    with ray_head({"PYTHONPATH": str(ROOT)}, num_cpus=num_cpus) as head:
-        yield RayCluster.of(head)
 
 
 def takes_jobs(head: RayHead) -> bool:

@@ -19,16 +19,10 @@ from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.ports import JobCluster, SubmissionStatus
 from tests.fakes.cluster import FakeCluster
-from tests.integration.planes import Plane, RayCluster, eventually, running_ray, spec
+from tests.integration.planes import Plane, RayCluster, eventually, spec
 from tests.rays import free_port
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[RayCluster]:
-    with running_ray() as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import pytest
 
 from swiftkv_platform.client import Job
 from swiftkv_platform.client.errors import ServerError, UnreachableError
-from tests.integration.planes import Plane, RayCluster, eventually, running_ray, spec
+from tests.integration.planes import Plane, RayCluster, eventually, spec
 from tests.postgres import emptied
 
 pytestmark = pytest.mark.integration
@@ -30,12 +30,6 @@ KILLS = 200 if "SWIFTKV_SOAK" in os.environ else 10
 """Kills of each database."""
 SEED = int(os.environ.get("SWIFTKV_SEED", "0"))
 CALLERS = 3
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[RayCluster]:
-    with running_ray() as cluster:
-        yield cluster
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

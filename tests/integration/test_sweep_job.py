@@ -18,7 +18,7 @@ from tests.integration.conftest import wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-JOB, STEPS, LONG = "job_1", 3, 500
+JOB, STEPS, ENDLESS = "job_1", 3, 100_000
 FIRST, SECOND = AttemptId(JOB, 1), AttemptId(JOB, 2)
 
 
@@ -86,15 +86,17 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
 
 @pytest.mark.usefixtures("cluster")
 def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher: Path, tmp_path: Path) -> None:
+    """Only the pause ends the first attempt; the second one's spec asks for a few steps more than were done."""
     from jobs.distill import run_attempt
 
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(80)))
     store, spec = open_store(str(tmp_path / "store")), sweep_spec(tiny_teacher, corpus)
-    training = spec.training.model_copy(update={"max_steps": LONG})
-    sweep = SweepSpec(learning_rate=(1e-3, 2e-3), max_concurrent=2)
-    spec = spec.model_copy(update={"training": training, "sweep": sweep})
+    spec = spec.model_copy(update={"sweep": SweepSpec(learning_rate=(1e-3, 2e-3), max_concurrent=2)})
     attempts = AttemptStore(store)
+
+    def asking_for(steps: int) -> JobSpec:
+        return spec.model_copy(update={"training": spec.training.model_copy(update={"max_steps": steps})})
 
     def pause() -> None:
         wait_for(lambda: any(stored.event.type == "metrics" for stored in attempts.read_events(FIRST, {})))
@@ -102,15 +104,21 @@ def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher:
 
     watcher = threading.Thread(target=pause)
     watcher.start()
-    assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")) is None
+    first = AttemptRequest(job_id=JOB, attempt=1, spec=asking_for(ENDLESS), run_id="run")
+    assert run_attempt(store, first) is None
     watcher.join()
 
     assert _messages(attempts, 1)[-1] == "paused"
     assert attempts.artifact_manifest(FIRST) is None
-    assert run_attempt(store, AttemptRequest(job_id=JOB, attempt=2, spec=spec, run_id="run")) is None
+    done = [0, 0]
+    for stored in attempts.read_events(FIRST, {}):
+        for point in stored.event.data["points"] if stored.event.type == "metrics" else ():
+            done[point["trial"]] = max(done[point["trial"]], point["step"] - point["trial"] * ENDLESS)
+    assert max(done) > 0
+    second = AttemptRequest(job_id=JOB, attempt=2, spec=asking_for(max(done) + STEPS), run_id="run")
+    assert run_attempt(store, second) is None
     begun = [int(said.split()[-1]) for said in _messages(attempts, 2) if "training begins at step" in said]
-    assert len(begun) == 2
-    assert 0 < max(begun) < LONG
+    assert sorted(begun) == sorted(done)
     assert attempts.artifact_manifest(SECOND) is not None
 
 

@@ -141,7 +141,7 @@ def test_at_the_start_a_broken_file_is_the_operators_error(path: Path, token: st
     assert "cafebabe" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["default: 2020-13-45\n", "{", "[" * 100_000, "default: {weight: -1}\n", "\x00"])
+@pytest.mark.parametrize("text", ["default: 2020-13-45\n", "{", "[" * 10_000, "default: {weight: -1}\n", "\x00"])
 def test_a_tenants_file_that_breaks_serves_on_as_it_was(tmp_path: Path, text: str) -> None:
     file = tmp_path / "tenants.yaml"
     file.write_text("default: {max_running_jobs: 7}\n")

@@ -64,6 +64,7 @@ def test_names_of_the_harness_are_accepted(stage: Stage, name: str) -> None:
     accept(stage, job({"name": name, "num_fewshot": 0}))
 
 
+@pytest.mark.slow  # the harness takes seconds to import and to read its index
 @pytest.mark.parametrize("name", ["innocent", "teacher"])
 def test_a_worker_opens_no_file_that_is_called_like_a_task(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, name: str
@@ -78,6 +79,7 @@ def test_a_worker_opens_no_file_that_is_called_like_a_task(
     assert caught.value.field == "evaluation.tasks"
 
 
+@pytest.mark.slow  # as above
 def test_templates_of_the_harness_are_rendered_in_a_sandbox(stage: Stage) -> None:
     """Templates of a task's own file, where the operator lets such a file run."""
     file = write_task(stage.root / "task.yaml", stage)
@@ -90,6 +92,7 @@ def test_templates_of_the_harness_are_rendered_in_a_sandbox(stage: Stage) -> Non
     assert "unsafe" in caught.value.message
 
 
+@pytest.mark.slow  # as above
 @pytest.mark.parametrize("name", ["humaneval", "mbpp_plus", "cruxeval_input_cot"])
 def test_tasks_that_run_generated_code_are_the_operators_to_allow(name: str) -> None:
     with pytest.raises(InvalidInputError, match="SWIFTKV_ALLOW_CODE_TASKS") as caught:
@@ -99,6 +102,7 @@ def test_tasks_that_run_generated_code_are_the_operators_to_allow(name: str) -> 
     assert task.runs_code
 
 
+@pytest.mark.slow  # as above
 def test_a_group_runs_code_if_one_of_its_tasks_does(stage: Stage) -> None:
     from swiftkv_platform.evaluation.harness.tasks import task_manager
 

@@ -110,7 +110,7 @@ class _Collector:
         self._files = files
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing ahead of time: registering must not read the database."""
+        """Announce no metric ahead of time: registering must not read the database."""
         return []
 
     def collect(self) -> Iterable[Metric]:

@@ -138,7 +138,7 @@ class ZeRO(Parallel):
             safe_set_local_optimizer_state(parameter, self._local(parameter, tensor), key)
 
     def _local(self, parameter: Any, whole: Tensor) -> Tensor:
-        """This worker's piece of stage 3, padded as DeepSpeed pads."""
+        """Cut this worker's piece of stage 3 out of a whole tensor, padded as DeepSpeed pads."""
         size = parameter.ds_tensor.numel()
         flat = nn.functional.pad(whole.flatten(), (0, size * self.world_size - whole.numel()))
         return flat[self.rank * size : (self.rank + 1) * size]

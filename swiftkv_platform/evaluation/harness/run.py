@@ -44,7 +44,7 @@ from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import points_lost
 
 _BOOTSTRAP_ITERATIONS = 1000
-"""For standard errors that have no closed form."""
+"""Resamplings for standard errors that have no closed form."""
 _CODE_EVAL = "HF_ALLOW_CODE_EVAL"
 NO_PARTS = NoParts()
 

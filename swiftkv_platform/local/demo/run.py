@@ -185,7 +185,7 @@ def _empty(stack: Stack) -> None:
 
 @contextmanager
 def _signals_as_exit() -> Iterator[None]:
-    """Have SIGTERM and a closed terminal unwind the calls as Ctrl-C does: what was started is stopped."""
+    """Let SIGTERM and a closed terminal unwind the calls as Ctrl-C does: what was started is stopped."""
 
     def leave(number: int, _: Any) -> NoReturn:
         raise SystemExit(128 + number)

@@ -216,6 +216,7 @@ def rank_of(number: int) -> ranks.Ranks:
         return ranks.Ranks(None, number, 2, DEVICE)
 
 
+@pytest.mark.slow  # seconds each: an engine a rank
 @pytest.mark.parametrize(("family", "drafting"), [("llama", 0), ("llama", 3), ("deepseek_v2", 0)])
 def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, drafting: int, log: DeviceLog) -> None:
     config = EngineConfig(tensor_parallel_size=2, max_num_batched_tokens=32, kv_cache_bytes=1 << 26)

@@ -58,3 +58,10 @@ def test_ctrl_c_interrupts_training(driver: None, monkeypatch: pytest.MonkeyPatc
 def test_ctrl_c_means_after_training_what_it_meant_before(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _fit(monkeypatch, lambda: None).error is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_no_process_is_started_for_data_sets_that_there_are_not() -> None:
+    """Ray Train starts an actor for Ray Data with every group of workers."""
+    callbacks = [type(callback).__name__ for callback in _Trainer(lambda: None)._create_default_callbacks()]
+    assert "BackendSetupCallback" in callbacks
+    assert "DatasetsCallback" not in callbacks

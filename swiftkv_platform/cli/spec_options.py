@@ -35,7 +35,7 @@ def spec_options(
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             values = {name: arguments.pop(name) for name in fields}
-            command(**arguments, given={name: value for name, value in values.items() if value is not None})
+            command(**arguments, given={name: value for name, value in values.items() if value not in (None, [])})
 
         signature = inspect.signature(command, eval_str=True)
         own = [
@@ -51,11 +51,23 @@ def spec_options(
 
 def _annotation(field: FieldInfo) -> Any:
     kind = _scalar(field.annotation)
+    item = _item(field.annotation)
+    if item is not None:
+        several: Any = list[item]
+        return Annotated[several | None, typer.Option(help=f"{_help(field)} May be repeated.")]
     if kind is None:
         return Annotated[dict[str, Any] | None, typer.Option(parser=_mapping, metavar="YAML", help=_help(field))]
     at_least: Any = next((item.ge for item in field.metadata if isinstance(item, Ge)), None)
     at_most: Any = next((item.le for item in field.metadata if isinstance(item, Le)), None)
     return Annotated[kind | None, typer.Option(min=at_least, max=at_most, help=_help(field))]
+
+
+def _item(annotation: Any) -> Any:
+    """The type of a list's items, of an optional one too; None where it is no list."""
+    if typing.get_origin(annotation) is tuple:
+        return _scalar(typing.get_args(annotation)[0])
+    found = (_item(member) for member in typing.get_args(annotation) if typing.get_origin(annotation) is not dict)
+    return next((item for item in found if item is not None), None)
 
 
 def _scalar(annotation: Any) -> Any:

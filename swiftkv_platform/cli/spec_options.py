@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable, Collection
 from types import NoneType
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
 import typer
 import yaml
@@ -51,9 +52,8 @@ def spec_options(
 
 def _annotation(field: FieldInfo) -> Any:
     kind = _scalar(field.annotation)
-    item = _item(field.annotation)
-    if item is not None:
-        several: Any = list[item]
+    several = _several(field.annotation)
+    if several is not None:
         return Annotated[several | None, typer.Option(help=f"{_help(field)} May be repeated.")]
     if kind is None:
         return Annotated[dict[str, Any] | None, typer.Option(parser=_mapping, metavar="YAML", help=_help(field))]
@@ -62,12 +62,12 @@ def _annotation(field: FieldInfo) -> Any:
     return Annotated[kind | None, typer.Option(min=at_least, max=at_most, help=_help(field))]
 
 
-def _item(annotation: Any) -> Any:
-    """The type of a list's items, of an optional one too; None where it is no list."""
+def _several(annotation: Any) -> Any:
+    """The type of several words, in an optional annotation too; None where it is something else."""
     if typing.get_origin(annotation) is tuple:
-        return _scalar(typing.get_args(annotation)[0])
-    found = (_item(member) for member in typing.get_args(annotation) if typing.get_origin(annotation) is not dict)
-    return next((item for item in found if item is not None), None)
+        return types.GenericAlias(list, _scalar(typing.get_args(annotation)[0]))
+    members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
+    return next((found for member in members if (found := _several(member)) is not None), None)
 
 
 def _scalar(annotation: Any) -> Any:

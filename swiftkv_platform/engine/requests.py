@@ -7,7 +7,6 @@ In three parts, so that a text of any length holds up no other request: `check` 
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections import abc
 from dataclasses import dataclass
@@ -66,14 +65,7 @@ class RequestReader:
         if not prompt:
             raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
         if not isinstance(prompt, str):
-            self._check_length(min(len(prompt), self.num_kept_tokens(params)))
-
-    def num_kept_tokens(self, params: SamplingParams) -> float:
-        """Most tokens of a prompt that are kept; infinite where `truncate_prompt_tokens` asks for nothing."""
-        wanted = params.truncate_prompt_tokens
-        if wanted is None:
-            return math.inf
-        return max(self._max_model_len - max(params.max_tokens, 1), 1) if wanted < 0 else wanted
+            self._check_length(self._num_kept(len(prompt), params))
 
     def check_text(self, *texts: str, field: str = "prompt") -> None:
         """Refuse texts that together are too long to be tokenized. Raises `InvalidInputError`."""
@@ -100,7 +92,7 @@ class RequestReader:
                 model cannot serve, more tokens than the KV cache holds.
         """
         self.check(prompt, params)
-        token_ids = tuple(self._encode(prompt, self.num_kept_tokens(params)))
+        token_ids = tuple(self._encode(prompt, params))
         self._check_fits(len(token_ids), params)
         self._check_logprobs(len(token_ids), params)
         return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)))
@@ -216,11 +208,17 @@ class RequestReader:
             include_stop=params.include_stop_str_in_output,
         )
 
-    def _encode(self, prompt: Prompt, num_kept: float) -> list[int]:
+    def _num_kept(self, num_tokens: int, params: SamplingParams) -> int:
+        """Number of a prompt's tokens that `truncate_prompt_tokens` leaves."""
+        wanted = params.truncate_prompt_tokens
+        if wanted is None:
+            return num_tokens
+        return min(num_tokens, max(self._max_model_len - max(params.max_tokens, 1), 1) if wanted < 0 else wanted)
+
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a prompt the model can answer, the last ones that are to be kept."""
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        if len(token_ids) > num_kept:
-            token_ids = token_ids[-int(num_kept) :]
+        token_ids = token_ids[len(token_ids) - self._num_kept(len(token_ids), params) :]
         if not token_ids:
             raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
         self._check_length(len(token_ids))

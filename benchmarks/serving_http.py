@@ -4,6 +4,7 @@
 
 `cost`: the same prompts at the same time, answered by `LLMEngine.generate` and by `/generate`: streamed as the
 deployment does by itself, streamed with an event a token, and whole. They take turns, figures are medians over rounds.
+`latency`: one stream alone, the median time between two of its events beside the engine's own time per token.
 `overload`: requests come at even intervals whether or not earlier ones are done, at a share of the rate that the
 deployment sustains and at a multiple of it.
 """
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ class Answer:
     """Seconds until the first event, or until the refusal."""
     total: float
     retry_after: str | None = None
+    gaps: tuple[float, ...] = ()
+    """Seconds between its events that have tokens, one after another."""
 
 
 def main() -> None:
@@ -126,6 +130,8 @@ async def measure(args: argparse.Namespace, engine: LLMEngine, url: str) -> dict
     async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits, trust_env=False) as client:
         report["cost"] = cost = await compare(args, engine, client)
         print(json.dumps(cost), flush=True)
+        report["latency"] = latency = await between_tokens(args, engine, client)
+        print(json.dumps(latency), flush=True)
         if args.load_seconds:
             rate = args.streams / cost["streamed"]["duration"]
             report["overload"] = {
@@ -163,6 +169,39 @@ async def compare(
     return report
 
 
+async def between_tokens(args: argparse.Namespace, engine: LLMEngine, client: httpx.AsyncClient) -> dict[str, float]:
+    """Milliseconds of one stream and of the engine alone, in turns; the first round warms up."""
+    generator = torch.Generator().manual_seed(2)
+    gaps: list[float] = []
+    tokens: list[float] = []
+    ratios: list[float] = []
+    for round_ in range(args.rounds + 1):
+        [prompt] = _prompts(args, 1, generator)
+        own = await asyncio.to_thread(token_times, engine, prompt, args.output_length)
+        answer = await ask(client, prompt, args.output_length)
+        assert answer.status == httpx.codes.OK
+        if round_:
+            gaps += answer.gaps
+            tokens += own
+            ratios.append(statistics.median(answer.gaps) / statistics.median(own))
+    return {
+        "inter_token_ms": 1e3 * statistics.median(gaps),
+        "engine_token_ms": 1e3 * statistics.median(tokens),
+        "inter_token_ratio": statistics.median(ratios),
+        "tokens_per_event": len(tokens) / len(gaps),
+    }
+
+
+def token_times(engine: LLMEngine, prompt: Sequence[int], num_output: int) -> list[float]:
+    """Seconds from one token to the next of the engine alone."""
+    engine.add_request(prompt, SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True))
+    moments = []
+    while engine.has_unfinished_requests:
+        if engine.step():
+            moments.append(time.perf_counter())
+    return [after - before for before, after in pairwise(moments)]
+
+
 async def under_load(args: argparse.Namespace, client: httpx.AsyncClient, rate: float, seconds: float) -> Any:
     """Send `rate` requests a second for `seconds`; every one of them is accounted for."""
     generator = torch.Generator().manual_seed(1)
@@ -194,12 +233,14 @@ async def ask(
     body = {"prompt": prompt, "max_tokens": num_output, "temperature": 0.0, "ignore_eos": True, "stream": stream}
     body |= options
     start = time.perf_counter()
-    first = None
+    moments: list[float] = []
     async with client.stream("POST", "/generate", json=body) as response:
-        async for _ in response.aiter_raw():
-            first = first or time.perf_counter() - start
+        async for part in response.aiter_raw():
+            moments += [time.perf_counter()] * max(part.count(b'"token_ids"'), not moments)
     total = time.perf_counter() - start
-    return Answer(response.status_code, first or total, total, response.headers.get("retry-after"))
+    gaps = tuple(after - before for before, after in pairwise(moments))
+    first = moments[0] - start if moments else total
+    return Answer(response.status_code, first, total, response.headers.get("retry-after"), gaps)
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:

@@ -18,6 +18,8 @@ from swiftkv_platform.security.keys import KeyRing, Scope
 
 REPLICA_HEADER = "x-replica"
 """Header of every answer: Serve's name of the replica that gave it."""
+IGNORED_FIELDS_HEADER = "x-swiftkv-ignored-fields"
+"""Header of an answer to a body with fields that were accepted without effect: their names, comma-separated."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ TheCaller = Annotated[Caller, Depends(get_caller)]
 
 
 class AnswerHeaders:
-    """Middleware that adds the replica's name to answers, and for a caller with limits what is left of them."""
+    """Middleware that adds the replica's name to answers, the fields without effect, and for a caller with limits what
+    is left of them."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         self._app = app
@@ -122,7 +125,11 @@ class AnswerHeaders:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[REPLICA_HEADER] = self._replica
-                quota: Quota | None = scope.get("state", {}).get("quota")
+                state = scope.get("state", {})
+                ignored_fields: tuple[str, ...] = state.get("ignored_fields", ())
+                if ignored_fields:
+                    headers[IGNORED_FIELDS_HEADER] = ", ".join(ignored_fields)
+                quota: Quota | None = state.get("quota")
                 if quota is not None:
                     headers.update(quota.headers())
             await send(message)

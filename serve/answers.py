@@ -36,6 +36,8 @@ class RequestContext:
     interval_s: float | None = math.inf
     """Seconds for which tokens may be collected: as long as it takes where the answer is wanted whole; None: as the
     deployment says."""
+    ignored_fields: tuple[str, ...] = ()
+    """Names of the fields that were accepted without effect."""
 
 
 @dataclass

@@ -35,13 +35,14 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
         return self
 
     def loads_the_same_as(self, other: Served) -> bool:
-        """Whether the two differ in nothing but shares, and what they are called in the control plane."""
-        return self._without_shares() == other._without_shares()
+        """Whether the two differ in nothing but shares, ignored fields and what the control plane calls them."""
+        return self._loaded() == other._loaded()
 
-    def _without_shares(self) -> Served:
+    def _loaded(self) -> Served:
         candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
         shadow = self.shadow and self.shadow.model_copy(update={"share": 0.0})
-        return self.model_copy(update={"revision": "", "candidate": candidate, "shadow": shadow})
+        others = {"revision": "", "ignored_fields": None}
+        return self.model_copy(update={**others, "candidate": candidate, "shadow": shadow})
 
 
 class ReplicaArgs(FiniteModel):

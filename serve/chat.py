@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
 
 
-async def chat_prompt(engine: EngineFrontend, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a conversation, rendered beside the event loop and the engine's thread.
+async def chat_prompt(engine: EngineFrontend, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+    """Token ids of a conversation, rendered beside the event loop and the engine's thread. `options`: `render_chat`'s.
 
     Raises:
         InvalidInputError: as `render_chat`, and for messages that are longer than the context.
@@ -23,11 +23,20 @@ async def chat_prompt(engine: EngineFrontend, messages: Sequence[Mapping[str, st
     tokenizer, texts = engine.model.tokenizer, [text for message in messages for text in message.values()]
     if tokenizer is not None:
         engine.reader.check_text(*texts, field="messages")
-    return await engine.readers.run_unadmitted(lambda: render_chat(tokenizer, messages), sum(map(len, texts)))
+    return await engine.readers.run_unadmitted(
+        lambda: render_chat(tokenizer, messages, **options), sum(map(len, texts))
+    )
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Token ids of a conversation up to where the assistant begins to speak. Blocks for as long as the template runs.
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Token ids of a conversation up to where the assistant begins to speak, or goes on with the last message. Blocks
+    for as long as the template runs.
 
     Raises:
         InvalidInputError: a model without tokenizer or template, or a conversation its template refuses.
@@ -37,7 +46,12 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
             "messages need a chat template, which this model has not; send a prompt", field="messages", value=None
         )
     try:
-        rendered: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+        rendered: Any = tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=True,
+        )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise InvalidInputError(
             f"messages do not fit the model's chat template: {error}", field="messages", value=None

@@ -69,6 +69,8 @@ class Version:
     shadow: Shadow | None = None
     names: frozenset[str] = frozenset()
     """Names by which callers may ask for it, beside its own."""
+    ignored_fields: frozenset[str] = frozenset()
+    """Fields of OpenAI's routes that its operator sets to be ignored."""
     num_entering: int = field(default=0, init=False)
     """Requests that have chosen this version and are not in the engine yet, or not any more."""
 
@@ -90,8 +92,11 @@ class Version:
         draws = self.candidate is not None and random.random() < self.candidate_share  # noqa: S311  # not a secret
         return self.candidate if self.candidate is not None and draws else self
 
-    def set_shares(self, served: Served) -> None:
-        """Take over nothing but the shares."""
+    def take_over(self, served: Served) -> None:
+        """Take over what needs no loading: the shares, and the fields that are ignored."""
+        self.ignored_fields = frozenset(served.ignored_fields or ())
+        if self.candidate is not None:
+            self.candidate.ignored_fields = self.ignored_fields
         if served.candidate is not None:
             self.candidate_share = served.candidate.share
         if self.shadow is not None and served.shadow is not None:

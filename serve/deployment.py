@@ -99,6 +99,7 @@ async def load_version(
         version.candidate, _ = await _load_one(args, served.model_copy(update=update))
         version.candidate.names, version.names = frozenset({served.model}), frozenset({served.candidate.model})
         version.candidate_share = served.candidate.share
+    version.take_over(served)
     if served.shadow is not None:
         judge: Judge = ModelJudge(teacher)
         if version.candidate is not None and served.shadow.against == "candidate":

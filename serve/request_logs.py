@@ -34,6 +34,8 @@ class RequestLog:
             "outcome": answers.outcome,
             "finish_reasons": [output.finish_reason for output in outputs],
         }
+        if answers.context.ignored_fields:
+            fields["ignored_fields"] = answers.context.ignored_fields
         if outputs:
             fields |= Usage.of(outputs).model_dump() | Timings.of(outputs).model_dump()
         if self._with_text:

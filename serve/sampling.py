@@ -91,8 +91,14 @@ class SamplingFields(FrozenModel, strict=True):
     seed: int | None = SamplingParams.seed
     stop: Annotated[list[str], BeforeValidator(_string_or_strings)] = []
     """Strings that end the answer and are not part of it."""
+    include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
+    """Leave the stop string, or the text of the stop token, at the end of the answer."""
     stop_token_ids: Annotated[list[int], FailFast()] = []
     ignore_eos: bool = SamplingParams.ignore_eos
+    min_tokens: int = SamplingParams.min_tokens
+    """Tokens before which no end of sequence, stop token or stop string ends the answer."""
+    truncate_prompt_tokens: int | None = SamplingParams.truncate_prompt_tokens
+    """Keep the last so many tokens of a longer prompt; -1: as many as the context has beside the answer."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds from arrival, waiting included, after which the answer is given up: 504."""
     early_exit: str | dict[str, Any] | None = None
@@ -125,7 +131,10 @@ class SamplingFields(FrozenModel, strict=True):
             seed=self.seed,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             early_exit=EarlyExit.parse(self.early_exit),
             num_lookup_tokens=self.num_lookup_tokens,
             structured_outputs=self._constraint(),
@@ -143,6 +152,17 @@ class SamplingFields(FrozenModel, strict=True):
                 value=self.structured_outputs,
             )
         return StructuredOutputs.parse(self.structured_outputs)
+
+
+def check_generates(max_tokens: int, otherwise: str) -> None:
+    """Raises `InvalidInputError` for an answer of no tokens; `otherwise` names the field with which it would have any
+    content."""
+    if max_tokens == 0:
+        raise InvalidInputError(
+            f"max_tokens is 0; it must be a whole number of at least 1, or be given with {otherwise}",
+            field="max_tokens",
+            value=0,
+        )
 
 
 TokenPrompts = str | list[str] | list[int] | list[list[int]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from serve.sampling import PromptField, SamplingFields
+from serve.sampling import PromptField, SamplingFields, check_generates
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.limits import MAX_MESSAGES, MAX_STREAM_INTERVAL_S
@@ -32,6 +32,7 @@ class GenerateRequest(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     """A conversation, laid out by the model's chat template."""
     max_tokens: int = SamplingParams.max_tokens
+    """0, with `prompt_logprobs`, scores the prompt and generates nothing."""
     logprobs: int | None = None
     """Log-probabilities of each generated token and of this number of the most probable ones."""
     prompt_logprobs: int | None = None
@@ -54,6 +55,8 @@ class GenerateRequest(SamplingFields):
 
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidInputError` for a value out of range."""
+        if self.prompt_logprobs is None:
+            check_generates(self.max_tokens, "prompt_logprobs")
         return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
 
 

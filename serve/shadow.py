@@ -101,7 +101,7 @@ class Shadow:
 
     def consider(self, answers: Answers) -> None:
         """An answer is finished. Returns at once."""
-        if answers.outcome != "finished" or self._draw() >= self.share:
+        if answers.outcome != "finished" or not answers.outputs[0].token_ids or self._draw() >= self.share:
             return
         [output, *_] = answers.outputs
         answer = output.token_ids[:MAX_POSITIONS]

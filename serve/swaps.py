@@ -57,7 +57,7 @@ class Swaps:
         try:
             wanted = Served.model_validate(document)
             if self._served is not None and wanted.loads_the_same_as(self._served):
-                self._current.version.set_shares(wanted)
+                self._current.version.take_over(wanted)
                 self._served = wanted
                 self._current.swap = SwapState(revision=wanted.revision)
                 return

@@ -186,6 +186,8 @@ class VLLMEngine(EngineFrontend):
         """Take what is new: vLLM hands over deltas, of several tokens where they came faster than they were read."""
         [completion] = output.outputs
         token_ids, logprobs = list(completion.token_ids), [_values(entry) for entry in completion.logprobs or ()]
+        if not sequence.generates:
+            token_ids, logprobs = [], []
         results = [StepResult(token_ids=[token], logprobs=logprobs[at : at + 1]) for at, token in enumerate(token_ids)]
         results = results or [StepResult()]
         if sequence in self._unread:

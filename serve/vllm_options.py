@@ -96,7 +96,8 @@ def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
     engines end an answer alike."""
     params = sequence.params
     return VLLMParams(
-        max_tokens=sequence.max_output_tokens,
+        max_tokens=max(sequence.max_output_tokens, 1),  # vLLM generates always; what nobody asked for is dropped
+        min_tokens=min(params.min_tokens, sequence.max_output_tokens),
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,

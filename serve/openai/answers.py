@@ -13,8 +13,9 @@ Decode = Any
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Sums over the choices; a prompt counts once for all its samples."""
-    prompts = [output for output in outputs if output.index == 0]
+    """Sums over the choices, of an answer so far as well; a prompt counts once for all its samples."""
+    # Reversed, so that of samples the first one stands: what it found in the prefix cache was there before them.
+    prompts = {output.request_id: output for output in reversed(outputs)}.values()
     prompt_tokens = sum(len(output.prompt_token_ids) for output in prompts)
     completion_tokens = sum(len(output.token_ids) for output in outputs)
     return {

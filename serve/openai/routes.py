@@ -21,7 +21,7 @@ from serve.answers import Answers, RequestContext, whole
 from serve.bodies import BodyRoute
 from serve.chat import chat_prompt
 from serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
-from serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields
+from serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 from serve.problems import openai_error
 from serve.rendering import rendered
 from serve.sampling import prompts_of
@@ -56,9 +56,9 @@ def openai_router(current: Current) -> APIRouter:
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request, caller: TheCaller) -> Response:
         """Continue one prompt or several."""
-        context = _context(caller, body)
         with current.entering() as version:
             _check_model(body.model, version)
+            context = _context(caller, body, request, body.without_effect("completions", version.ignored_fields))
             answers = await current.ask(version, prompts_of(body.prompt), body.sampling_params(), context)
         head = _head("cmpl", "text_completion", answers, version)
         tokenizer, echo = version.tokenizer, body.echo
@@ -82,13 +82,20 @@ def openai_router(current: Current) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
         """The assistant's next turn."""
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        context = _context(caller, body)
         with current.entering() as version:
             _check_model(body.model, version)
-            prompt = await chat_prompt(version.engine, messages)
-            params = body.sampling_params(room=max(version.card.max_model_len - len(prompt), 1))
+            context = _context(caller, body, request, body.without_effect("chat/completions", version.ignored_fields))
+            prompt = await chat_prompt(
+                version.engine,
+                messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+            )
+            kept = body.truncate_prompt_tokens or -1
+            num_prompt_tokens = len(prompt) if kept < 0 else min(len(prompt), kept)
+            params = body.sampling_params(room=max(version.card.max_model_len - num_prompt_tokens, 1))
             answers = await current.ask(version, [prompt], params, context)
-        tokenizer, top = version.tokenizer, body.top_logprobs or 0
+        tokenizer, top = version.tokenizer, body.top_logprobs
         if body.stream:
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
@@ -109,9 +116,12 @@ def openai_router(current: Current) -> APIRouter:
     return router
 
 
-def _context(caller: Caller, body: OpenAIFields) -> RequestContext:
+def _context(caller: Caller, body: OpenAIFields, request: Request, ignored_fields: tuple[str, ...]) -> RequestContext:
+    request.state.ignored_fields = ignored_fields
     interval_s = None if body.stream else math.inf
-    return RequestContext(caller, priority=body.priority, timeout_s=body.timeout_s, interval_s=interval_s)
+    return RequestContext(
+        caller, priority=body.priority, timeout_s=body.timeout_s, interval_s=interval_s, ignored_fields=ignored_fields
+    )
 
 
 def _model(version: Version) -> dict[str, Any]:
@@ -137,26 +147,34 @@ def _head(prefix: str, kind: str, answers: Answers, version: Version) -> dict[st
 
 
 def _stream(answers: Answers, head: dict[str, Any], chunk: Chunk, body: OpenAIFields) -> Response:
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    stream: Response = EventSourceResponse(_events(answers, head, chunk, with_usage=with_usage), sep="\n")
+    stream: Response = EventSourceResponse(
+        _events(answers, head, chunk, body.stream_options or StreamOptions()), sep="\n"
+    )
     return stream
 
 
 async def _events(
-    answers: Answers, head: dict[str, Any], chunk: Chunk, *, with_usage: bool
+    answers: Answers, head: dict[str, Any], chunk: Chunk, options: StreamOptions
 ) -> AsyncIterator[dict[str, str]]:
     """Events with what each output adds, the usage if it is wanted, `[DONE]`; an error document if it fails."""
     outputs: dict[int, RequestOutput] = {}
-    empty = {"usage": None} if with_usage else {}
+
+    def usage_so_far() -> dict[str, Any]:
+        return usage([outputs[choice] for choice in sorted(outputs)])
+
     try:
         async for choice, output in answers.as_they_come():
             fresh = await chunk(choice, output, outputs.get(choice))
             outputs[choice] = output
-            yield {"data": json.dumps({**head, "choices": [fresh], **empty})}
+            event = {**head, "choices": [fresh]}
+            if options.continuous_usage_stats:
+                event["usage"] = usage_so_far()
+            elif options.include_usage:
+                event["usage"] = None
+            yield {"data": json.dumps(event)}
     except SwiftKVError as error:
         yield {"data": json.dumps(openai_error(problem_of(error, "/v1/")))}
         return
-    if with_usage:
-        ended = [outputs[choice] for choice in sorted(outputs)]
-        yield {"data": json.dumps({**head, "choices": [], "usage": usage(ended)})}
+    if options.include_usage:
+        yield {"data": json.dumps({**head, "choices": [], "usage": usage_so_far()})}
     yield {"data": DONE}

@@ -1,26 +1,30 @@
-"""The bodies of OpenAI's completion routes, as far as this server answers them. Unknown keys are refused.
+"""The bodies of OpenAI's completion routes, as far as this server answers them. Other keys are for `fields.py`.
 
 Field names and meanings: https://platform.openai.com/docs/api-reference; extensions as in vLLM's server.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from serve.sampling import PromptField, SamplingFields
+from serve.openai.fields import Route, Treatment, fields_of, names_without_effect
+from serve.sampling import PromptField, SamplingFields, check_generates
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs.limits import MAX_MESSAGES
 
 
-class StreamOptions(FrozenModel, strict=True, use_attribute_docstrings=False):
+class StreamOptions(FrozenModel, strict=True, extra="allow"):
+    """Options of a stream; other keys are accepted without effect."""
+
     include_usage: bool = False
     """Send a last event that has usage and no choices."""
-    include_obfuscation: bool = False
-    """Accepted, and without effect."""
+    continuous_usage_stats: bool = False
+    """Have the usage so far in every event, as in vLLM."""
 
 
 def _joined_text(content: Any) -> Any:
@@ -38,71 +42,87 @@ class ChatMessage(FrozenModel, strict=True):
     name: str | None = None
 
 
-class OpenAIFields(SamplingFields):
-    """Fields that both completion routes take."""
+def _described(route: Route) -> Callable[[dict[str, Any]], None]:
+    """Change of a body's schema: it shows the fields without effect, and no others beside the body's own."""
+
+    def extend(schema: dict[str, Any]) -> None:
+        schema["additionalProperties"] = False
+        for field in fields_of(route).values():
+            if field.treatment is Treatment.WITHOUT_EFFECT and "." not in field.name:
+                schema["properties"][field.name] = {"description": "Accepted without effect."}
+
+    return extend
+
+
+class OpenAIFields(SamplingFields, extra="allow"):
+    """Fields that both completion routes take. `null` means the default, as with OpenAI's clients."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    """Accepted, and without effect."""
     priority: int = 0
     """Lower goes first."""
-    # null means the default with OpenAI's clients.
-    temperature: float | None = None  # type: ignore[assignment]
-    top_p: float | None = None  # type: ignore[assignment]
-    n: int | None = None  # type: ignore[assignment]
-    presence_penalty: float | None = None  # type: ignore[assignment]
-    frequency_penalty: float | None = None  # type: ignore[assignment]
 
-    def sampling(self, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
-        """Raises `InvalidInputError` for a value out of range."""
-        nullable = ("temperature", "top_p", "n", "presence_penalty", "frequency_penalty")
-        given = {name: getattr(self, name) for name in nullable if getattr(self, name) is not None}
-        defaults = {name: getattr(SamplingParams, name) for name in nullable}
-        fields = self.model_copy(update={**defaults, **given})
-        return SamplingFields.params(fields, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    def without_effect(self, route: Route, ignored: Collection[str]) -> tuple[str, ...]:
+        """Names of the fields that were given in vain; `ignored`: those that the operator sets to be.
+
+        Raises:
+            InvalidInputError: a field that would change the answer, or that nobody knows.
+        """
+        unknown_options = (self.stream_options and self.stream_options.model_extra) or {}
+        return names_without_effect(route, self.model_extra or {}, unknown_options, self.n, ignored)
 
 
-class CompletionRequest(OpenAIFields):
+class CompletionRequest(OpenAIFields, json_schema_extra=_described("completions")):
     """Body of `POST /v1/completions`."""
 
     prompt: PromptField
-    max_tokens: int | None = None
-    """Default 16."""
+    max_tokens: int = SamplingParams.max_tokens
+    """0, with `echo`, scores the prompt and generates nothing."""
     logprobs: int | None = None
     echo: bool = False
     """Begin the answer with the prompt; with logprobs also the prompt's."""
-    best_of: int | None = None
-    suffix: None = None
 
     def sampling_params(self) -> SamplingParams:
         """Raises `InvalidInputError` for a value out of range."""
-        if self.best_of not in (None, self.n or 1):
-            raise InvalidInputError(
-                f"best_of is {self.best_of}; only the value of n ({self.n or 1}) is served",
-                field="best_of",
-                value=self.best_of,
-            )
+        if not self.echo:
+            check_generates(self.max_tokens, "echo")
         echoed = self.logprobs if self.echo else None
-        return self.sampling(
-            SamplingParams.max_tokens if self.max_tokens is None else self.max_tokens, self.logprobs, echoed
-        )
+        return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=echoed)
 
 
-class ChatRequest(OpenAIFields):
+class ChatRequest(OpenAIFields, json_schema_extra=_described("chat/completions")):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """Default: what the context leaves."""
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+    add_generation_prompt: bool = True
+    """Let the assistant begin a turn of its own behind the messages."""
+    continue_final_message: bool = False
+    """Let the answer go on where the last message ends; `add_generation_prompt` is then false."""
+
+    @model_validator(mode="after")
+    def _one_way_to_begin(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt: false")
+        return self
 
     def sampling_params(self, room: int) -> SamplingParams:
         """`room`: tokens that the context leaves for the answer. Raises `InvalidInputError`."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidInputError("top_logprobs needs logprobs: true", field="top_logprobs", value=self.top_logprobs)
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
-        return self.sampling(limits[0] if limits else room, (self.top_logprobs or 0) if self.logprobs else None)
+        max_tokens = limits[0] if limits else room
+        check_generates(max_tokens, "echo on /v1/completions")
+        return self.params(
+            max_tokens=max_tokens, logprobs=self.top_logprobs if self.logprobs else None, prompt_logprobs=None
+        )

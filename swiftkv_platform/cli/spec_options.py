@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable, Collection
 from types import NoneType
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
 import typer
 import yaml
@@ -35,7 +36,7 @@ def spec_options(
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             values = {name: arguments.pop(name) for name in fields}
-            command(**arguments, given={name: value for name, value in values.items() if value is not None})
+            command(**arguments, given={name: value for name, value in values.items() if value not in (None, [])})
 
         signature = inspect.signature(command, eval_str=True)
         own = [
@@ -51,11 +52,22 @@ def spec_options(
 
 def _annotation(field: FieldInfo) -> Any:
     kind = _scalar(field.annotation)
+    several = _several(field.annotation)
+    if several is not None:
+        return Annotated[several | None, typer.Option(help=f"{_help(field)} May be repeated.")]
     if kind is None:
         return Annotated[dict[str, Any] | None, typer.Option(parser=_mapping, metavar="YAML", help=_help(field))]
     at_least: Any = next((item.ge for item in field.metadata if isinstance(item, Ge)), None)
     at_most: Any = next((item.le for item in field.metadata if isinstance(item, Le)), None)
     return Annotated[kind | None, typer.Option(min=at_least, max=at_most, help=_help(field))]
+
+
+def _several(annotation: Any) -> Any:
+    """The type of several words, in an optional annotation too; None where it is something else."""
+    if typing.get_origin(annotation) is tuple:
+        return types.GenericAlias(list, _scalar(typing.get_args(annotation)[0]))
+    members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
+    return next((found for member in members if (found := _several(member)) is not None), None)
 
 
 def _scalar(annotation: Any) -> Any:

@@ -39,6 +39,8 @@ class IncrementalDetokenizer:
 
     Args:
         silent: token ids that `decode` leaves out, as it does special ones.
+        min_tokens: tokens behind which stop strings are looked for.
+        include_stop: leave the stop string at the end of the text.
     """
 
     def __init__(
@@ -46,11 +48,16 @@ class IncrementalDetokenizer:
         decode: Callable[[Sequence[int]], str],
         stop: Sequence[StopString | str] = (),
         silent: Set[int] = frozenset(),
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._decode = decode
         self._stop = [StopString(one) if isinstance(one, str) else one for one in stop]
         self._matched = [0] * len(self._stop)  # characters at the end of `_decoded` that begin each stop string
         self._silent = silent
+        self._num_unsearched = min_tokens
+        self._include_stop = include_stop
         self._window: list[int] = []  # context and the tokens after it
         self._context_size = 0  # tokens of the window that are context
         self._num_emitted = 0  # characters of the decoded window that are in `_decoded`
@@ -66,7 +73,10 @@ class IncrementalDetokenizer:
 
     def append(self, token_id: int) -> None:
         """Take the next token."""
-        if self.stopped or token_id in self._silent:
+        if self.stopped:
+            return
+        self._num_unsearched -= 1
+        if token_id in self._silent:
             return
         self._window.append(token_id)
         window_text = self._decode(self._window)
@@ -106,10 +116,14 @@ class IncrementalDetokenizer:
         """Add text and look for the first stop string; one may have begun in what was held back."""
         start = self._released
         self._decoded += addition
-        found = [at for at in (self._decoded.find(stop.text, start) for stop in self._stop) if at >= 0]
+        if self._num_unsearched >= 0:
+            self._released = len(self._decoded)
+            return
+        found = [(at, stop) for stop in self._stop if (at := self._decoded.find(stop.text, start)) >= 0]
         if found:
+            at, stop = min(found, key=lambda one: (one[0], len(one[1].text)))
             self.stopped = True
-            self._decoded = self._decoded[: min(found)]
+            self._decoded = self._decoded[: at + len(stop.text) * self._include_stop]
             self._released = len(self._decoded)
             return
         for number, stop in enumerate(self._stop):

@@ -17,7 +17,7 @@ from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.outputs import EngineState, RequestOutput
 from swiftkv_platform.engine.reading import Readers
 from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader
-from swiftkv_platform.engine.streams import RequestStream
+from swiftkv_platform.engine.streams import EventPace, RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs.engine import Backend, EngineConfig
@@ -57,6 +57,7 @@ class EngineFrontend(ABC):
         self._compiling = ThreadPoolExecutor(max_workers=MAX_COMPILING, thread_name_prefix="grammars")
         self._num_compiling = 0
         self._streams: dict[str, RequestStream] = {}
+        self._pace = EventPace()
         self._failure: str | None = None
         self._departures = Departures()
 
@@ -120,7 +121,7 @@ class EngineFrontend(ABC):
         self._check_unused(request_id)
         self.check([prompt], params)
         interval_s = self.config.stream_interval_s if interval_s is None else interval_s
-        stream = RequestStream(self, request_id, params.n, interval_s)
+        stream = RequestStream(self, request_id, params.n, interval_s, self._pace)
         self._streams[request_id] = stream
         try:
             constraint = await self._constraint(params)

@@ -257,11 +257,13 @@ class LLMEngine:
                 self._scheduler.commit(
                     sequence, min(item.num_scheduled_tokens + result.num_accepted_tokens, uncommitted)
                 )
+                if not sequence.generates and sequence.num_computed_tokens == sequence.num_tokens:
+                    sequence.finish("length")
             if sequence.num_output_tokens or sequence.finish_reason:
                 self._release_samples(sequence)
             if sequence.finish_reason is not None:
                 self._forget(sequence)
-            if result.token_ids or result.error is not None:
+            if result.token_ids or sequence.finish_reason is not None:
                 outputs.append(sequence.output())
         return outputs
 

@@ -65,7 +65,7 @@ class RequestReader:
         if not prompt:
             raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
         if not isinstance(prompt, str):
-            self._check_length(len(prompt))
+            self._check_length(self._num_kept(len(prompt), params))
 
     def check_text(self, *texts: str, field: str = "prompt") -> None:
         """Refuse texts that together are too long to be tokenized. Raises `InvalidInputError`."""
@@ -92,7 +92,7 @@ class RequestReader:
                 model cannot serve, more tokens than the KV cache holds.
         """
         self.check(prompt, params)
-        token_ids = tuple(self._encode(prompt))
+        token_ids = tuple(self._encode(prompt, params))
         self._check_fits(len(token_ids), params)
         self._check_logprobs(len(token_ids), params)
         return ReadRequest(token_ids, params, tuple(map(StopString, params.stop)))
@@ -120,7 +120,8 @@ class RequestReader:
                 seed=_sample_seed(seed, index),
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
                 max_model_len=self._max_model_len,
-                detokenizer=self._new_detokenizer(request.stops),
+                excluded_token_ids=self._excluded(params),
+                detokenizer=self._new_detokenizer(request),
                 arrival=self._arrivals,
                 index=index,
                 priority=priority,
@@ -132,7 +133,8 @@ class RequestReader:
 
     def _check_fits(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         num_output_tokens = min(params.max_tokens, self._max_model_len - num_prompt_tokens)
-        needed = num_prompt_tokens + num_output_tokens - 1  # the last token's KV is never needed
+        # The last generated token's KV is never needed.
+        needed = num_prompt_tokens + max(num_output_tokens - 1, 0)
         if needed > self._num_slots:
             raise InvalidInputError(
                 f"the request needs the KV of {needed} tokens ({num_prompt_tokens} of the prompt, up to "
@@ -169,6 +171,12 @@ class RequestReader:
                 value=outside,
             )
 
+        if len(self._excluded(params)) >= self._vocab_size:
+            raise InvalidInputError(
+                f"min_tokens is {params.min_tokens}, and stop_token_ids leave no token of the vocabulary; give fewer",
+                field="min_tokens",
+                value=params.min_tokens,
+            )
         if self._tokenizer is None and params.stop:
             raise InvalidInputError(
                 "stop needs a tokenizer, which this model's directory lacks; give stop_token_ids",
@@ -176,8 +184,15 @@ class RequestReader:
                 value=list(params.stop),
             )
 
-    def _new_detokenizer(self, stops: tuple[StopString, ...]) -> IncrementalDetokenizer | None:
-        tokenizer = self._tokenizer
+    def _excluded(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that may not be among the first `min_tokens`: the ends of sequence too, ignored or not."""
+        if not params.min_tokens:
+            return frozenset()
+        ends = self._eos_token_ids | frozenset(params.stop_token_ids)
+        return frozenset(token for token in ends if token < self._vocab_size)
+
+    def _new_detokenizer(self, request: ReadRequest) -> IncrementalDetokenizer | None:
+        tokenizer, params = self._tokenizer, request.params
         if tokenizer is None:
             return None
 
@@ -185,11 +200,25 @@ class RequestReader:
             text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             return text
 
-        return IncrementalDetokenizer(decode, stops, self._silent)
+        return IncrementalDetokenizer(
+            decode,
+            request.stops,
+            self._silent,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt the model can answer."""
+    def _num_kept(self, num_tokens: int, params: SamplingParams) -> int:
+        """Number of a prompt's tokens that `truncate_prompt_tokens` leaves."""
+        wanted = params.truncate_prompt_tokens
+        if wanted is None:
+            return num_tokens
+        return min(num_tokens, max(self._max_model_len - max(params.max_tokens, 1), 1) if wanted < 0 else wanted)
+
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Token ids of a prompt the model can answer, the last ones that are to be kept."""
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = token_ids[len(token_ids) - self._num_kept(len(token_ids), params) :]
         if not token_ids:
             raise InvalidInputError("prompt is empty; give at least one token", field="prompt", value=prompt)
         self._check_length(len(token_ids))

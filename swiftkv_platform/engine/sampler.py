@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,8 @@ class SamplingRow:
     """Everything before the token: prompt and answer so far."""
     num_prompt_tokens: int
     constraint: Constraint | None = None
+    excluded_token_ids: Collection[int] = ()
+    """Tokens that it may not be."""
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -103,18 +105,19 @@ def logprobs(logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[in
 
 
 def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits with biases and penalties; the same tensor where no request has any."""
-    if not any(row.params.logit_bias or row.params.has_penalties for row in rows):
+    """Logits with biases, penalties and exclusions; the same tensor where no request has any."""
+    if not any(row.params.logit_bias or row.params.has_penalties or row.excluded_token_ids for row in rows):
         return logits
     logits = logits.clone()
     _add_biases(logits, rows)
     _penalise_repetition(logits, rows)
     _penalise_answers(logits, rows)
+    _exclude(logits, rows)
     return logits
 
 
 def _add_biases(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Change `logits` in place, as the next two do."""
+    """Change `logits` in place, as the next three do."""
     entries = [(i, token, bias) for i, row in enumerate(rows) for token, bias in (row.params.logit_bias or {}).items()]
     if entries:
         at, tokens, biases = _entries(entries, logits.device)
@@ -144,6 +147,13 @@ def _penalise_answers(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None
     if entries:
         at, tokens, frequency, counts, presence = _entries(entries, logits.device)
         logits.index_put_((at, tokens), -(frequency * counts + presence), accumulate=True)
+
+
+def _exclude(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    entries = [(i, token, float("-inf")) for i, row in enumerate(rows) for token in row.excluded_token_ids]
+    if entries:
+        at, tokens, values = _entries(entries, logits.device)
+        logits.index_put_((at, tokens), values)
 
 
 def _entries(entries: Sequence[tuple[float, ...]], device: torch.device) -> list[torch.Tensor]:

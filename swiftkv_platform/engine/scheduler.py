@@ -32,7 +32,8 @@ class ScheduledSequence:
     def needs_token(self) -> bool:
         """Whether the step reaches the sequence's last known token, so that the next one can be chosen."""
         sequence = self.sequence
-        return sequence.num_computed_tokens + self.num_scheduled_tokens == sequence.num_tokens
+        at_end = sequence.num_computed_tokens + self.num_scheduled_tokens == sequence.num_tokens
+        return at_end and sequence.generates
 
 
 class DraftPlanner(Protocol):

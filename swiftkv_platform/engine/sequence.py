@@ -40,6 +40,7 @@ class Sequence:
         seed: int,
         stop_token_ids: frozenset[int],
         max_model_len: int,
+        excluded_token_ids: frozenset[int] = frozenset(),
         detokenizer: IncrementalDetokenizer | None = None,
         arrival: int = 0,
         index: int = 0,
@@ -81,6 +82,7 @@ class Sequence:
         self._detokenizer = detokenizer
         self.stop_token_ids = stop_token_ids
         """Tokens that end the answer."""
+        self._excluded_token_ids = excluded_token_ids
         self._arrived = time.perf_counter()
         self._scheduled: float | None = None
         self._first_token: float | None = None
@@ -114,6 +116,15 @@ class Sequence:
     def num_draftable_tokens(self) -> int:
         """Most tokens worth drafting: with the one after them they end the answer."""
         return self.max_output_tokens - self.num_output_tokens - 1
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens follow the prompt, which else is only read and scored."""
+        return self.max_output_tokens > 0
+
+    def excluded_token_ids(self, num_output_tokens: int) -> frozenset[int]:
+        """Tokens that may not come next in the answer, behind `num_output_tokens` others."""
+        return self._excluded_token_ids if num_output_tokens < self.params.min_tokens else frozenset()
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -171,6 +182,8 @@ class Sequence:
         self._first_token = self._first_token or self._last_token
         self.token_ids.append(token_id)
         if token_id in self.stop_token_ids:
+            if self._detokenizer and self.params.include_stop_str_in_output:
+                self._detokenizer.append(token_id)
             self.finish("stop")
             return
         if self._detokenizer:

@@ -170,7 +170,9 @@ def _confidences(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> l
 def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRow:
     """Return the row of the token that follows the sequence's known ones and `drafted`."""
     token_ids = [*sequence.token_ids, *drafted] if drafted else sequence.token_ids
-    return SamplingRow(sequence.params, sequence.seed, token_ids, sequence.num_prompt_tokens, sequence.constraint)
+    num_prompt_tokens = sequence.num_prompt_tokens
+    excluded = sequence.excluded_token_ids(len(token_ids) - num_prompt_tokens)
+    return SamplingRow(sequence.params, sequence.seed, token_ids, num_prompt_tokens, sequence.constraint, excluded)
 
 
 def accept(sequence: EngineSequence, drafted: Sequence[int], tokens: Sequence[int], *, from_text: bool) -> StepResult:

@@ -47,6 +47,8 @@ class ShadowSpec(FiniteModel):
     """Share of the answers that are judged, drawn for each."""
 
 
+FieldName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z_][A-Za-z0-9_]*)$", max_length=64)]
+
 Engine = TypeVar("Engine")
 Candidate = TypeVar("Candidate", bound=CandidateSpec)
 
@@ -74,6 +76,13 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     """Second model, for some of the requests."""
     shadow: Annotated[ShadowSpec | None, Change("Null: none any more.")] = None
     """Model that judges some of the answers."""
+    ignored_fields: Annotated[
+        tuple[FieldName, ...] | None,
+        Field(max_length=64),
+        Change("Counts at once, and loads nothing. Null: none any more."),
+    ] = None
+    """Fields of requests to OpenAI's routes, refused or unknown ones, to accept without effect; `*` stands for all
+    unknown ones."""
 
     @model_validator(mode="after")
     def _has_what_judges(self) -> Self:

@@ -29,12 +29,16 @@ class SamplingParams:
     """Settings of how one request chooses its tokens and where it ends. Raises `InvalidInputError` for a value out of
     range.
 
-    Logits pass through, in this order: `logit_bias`, the penalties, `structured_outputs`, `temperature`, `top_k`,
-    `top_p`, `min_p`.
+    Logits pass through, in this order: `logit_bias`, the penalties, `min_tokens`, `structured_outputs`, `temperature`,
+    `top_k`, `top_p`, `min_p`.
     """
 
     max_tokens: int = 16
-    """Most tokens to generate; the context may end the answer earlier."""
+    """Most tokens to generate; the context may end the answer earlier. 0 generates none: the prompt is read, and scored
+    where `prompt_logprobs` asks for it."""
+    min_tokens: int = 0
+    """Tokens before which nothing but `max_tokens` and the context ends the answer: the first so many are no end of
+    sequence and none of `stop_token_ids`, and `stop` is looked for behind them."""
     temperature: float = 1.0
     """0 takes the most probable token, as does all below 1e-5; above, logits are divided by it."""
     top_p: float = 1.0
@@ -57,6 +61,8 @@ class SamplingParams:
     """Makes the answer repeatable, whatever else is served; None draws one from the engine's."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer, and are not part of its text. One string, or a sequence of them."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string, or the text of the stop token, at the end of the answer's text."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer beside the model's end of sequence; counted, but not part of the text."""
     ignore_eos: bool = False
@@ -65,6 +71,8 @@ class SamplingParams:
     """Log-probabilities of each generated token and of this many of the most probable ones; None: of none."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which then all go through every layer."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last so many tokens of a longer prompt; -1: as many as the context has beside `max_tokens`."""
     early_exit: EarlyExit = field(default_factory=EarlyExit)
     """Whether generated tokens may be chosen, or drafted, at layer l: a mode (`off`, `threshold`, `lossless`) or
     `EarlyExit(...)`."""
@@ -82,7 +90,12 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _checked_logit_bias(self.logit_bias))
         object.__setattr__(self, "early_exit", EarlyExit.parse(self.early_exit))
         object.__setattr__(self, "structured_outputs", StructuredOutputs.parse(self.structured_outputs))
-        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("max_tokens", self.max_tokens, 0, None)
+        _check_int("min_tokens", self.min_tokens, 0, None)
+        if self.min_tokens > self.max_tokens:
+            raise _refusal("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+        if self.truncate_prompt_tokens not in (None, -1):
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
         _check_int("n", self.n, 1, MAX_N)
         _check_int("top_k", self.top_k, 0, MAX_TOP_K)
         _check_int("num_lookup_tokens", self.num_lookup_tokens, 0, MAX_LOOKUP_TOKENS)
@@ -96,10 +109,13 @@ class SamplingParams:
         self._check_numbers()
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
-        if not isinstance(self.ignore_eos, bool):
-            raise _refusal("ignore_eos", self.ignore_eos, "true or false")
-        if self.ignore_eos and self.structured_outputs is not None:
-            raise _refusal("ignore_eos", True, "false where structured_outputs says where the answer ends")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, getattr(self, name), "true or false")
+        if self.structured_outputs is not None:
+            for name, otherwise in (("ignore_eos", "false"), ("min_tokens", "0")):
+                if value := getattr(self, name):
+                    raise _refusal(name, value, f"{otherwise} where structured_outputs says where the answer ends")
 
     @property
     def has_penalties(self) -> bool:

@@ -151,6 +151,23 @@ def test_a_stop_within_accepted_drafts_ends_the_answer_there(student: LoadedMode
         assert all(output.num_accepted_tokens <= len(output.token_ids) for output in found)
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PROCESSED], ids=["greedy", "sampled", "processed"])
+def test_the_fewest_tokens_are_those_of_off(student: LoadedModel, params: dict[str, Any]) -> None:
+    """What would end the answer is drafted as little as it is said; a threshold exit says it no earlier either."""
+    asked = prompts(4, student.model.config.vocab_size)
+    whole = answers(make_engine(student), asked, params)
+    wanted = {**params, "stop_token_ids": tuple(output.token_ids[2] for output in whole), "min_tokens": 9}
+    expected = answers(make_engine(student), asked, wanted)
+    assert all(len(output.token_ids) > 9 for output in expected)
+    with free_drafts():
+        engine = make_engine(student)
+    found = answers(engine, asked, wanted, early_exit=EarlyExit("lossless", 0.0, 8), num_lookup_tokens=4)
+    assert tokens(found) == tokens(expected)
+    assert sum(output.num_accepted_tokens for output in found)
+    exits = answers(engine, asked, wanted, early_exit=EarlyExit("threshold", 0.0))
+    assert all(len(output.token_ids) > 9 and output.num_exited_tokens for output in exits)
+
+
 def test_a_stop_string_within_accepted_drafts_ends_the_answer_there(student: LoadedModel) -> None:
     """Across two tokens, the second or both of them drafts; what was accepted behind it is never said."""
     loaded = replace(student, tokenizer=byte_tokenizer())

@@ -19,7 +19,8 @@ from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
 from tests.unit.engine.tiny_models import save_swiftkv
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = MESSAGES + "{% if add_generation_prompt %}assistant:{% endif %}"
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
 
 
@@ -156,8 +157,18 @@ async def test_a_streamed_chat_joins_to_the_whole(client: openai.AsyncOpenAI) ->
         ({"model": "other"}, "model", "is served here"),
         ({"temperature": -1.0}, "temperature", "at least 0"),
         ({"best_of": 3}, "best_of", "only the value of n"),
-        ({"suffix": "x"}, "suffix", "None"),
-        ({"extra_body": {"colour": "red"}}, "colour", "not permitted"),
+        ({"suffix": "x"}, "suffix", "suffix is 'x'; no model here fills in the middle"),
+        ({"extra_body": {"colour": "red"}}, "colour", "colour is not a field of /v1/completions"),
+        ({"extra_body": {"max_token": 3}}, "max_token", "the nearest one is max_tokens"),
+        ({"extra_body": {"top_logprobs": 3}}, "top_logprobs", "it is one of /v1/chat/completions"),
+        ({"max_tokens": 0}, "max_tokens", "or be given with echo"),
+        ({"max_tokens": 4, "extra_body": {"min_tokens": 5}}, "min_tokens", "at most max_tokens, 4"),
+        (
+            {"extra_body": {"min_tokens": 5, "structured_outputs": {"choice": ["a", "b"]}}},
+            "min_tokens",
+            "must be 0 where structured_outputs says where the answer ends",
+        ),
+        ({"extra_body": {"truncate_prompt_tokens": 0}}, "truncate_prompt_tokens", "at least 1"),
         ({"prompt": "x" * 300}, "prompt", "the context of 256 tokens"),
     ],
 )
@@ -170,6 +181,166 @@ async def test_bad_requests_have_openais_shape(
     assert caught.value.body is not None
     assert caught.value.param == param
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"modalities": ["text", "audio"]}, "modalities", "answers are text"),
+        ({"web_search_options": {}}, "web_search_options", "nothing is searched"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+        ({"extra_body": {"echo": True}}, "echo", "it is one of /v1/completions"),
+        ({"extra_body": {"continue_final_message": True}}, "body", "needs add_generation_prompt: false"),
+    ],
+)
+async def test_bad_chats_have_openais_shape(
+    client: openai.AsyncOpenAI, body: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            **{"messages": [{"role": "user", "content": "a"}], "model": "tiny", **body}
+        )
+    assert caught.value.param == param
+    assert message in caught.value.message
+
+
+async def test_fields_without_effect_are_named_in_a_header(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    plain = await client.chat.completions.with_raw_response.create(messages=messages, **GREEDY)
+    assert "x-swiftkv-ignored-fields" not in plain.headers
+    for stream in (False, True):
+        answer = await client.chat.completions.with_raw_response.create(
+            messages=messages,
+            user="me",
+            store=True,
+            metadata={"a": "b"},
+            service_tier="auto",
+            safety_identifier="x",
+            prompt_cache_key="x",
+            prediction={"type": "content", "content": "hello"},
+            reasoning_effort="low",
+            modalities=["text"],
+            stream=stream,
+            **({"stream_options": {"include_obfuscation": False, "a\r\nb: c": 1}} if stream else {}),  # type: ignore[call-overload]
+            **GREEDY,
+        )
+        named = set(answer.headers["x-swiftkv-ignored-fields"].split(", "))
+        expected = {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prediction"}
+        expected |= {"reasoning_effort", "modalities"}
+        if stream:
+            expected |= {"stream_options.include_obfuscation", "stream_options.a%0D%0Ab%3A%20c"}
+        else:
+            assert answer.parse().choices == plain.parse().choices
+        assert named == expected
+
+
+async def test_an_operator_sets_fields_to_be_ignored(client: openai.AsyncOpenAI, current: Current) -> None:
+    body: dict[str, Any] = {"prompt": "hello", "suffix": "x", "extra_body": {"ignore_eos": True, "colour": "red"}}
+    current.version.ignored_fields = frozenset({"suffix", "colour"})
+    answer = await client.completions.with_raw_response.create(model="tiny", max_tokens=1, **body)
+    assert answer.headers["x-swiftkv-ignored-fields"] == "suffix, colour"
+    current.version.ignored_fields = frozenset({"*"})
+    with pytest.raises(openai.BadRequestError, match="suffix is 'x'"):
+        await client.completions.create(model="tiny", max_tokens=1, **body)
+    assert (await client.completions.create(model="tiny", max_tokens=1, **body | {"suffix": None})).choices
+
+
+async def test_null_is_as_if_a_field_was_left_out(client: openai.AsyncOpenAI) -> None:
+    expected = await client.completions.create(prompt="hello", **GREEDY)
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    nothing = dict.fromkeys(("n", "top_p", "stop", "logit_bias", "min_tokens", "suffix", "stream_options", "user", "k"))
+    answer = (await client._client.post("http://serve/v1/completions", json=body | nothing)).json()
+    assert [choice["text"] for choice in answer["choices"]] == [choice.text for choice in expected.choices]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_the_usage_so_far_is_in_every_event(client: openai.AsyncOpenAI, n: int) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await client.completions.create(
+        prompt=["hello", "worlds"], n=n, seed=1, stream=True, stream_options=options, **GREEDY
+    )
+    chunks = [chunk async for chunk in stream]
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert len(usages) == len(chunks)
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+    assert counts[-2:] == [16 * n] * 2, "the last event has the usage alone"
+    assert {usage.prompt_tokens for usage in usages} <= {5, 6, 11}
+    assert usages[-1].prompt_tokens == 11
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_and_nothing_generated(client: openai.AsyncOpenAI, *, stream: bool) -> None:
+    asked: dict[str, Any] = {**GREEDY, "prompt": "hello", "echo": True, "logprobs": 2}
+    longer = (await client.completions.create(**asked | {"max_tokens": 1})).choices[0].logprobs
+    answer: Any = await client.completions.create(**asked | {"max_tokens": 0}, stream=stream)
+    if stream:
+        [answer] = [chunk async for chunk in answer]
+    else:
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 0)
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason) == ("hello", "length")
+    assert longer is not None
+    assert choice.logprobs.tokens == list("hello")
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(longer.token_logprobs[1:5], abs=1e-4)  # type: ignore[index]
+    unscored = await client.completions.create(**asked | {"max_tokens": 0, "logprobs": None})
+    assert (unscored.choices[0].text, unscored.choices[0].logprobs) == ("hello", None)
+
+
+async def test_an_answer_ends_no_earlier_than_it_may(client: openai.AsyncOpenAI) -> None:
+    """And may end with what ended it."""
+    whole = await client._client.post(
+        "http://serve/generate", json={"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    )
+    [choice] = whole.json()["choices"]
+    stop = choice["token_ids"][2]
+    asked = {**GREEDY, "prompt": "hello"}
+    extra = {"ignore_eos": True, "stop_token_ids": [stop]}
+    short = await client.completions.create(**asked | {"extra_body": extra})
+    late = await client.completions.create(**asked | {"extra_body": {**extra, "min_tokens": 6}})
+    assert (short.usage.completion_tokens, late.usage.completion_tokens > 6) == (  # type: ignore[union-attr]
+        choice["token_ids"].index(stop) + 1,
+        True,
+    )
+    string = choice["text"][3:5]
+    cut, left = [
+        await client.completions.create(
+            stop=string, **asked | {"extra_body": {"ignore_eos": True, "include_stop_str_in_output": with_stop}}
+        )
+        for with_stop in (False, True)
+    ]
+    assert left.choices[0].text == cut.choices[0].text + string
+    assert cut.choices[0].finish_reason == left.choices[0].finish_reason == "stop"
+
+
+async def test_a_prompt_is_cut_to_its_end(client: openai.AsyncOpenAI) -> None:
+    expected = await client.completions.create(prompt="world", **GREEDY)
+    tokens = (await client._client.post("http://serve/tokenize", json={"prompt": "hello world"})).json()["tokens"]
+    for prompt in ("hello world", tokens):
+        extra = {"ignore_eos": True, "truncate_prompt_tokens": 5}
+        answer = await client.completions.create(**{**GREEDY, "prompt": prompt, "extra_body": extra})
+        assert answer.choices[0].text == expected.choices[0].text
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == 5
+    extra = {"ignore_eos": True, "truncate_prompt_tokens": -1}
+    messages: Any = [{"role": "user", "content": "x" * 300}]
+    chat = await client.chat.completions.create(messages=messages, **GREEDY | {"extra_body": extra})
+    assert chat.usage is not None
+    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (248, 8)
+
+
+async def test_a_chat_goes_on_with_its_last_message(client: openai.AsyncOpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "wor"}]
+    for extra, prompt in (
+        ({"add_generation_prompt": False, "continue_final_message": True}, "user: hello\nassistant: wor"),
+        ({"add_generation_prompt": False}, "user: hello\nassistant: wor\n"),
+    ):
+        body = {"ignore_eos": True, **extra}
+        answer = await client.chat.completions.create(messages=messages, **GREEDY | {"extra_body": body})
+        plain = await client.completions.create(prompt=prompt, **GREEDY)
+        assert answer.choices[0].message.content == plain.choices[0].text
 
 
 async def test_keys_open_the_door_and_keep_tenants_apart(current: Current, tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ def test_deploy_can_replace_a_model(run: Run, script: Script) -> None:
 def test_deploy_takes_every_option_of_the_spec(run: Run, script: Script) -> None:
     script.on("POST", "/deployments", json_answer({"id": "dep_1", "model": "mdl_1", "status": "pending"}, 201))
     options = ["--engine", "{max_num_seqs: 8}", "--candidate", '{"model": "mdl_2"}', "--upscale-delay-s", "2.5"]
+    options += ["--ignored-fields", "suffix", "--ignored-fields", "*"]
     result = run("deploy", "mdl_1", "--no-wait", "--target-ongoing-requests", "3", *options)
     assert result.exit_code == 0, result.output
     assert script.sent("POST", "/deployments")[0].body == {
@@ -224,6 +225,7 @@ def test_deploy_takes_every_option_of_the_spec(run: Run, script: Script) -> None
         "engine": {"max_num_seqs": 8},
         "candidate": {"model": "mdl_2"},
         "upscale_delay_s": 2.5,
+        "ignored_fields": ["suffix", "*"],
         "target_ongoing_requests": 3.0,
     }
     for refused in (["--engine", "[8]"], ["--engine", "{"], ["--min-replicas", "-1"]):

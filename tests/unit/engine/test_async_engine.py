@@ -7,14 +7,23 @@ import math
 import re
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine, Prompt, RequestOutput, SamplingParams
+from swiftkv_platform.engine import (
+    AsyncLLMEngine,
+    EngineConfig,
+    LLMEngine,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    streams,
+)
 from swiftkv_platform.engine.admission import Departures
-from swiftkv_platform.engine.streams import RequestStream
+from swiftkv_platform.engine.streams import EventPace, RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -108,6 +117,88 @@ async def test_an_interval_that_passes_hands_over_what_has_come(
     assert len((await anext(stream)).token_ids) == 4, "the engine stands still, and those that came are not kept back"
     may_step.release(100)
     assert [output async for output in stream][-1].finished
+
+
+@pytest_asyncio.fixture
+async def adaptive(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
+    """An engine whose streams go by load."""
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_seqs=4)))
+    yield engine
+    await engine.aclose()
+
+
+async def test_a_stream_that_runs_alone_has_each_token_by_itself(
+    adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_step = paced(adaptive, monkeypatch)
+    sizes = []
+    async for output in adaptive.generate([1], GREEDY):
+        sizes.append(len(output.token_ids))
+        may_step.release()
+    assert sizes == list(range(1, 13))
+
+
+async def test_streams_that_run_together_collect_tokens(
+    adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MAX_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(streams, "EVENT_SHARE", 1e-9)
+    may_step = paced(adaptive, monkeypatch)
+    may_begin = threading.Event()
+    held = asyncio.create_task(adaptive.between_steps(lambda: may_begin.wait(60)))  # so that one step reads all prompts
+    arriving = [
+        asyncio.create_task(adaptive.submit([token], GREEDY, interval_s=s))
+        for token, s in ((1, None), (2, None), (3, math.inf))
+    ]
+    while adaptive._worker._work_queue.qsize() < len(arriving):
+        await asyncio.sleep(0.001)
+    may_begin.set()
+    *pair, whole = await asyncio.gather(*arriving)
+    assert await held
+    outputs = [[await anext(stream)] for stream in pair]
+    may_step.release(100)
+    for stream, own in zip(pair, outputs, strict=True):
+        own += [output async for output in stream]
+    assert [[len(output.token_ids) for output in own] for own in outputs] == [[1, 12]] * 2
+    assert [output async for output in whole][-1].finished
+    again = [len(output.token_ids) async for output in adaptive.generate([1], replace(GREEDY, max_tokens=1))]
+    assert again == [1]
+    assert adaptive._pace.interval_s == 0.0, "nothing runs any more"
+
+
+async def test_a_stream_that_is_left_holds_up_nobody(adaptive: AsyncLLMEngine) -> None:
+    params = replace(LONG, n=3)
+    left = await adaptive.submit([1], params)
+    assert (await anext(left)).index == 0
+    assert adaptive._pace.interval_s > 0.0
+    left.close()
+    assert adaptive._pace.interval_s == 0.0
+
+
+def test_the_interval_grows_with_streams_and_with_what_an_event_takes() -> None:
+    now = 0.0
+    pace = EventPace(lambda: now)
+
+    def send(num_events: int, each_s: float) -> None:
+        nonlocal now
+        for _ in range(num_events):
+            now += each_s
+            pace.sent()
+
+    pace.joined(1)
+    send(streams.EVENTS_MEASURED + 1, 0.0002)
+    assert pace.interval_s == 0.0, "an event of the only stream holds up no other"
+    intervals = []
+    for _ in range(4):
+        pace.joined(1)
+        intervals.append(pace.interval_s)
+    assert intervals == pytest.approx([others * 0.0002 / streams.EVENT_SHARE for others in (1, 2, 3, 4)])
+    send(streams.EVENTS_MEASURED, 0.0001)
+    assert pace.interval_s == pytest.approx(intervals[-1] / 2)
+    pace.joined(1000)
+    assert pace.interval_s == streams.MAX_INTERVAL_S
+    pace.left(1004)
+    assert pace.interval_s == 0.0
 
 
 async def test_a_caller_of_whole_answers_is_woken_once_for_each_sample(engine: AsyncLLMEngine) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,77 @@ def test_a_stop_string_across_tokens_is_cut_and_never_shown(dense_engine: LLMEng
     assert all(outputs[-1].text.startswith(output.text) for output in outputs)
 
 
+@pytest.mark.parametrize("stop_token", [True, False])
+def test_a_stop_is_left_in_the_text_where_that_is_wanted(dense_engine: LLMEngine, *, stop_token: bool) -> None:
+    whole = dense_engine.generate([[1, 2, 3]], GREEDY)[0]
+    last = whole.token_ids[5]
+    stop: dict[str, Any] = {"stop_token_ids": (last,)} if stop_token else {"stop": (whole.text[8:11],)}
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, **stop)
+    without, wanted = dense_engine.generate([[1, 2, 3]] * 2, [params, replace(params, include_stop_str_in_output=True)])
+    assert wanted.token_ids == without.token_ids
+    assert wanted.finish_reason == without.finish_reason == "stop"
+    assert wanted.text.startswith(without.text)
+    assert wanted.text[len(without.text) :] == (whole.text[8:11] if not stop_token else wanted.text[-1])
+    assert len(wanted.text) > len(without.text)
+
+
+@pytest.mark.parametrize("drafts", [{}, {"num_lookup_tokens": 8}])
+def test_an_answer_has_its_fewest_tokens_before_a_token_may_end_it(engine: LLMEngine, drafts: dict[str, Any]) -> None:
+    stop, least = engine.generate([[1]], GREEDY)[0].token_ids[1], 7
+    without = {"logit_bias": {stop: -1e4, 0: -1e4}}  # 0 is the end of sequence
+    params: dict[str, Any] = {"temperature": 0.0, "stop_token_ids": (stop,), **drafts}
+    [first] = engine.generate([[1]], SamplingParams(max_tokens=least, temperature=0.0, **without))
+    [then] = engine.generate([[1, *first.token_ids]], SamplingParams(max_tokens=24 - least, **params))
+    [short, found] = engine.generate(
+        [[1]] * 2, [SamplingParams(max_tokens=24, **params), SamplingParams(max_tokens=24, min_tokens=least, **params)]
+    )
+    assert len(short.token_ids) < least
+    assert list(found.token_ids) == [*first.token_ids, *then.token_ids]
+    assert found.finish_reason == then.finish_reason
+
+
+def test_a_stop_string_counts_behind_the_fewest_tokens(dense_engine: LLMEngine) -> None:
+    whole = dense_engine.generate([[1, 2, 3]], GREEDY)[0].text
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, stop=(whole[3],), min_tokens=8)
+    [output] = dense_engine.generate([[1, 2, 3]], params)
+    seen = dense_engine.generate([[1, 2, 3]], replace(GREEDY, max_tokens=8))[0].text
+    assert output.text.startswith(seen[:8].rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert len(output.token_ids) > 8
+
+
+@pytest.mark.parametrize("config", [{}, {"max_num_batched_tokens": 3}])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_is_scored_without_an_answer(model_dir: Path, config: dict[str, Any], n: int) -> None:
+    engine, prompt = LLMEngine.from_pretrained(model_dir, EngineConfig(**config)), [5, 6, 7, 8, 9, 10]
+    [scored] = engine.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=2, n=n))
+    [answered] = engine.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    for output in scored.samples or (scored,):
+        assert (output.token_ids, output.text, output.finish_reason) == ([], "", "length")
+        assert output.prompt_logprobs == answered.prompt_logprobs
+    engine.check()
+    assert engine.num_free_blocks == engine.num_blocks
+
+
+def test_a_prompt_of_one_token_needs_no_answer(engine: LLMEngine) -> None:
+    [output] = engine.generate([[1]], SamplingParams(max_tokens=0, num_lookup_tokens=4))
+    assert (output.token_ids, output.finish_reason) == ([], "length")
+
+
+@pytest.mark.parametrize(("kept", "num_left"), [(3, 3), (-1, 56), (1000, 61)])
+def test_a_long_prompt_is_cut_to_its_end(engine: LLMEngine, kept: int, num_left: int) -> None:
+    prompt = list(range(61))
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, truncate_prompt_tokens=kept)
+    cut, plain = engine.generate([prompt, prompt[-num_left:]], [params, replace(params, truncate_prompt_tokens=None)])
+    assert cut.prompt_token_ids == prompt[-num_left:]
+    assert cut.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("prompt", ["x" * 200, [1] * 200])
+def test_a_prompt_beyond_the_context_is_cut_and_answered(dense_engine: LLMEngine, prompt: Any) -> None:
+    [output] = dense_engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True, truncate_prompt_tokens=-1))
+    assert (len(output.prompt_token_ids), len(output.token_ids)) == (56, 8)
+
+
 def test_the_context_ends_an_answer(engine: LLMEngine) -> None:
     output = engine.generate([[1] * 60], SamplingParams(max_tokens=100, ignore_eos=True))[0]
     assert (len(output.token_ids), output.finish_reason) == (4, "length")
@@ -191,6 +263,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(swiftkv_dir: Path) -
         ({"early_exit": "threshold"}, "early_exit", "has no exit head"),
         ({"early_exit": "lossless"}, "early_exit", "'lossless', but this model has no exit head"),
         ({"logit_bias": {258: 1.0}}, "logit_bias", r"token id 258; .* 0\.\.257"),
+        ({"min_tokens": 1, "stop_token_ids": tuple(range(258))}, "min_tokens", "leave no token of the vocabulary"),
     ],
 )
 def test_what_a_model_cannot_serve_is_refused(

@@ -92,11 +92,13 @@ async def test_another_share_loads_nothing(current: Current, paths: dict[str, st
     swaps = Swaps(current, lambda served: load_version(ARGS, served))
     await swaps.want(with_candidate(paths, 0.1))
     version = current.version
-    await swaps.want({**with_candidate(paths, 0.9), "revision": "more"})
+    await swaps.want({**with_candidate(paths, 0.9), "ignored_fields": ["suffix"], "revision": "more"})
     while current.swap.revision != "more" or current.swap.status == "loading":
         await asyncio.sleep(0.001)
     assert current.version is version
     assert version.candidate_share == 0.9
+    assert version.candidate is not None
+    assert version.ignored_fields == version.candidate.ignored_fields == {"suffix"}
 
 
 async def exact(judge: str, paths: dict[str, str], prompt: list[int], answer: list[int]) -> tuple[float, int]:
@@ -129,6 +131,10 @@ async def test_a_shadow_tells_how_far_the_other_model_is(current: Current, paths
         assert counted(current, "shadow_kl_nats_total") == pytest.approx(kl, rel=1e-3)
         assert counted(current, "shadow_positions_total") == 12
         assert counted(current, "shadow_top1_agreeing_positions_total") == agreeing
+        scored = {"prompt": [5, 6, 7], "max_tokens": 0, "prompt_logprobs": 1}
+        assert (await client.post("/generate", json=scored)).json()["usage"]["completion_tokens"] == 0
+        await version.shadow.close()
+        assert counted(current, "shadow_positions_total") == 12, "an answer without tokens is nothing to judge"
         version.shadow.share = 0.0
         await client.post("/generate", json={"prompt": [5, 6, 7], **GREEDY})
         await version.shadow.close()

@@ -6,12 +6,15 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from serve.current import Current, ModelCard, Version
 from serve.http import create_http_app
+from serve.openai.fields import FIELDS
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from tests.servers import serving
 from tests.unit.engine.tiny_models import save_swiftkv
@@ -59,6 +62,44 @@ def test_no_request_breaks_the_server(case: schemathesis.Case, url: str, engine:
     assert response.status_code < 500 or late, response.text
     if response.status_code in (400, 422):
         check_names_a_field(case, response.json())
+    engine.check_health()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 100) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=8), values, max_size=3),
+    max_leaves=6,
+)
+PARTS = [field.name.removeprefix("stream_options.") for field in FIELDS if field.name.startswith("stream_options.")]
+NAMES = st.sampled_from(sorted({field.name for field in FIELDS} - {"model", "prompt", "messages"}))
+PROMPTS = {
+    "completions": {"prompt": "hello"},
+    "chat/completions": {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a"}]},
+}
+
+
+@given(
+    st.sampled_from(sorted(PROMPTS)),
+    st.dictionaries(NAMES | st.text(max_size=12), VALUES, min_size=1, max_size=4),
+    st.none() | st.dictionaries(st.sampled_from(PARTS) | st.text(max_size=12), VALUES, max_size=3),
+    st.booleans(),
+)
+@settings(max_examples=NUM_EXAMPLES * 4, deadline=None, database=None)
+def test_any_value_of_any_field_is_answered_or_refused_by_name(
+    url: str,
+    engine: AsyncLLMEngine,
+    route: str,
+    fields: dict[str, Any],
+    stream_options: dict[str, Any] | None,
+    stream: bool,
+) -> None:
+    """Of the fields that OpenAI's routes serve, ignore and refuse, and of others."""
+    body = {"max_tokens": 2, **fields, "stream": stream, "stream_options": stream_options, **PROMPTS[route]}
+    response = httpx.post(f"{url}/v1/{route}", json={**body, "model": MODEL}, timeout=HANGS_AFTER_S, trust_env=False)
+    assert response.status_code in (200, 400, 403, 429) or "timeout_s" in fields, response.text
+    if response.status_code == httpx.codes.BAD_REQUEST:
+        assert response.json()["error"]["param"], response.text
+    assert response.headers.get("x-swiftkv-ignored-fields", "").isascii()
     engine.check_health()
 
 

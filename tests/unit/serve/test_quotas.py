@@ -167,7 +167,10 @@ async def test_a_request_is_one_line_of_the_log_without_its_text(
     with structlog.testing.capture_logs() as lines:
         await complete(client, tokens["free"], prompt="secret")
         await complete(client, tokens["free"], prompt=[999])
-    finished, refused = [line for line in lines if line["event"] == "request"]
+        await complete(client, tokens["free"], user="me", best_of=1)
+    finished, refused, last = [line for line in lines if line["event"] == "request"]
+    assert "ignored_fields" not in finished
+    assert last["ignored_fields"] == ("user", "best_of")
     assert (finished["outcome"], finished["finish_reasons"]) == ("finished", ["length"])
     assert (finished["tenant"], finished["path"]) == ("b", "/v1/completions")
     assert (finished["model"], finished["manifest_digest"]) == ("mdl_1", "abc")

@@ -112,6 +112,21 @@ async def test_a_bad_version_is_refused_and_the_old_one_stays(versions: Versions
     assert current.version is versions.loaded["one"], "what is served already is not loaded again"
 
 
+async def test_fields_to_ignore_count_at_once_and_load_nothing(versions: Versions) -> None:
+    current = Current()
+    swaps = Swaps(current, versions.load)
+    await swaps.want(document("one"))
+    before = current.version
+    for fields in (["suffix", "*"], None):
+        await swaps.want(document("one", ignored_fields=fields, revision=str(fields)))
+        await swapped(current, str(fields))
+        assert current.version is before
+        assert current.version.ignored_fields == frozenset(fields or ())
+    await swaps.want(document("one", ignored_fields=["no field"], revision="bad"))
+    await swapped(current, "bad")
+    assert current.swap.status == "refused"
+
+
 async def test_the_last_wanted_version_wins(versions: Versions) -> None:
     current = Current()
     swaps = Swaps(current, versions.load)

@@ -15,7 +15,7 @@ from swiftkv_platform.specs.limits import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_S
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", 1.5),
         ("max_tokens", True),
         ("temperature", -0.1),
@@ -44,6 +44,11 @@ from swiftkv_platform.specs.limits import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_S
         ("stop_token_ids", [-1]),
         ("stop_token_ids", 7),
         ("ignore_eos", "yes"),
+        ("include_stop_str_in_output", 1),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
     ],
 )
 def test_sampling_params_name_what_they_refuse(field: str, value: Any) -> None:

@@ -1,0 +1,48 @@
+"""The page of `serve.openai.fields`: `python -m serve.openai.compatibility > docs/compatibility.md`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from serve.openai.fields import FIELDS, RequestField, Treatment
+
+_HEAD = """\
+# Compatibility with OpenAI's API
+
+<!-- Written by `python -m serve.openai.compatibility > docs/compatibility.md`. -->
+
+`/v1/completions` and `/v1/chat/completions` take OpenAI's fields and vLLM's extensions, each in one of three ways:
+
+- **served**;
+- **accepted without effect**: named in the answer's header `x-swiftkv-ignored-fields` and in the request log;
+- **refused** with 400, because it would change the answer. The message names the field and the reason.
+
+`null` is the same as leaving a field out. A field that is in neither table is refused with 400, and the message names
+the nearest one that is. A deployment's `ignored_fields` (`swiftkv deploy --ignored-fields NAME`) lists refused or
+unknown fields to accept without effect instead, for programs that send them; `*` stands for all unknown ones.
+`/generate` refuses what it does not know.
+"""
+_TITLES = {"completions": "`/v1/completions`", "chat/completions": "`/v1/chat/completions`"}
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield _HEAD
+    for route, title in _TITLES.items():
+        yield from (f"## {title}", "", "| field | of | | |", "|---|---|---|---|")
+        order = list(Treatment)
+        fields = [field for field in FIELDS if route in field.routes]
+        yield from map(_row, sorted(fields, key=lambda field: order.index(field.treatment)))
+        yield ""
+
+
+def _row(field: RequestField) -> str:
+    return f"| `{field.name}` | {field.origin} | {field.treatment} | {field.note} |"
+
+
+if __name__ == "__main__":
+    print(page(), end="")  # noqa: T201  # into the file

@@ -1,0 +1,194 @@
+"""Every field of OpenAI's completions and chat requests: served, accepted without effect, or refused. Knows no body.
+
+The one place that says so: the routes obey it, and `docs/compatibility.md` is written from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Any, Literal
+from urllib.parse import quote
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.web.problems import short_value
+
+Route = Literal["completions", "chat/completions"]
+"""Routes below `/v1`."""
+
+BOTH: tuple[Route, ...] = ("completions", "chat/completions")
+COMPLETIONS: tuple[Route, ...] = ("completions",)
+CHAT: tuple[Route, ...] = ("chat/completions",)
+
+STREAM_OPTIONS = "stream_options."
+"""Prefix of the names of its parts."""
+ANY = "*"
+"""Name by which an operator sets all unknown fields to be ignored."""
+MAX_NAMES = 32
+"""Ignored fields that are named to the caller and in the log."""
+MAX_NAME_LENGTH = 64
+"""Characters of a name that are repeated; a longer one resembles no field."""
+
+
+class Treatment(StrEnum):
+    """Class of a field."""
+
+    SERVED = "served"
+    WITHOUT_EFFECT = "accepted without effect"
+    REFUSED = "refused"
+
+
+def _never(_value: Any, _n: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class RequestField:
+    """A field of a request's body."""
+
+    name: str
+    treatment: Treatment
+    note: str = ""
+    """Remark on what is served, or the reason of a refusal."""
+    routes: tuple[Route, ...] = BOTH
+    origin: Literal["OpenAI", "vLLM", "SwiftKV"] = "OpenAI"
+    """API that the field is from."""
+    accepts: Callable[[Any, int], bool] = _never
+    """(value, the request's `n`) -> whether a field that is refused otherwise asks for nothing with this value."""
+
+
+def _served(name: str, note: str = "", **more: Any) -> RequestField:
+    return RequestField(name, Treatment.SERVED, note, **more)
+
+
+def _without_effect(name: str, note: str = "", **more: Any) -> RequestField:
+    return RequestField(name, Treatment.WITHOUT_EFFECT, note, **more)
+
+
+def _refused(name: str, note: str, **more: Any) -> RequestField:
+    return RequestField(name, Treatment.REFUSED, note, **more)
+
+
+def _is(*values: Any) -> Callable[[Any, int], bool]:
+    return lambda value, _n: any(type(value) is type(one) and value == one for one in values)
+
+
+FIELDS: tuple[RequestField, ...] = (
+    _served("model", "the served model's id, or a name of its deployment's"),
+    _served("prompt", "text, token ids, or a list of either", routes=COMPLETIONS),
+    _served("messages", "parts of type `text`; image, audio and file parts are refused", routes=CHAT),
+    _served("max_tokens", "0 with `echo` scores the prompt and generates nothing", routes=COMPLETIONS),
+    _served("max_tokens", "`max_completion_tokens` goes before it", routes=CHAT),
+    _served("max_completion_tokens", "default: what the context leaves", routes=CHAT),
+    _served("temperature"),
+    _served("top_p"),
+    _served("n"),
+    _served("stop"),
+    _served("seed", "repeats an answer within one engine"),
+    _served("presence_penalty"),
+    _served("frequency_penalty"),
+    _served("logit_bias"),
+    _served("logprobs", "a number of tokens", routes=COMPLETIONS),
+    _served("logprobs", "true or false", routes=CHAT),
+    _served("top_logprobs", routes=CHAT),
+    _served("echo", "with `logprobs` also the prompt's", routes=COMPLETIONS),
+    _served("stream"),
+    _served("stream_options"),
+    _served("stream_options.include_usage", "a last event with the usage"),
+    _served("stream_options.continuous_usage_stats", "the usage so far in every event", origin="vLLM"),
+    _without_effect("stream_options.include_obfuscation", "as any other key of `stream_options`"),
+    _served("response_format"),
+    _served("tools", routes=CHAT),
+    _served("tool_choice", routes=CHAT),
+    _served("parallel_tool_calls", "without `tools` it has no effect", routes=CHAT),
+    _without_effect("user"),
+    _without_effect("store", "nothing is stored"),
+    _without_effect("metadata"),
+    _without_effect("service_tier"),
+    _without_effect("safety_identifier"),
+    _without_effect("prompt_cache_key", "prefixes are found again by what they are"),
+    _without_effect("prompt_cache_options"),
+    _without_effect("prompt_cache_retention"),
+    _without_effect("prediction", "`num_lookup_tokens` drafts from the prompt", routes=CHAT),
+    _without_effect("reasoning_effort", "no model here is told how much to reason", routes=CHAT),
+    _without_effect("verbosity", routes=CHAT),
+    _refused(
+        "best_of",
+        "only the value of `n` is served",
+        routes=COMPLETIONS,
+        accepts=lambda value, n: type(value) is int and value == n,
+    ),
+    _refused("suffix", "no model here fills in the middle", routes=COMPLETIONS, accepts=_is("")),
+    _refused("audio", "answers are text", routes=CHAT),
+    _refused("modalities", 'answers are text; `["text"]` is accepted', routes=CHAT, accepts=_is(["text"], [])),
+    _refused("web_search_options", "nothing is searched", routes=CHAT),
+    _refused("moderation", "nothing is moderated", routes=CHAT),
+    _refused("functions", "`tools` have replaced them", routes=CHAT, accepts=_is([])),
+    _refused("function_call", "`tool_choice` has replaced it", routes=CHAT, accepts=_is("none", "auto")),
+    _served("top_k", origin="vLLM"),
+    _served("min_p", origin="vLLM"),
+    _served("repetition_penalty", origin="vLLM"),
+    _served("min_tokens", origin="vLLM"),
+    _served("stop_token_ids", origin="vLLM"),
+    _served("include_stop_str_in_output", origin="vLLM"),
+    _served("ignore_eos", origin="vLLM"),
+    _served("truncate_prompt_tokens", "keeps the end of the prompt", origin="vLLM"),
+    _served("structured_outputs", origin="vLLM"),
+    _served("priority", "lower goes first", origin="vLLM"),
+    _served("add_generation_prompt", routes=CHAT, origin="vLLM"),
+    _served("continue_final_message", routes=CHAT, origin="vLLM"),
+    _served("early_exit", origin="SwiftKV"),
+    _served("num_lookup_tokens", origin="SwiftKV"),
+    _served("timeout_s", origin="SwiftKV"),
+)
+
+
+def fields_of(route: Route) -> dict[str, RequestField]:
+    """The route's fields by name."""
+    return {field.name: field for field in FIELDS if route in field.routes}
+
+
+def names_without_effect(
+    route: Route, extra: Mapping[str, Any], stream_options: Iterable[str], n: int, ignored: Collection[str]
+) -> tuple[str, ...]:
+    """Names of the fields that a request gives in vain, at most `MAX_NAMES` of them.
+
+    Args:
+        extra: the fields that the body's model does not have.
+        stream_options: unknown keys of `stream_options`.
+        ignored: fields that the operator has set to be ignored; `ANY`: all unknown ones.
+
+    Raises:
+        InvalidInputError: a field that would change the answer, or that nobody knows.
+    """
+    known = fields_of(route)
+    for name, value in extra.items():
+        if name not in ignored:
+            _check(name, value, n, known.get(name), route, any_ignored=ANY in ignored)
+    names = [*extra, *(STREAM_OPTIONS + key for key in stream_options)]
+    return tuple(quote(name[:MAX_NAME_LENGTH], safe="", errors="replace") for name in names[:MAX_NAMES])
+
+
+def _check(name: str, value: Any, n: int, field: RequestField | None, route: Route, *, any_ignored: bool) -> None:
+    """Raises `InvalidInputError` unless the field is accepted without effect."""
+    if field is not None and field.treatment is Treatment.REFUSED:
+        if not field.accepts(value, n):
+            shown = "too long to repeat" if (short := short_value(value)) is None else repr(short)
+            message = f"{name} is {shown}; {field.note.replace('`', '')}: leave it out"
+            raise InvalidInputError(message, field=name, value=short)
+    elif (field is None or field.treatment is Treatment.SERVED) and not any_ignored:
+        # A field that is served and is none of the body's has come to another route's.
+        shown = name[:MAX_NAME_LENGTH] or '""'
+        message = f"{shown} is not a field of /v1/{route}{_suggestion(name, route)}"
+        raise InvalidInputError(message, field=shown, value=short_value(value))
+
+
+def _suggestion(name: str, route: Route) -> str:
+    """Where to look for the field that was meant."""
+    elsewhere = next((field.routes[0] for field in FIELDS if field.name == name and route not in field.routes), None)
+    if elsewhere is not None:
+        return f"; it is one of /v1/{elsewhere}"
+    nearest = get_close_matches(name, fields_of(route), n=1) if len(name) <= MAX_NAME_LENGTH else []
+    return f"; the nearest one is {nearest[0]}" if nearest else "; docs/compatibility.md has all of them"

@@ -1,0 +1,124 @@
+"""The table of request fields: complete against OpenAI's own types, obeyed by the bodies, and as the page says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completion
+from openai.types.chat import chat_completion_stream_options_param as options
+from openai.types.chat import completion_create_params as chat
+
+from serve.openai.compatibility import page
+from serve.openai.fields import FIELDS, MAX_NAMES, Route, Treatment, fields_of, names_without_effect
+from serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
+from swiftkv_platform.errors import InvalidInputError
+
+PAGE = Path("docs/compatibility.md")
+BODIES: list[tuple[Route, type[OpenAIFields], Sequence[type]]] = [
+    (
+        "completions",
+        CompletionRequest,
+        (completion.CompletionCreateParamsBase, completion.CompletionCreateParamsStreaming),
+    ),
+    ("chat/completions", ChatRequest, (chat.CompletionCreateParamsBase, chat.CompletionCreateParamsStreaming)),
+]
+
+
+@pytest.mark.parametrize(("route", "_body", "types"), BODIES)
+def test_every_field_of_openais_own_client_is_in_the_table(
+    route: Route, _body: type[OpenAIFields], types: Sequence[type]
+) -> None:
+    theirs = {name for one in types for name in one.__annotations__}
+    theirs |= {f"stream_options.{name}" for name in options.ChatCompletionStreamOptionsParam.__annotations__}
+    assert theirs <= fields_of(route).keys(), "give each a treatment in serve/openai/fields.py"
+
+
+@pytest.mark.parametrize(("route", "body", "_types"), BODIES)
+def test_what_a_body_has_is_served_and_what_is_served_a_body_has(
+    route: Route, body: type[OpenAIFields], _types: Sequence[type]
+) -> None:
+    served = {name for name, field in fields_of(route).items() if field.treatment is Treatment.SERVED}
+    parts = {f"stream_options.{name}" for name in StreamOptions.model_fields}
+    assert {*body.model_fields, *parts} <= served
+    assert served - {*body.model_fields, *parts} <= {"tools", "tool_choice", "parallel_tool_calls"}
+
+
+@pytest.mark.parametrize(("route", "_body", "_types"), BODIES)
+def test_each_field_has_one_treatment(route: Route, _body: type[OpenAIFields], _types: Sequence[type]) -> None:
+    names = [field.name for field in FIELDS if route in field.routes]
+    assert len(names) == len(set(names))
+    assert all(field.note for field in FIELDS if field.treatment is Treatment.REFUSED), "a refusal has a reason"
+
+
+def test_the_page_is_what_the_command_prints() -> None:
+    assert PAGE.read_text() == page(), f"write it again: python -m serve.openai.compatibility > {PAGE}"
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "value"),
+    [(field.routes[0], field.name, {"any": ["thing"]}) for field in FIELDS if field.treatment is Treatment.REFUSED],
+)
+def test_what_would_change_the_answer_is_refused_with_its_reason(route: Route, name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        names_without_effect(route, {name: value}, (), 1, ())
+    assert caught.value.field == name
+    assert fields_of(route)[name].note.replace("`", "") in caught.value.message
+    assert names_without_effect(route, {name: value}, (), 1, {name}) == (name,)
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "value", "n"),
+    [
+        ("completions", "best_of", 2, 2),
+        ("completions", "suffix", "", 1),
+        ("chat/completions", "modalities", ["text"], 1),
+        ("chat/completions", "functions", [], 1),
+        ("chat/completions", "function_call", "auto", 1),
+    ],
+)
+def test_a_value_that_asks_for_nothing_is_accepted(route: Route, name: str, value: Any, n: int) -> None:
+    assert names_without_effect(route, {name: value}, (), n, ()) == (name,)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", 2])
+def test_best_of_is_the_number_of_answers_and_nothing_like_it(value: Any) -> None:
+    with pytest.raises(InvalidInputError, match="only the value of n is served"):
+        names_without_effect("completions", {"best_of": value}, (), 1, ())
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "where"),
+    [
+        ("completions", "temprature", "the nearest one is temperature"),
+        ("chat/completions", "max_completion_token", "the nearest one is max_completion_tokens"),
+        ("chat/completions", "include_usage", "the nearest one is stream_options.include_usage"),
+        ("completions", "messages", "it is one of /v1/chat/completions"),
+        ("completions", "", "docs/compatibility.md has all of them"),
+        ("completions", "\ud800", "docs/compatibility.md has all of them"),
+        ("completions", "x" * 1_000_000, "docs/compatibility.md has all of them"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_where_to_look(route: Route, name: str, where: str) -> None:
+    with pytest.raises(InvalidInputError, match="is not a field of") as caught:
+        names_without_effect(route, {name: 1}, (), 1, {"other"})
+    assert where in caught.value.message
+    assert len(caught.value.message) < 200
+    assert names_without_effect(route, {name: 1}, (), 1, {"*"})
+
+
+def test_names_that_a_caller_chose_fit_into_a_header() -> None:
+    names = names_without_effect("completions", {}, ["a\r\nx: y", "é,\ud800", "z" * 9999, *map(str, range(99))], 1, ())
+    assert len(names) == MAX_NAMES
+    assert all(name.isascii() and len(name) <= 3 * 64 and not set(name) & set("\r\n,: ") for name in names)
+
+
+@pytest.mark.parametrize(("_route", "body", "_types"), BODIES)
+def test_the_schema_shows_what_is_accepted(_route: Route, body: type[OpenAIFields], _types: Sequence[type]) -> None:
+    schema = body.model_json_schema()
+    assert schema["additionalProperties"] is False
+    assert "user" in schema["properties"]
+    assert json.dumps(schema)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,35 +14,83 @@ from swiftkv_platform.errors import InvalidInputError
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
 
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 
-async def chat_prompt(engine: EngineFrontend, messages: Sequence[Mapping[str, str]]) -> list[int]:
+_TELLS_NONE = re.compile(r"\bis\s+(not\s+)?none\b", re.IGNORECASE)
+
+
+async def chat_prompt(engine: EngineFrontend, messages: Sequence[Message], *, tools: Tools | None = None) -> list[int]:
     """Token ids of a conversation, rendered beside the event loop and the engine's thread.
 
     Raises:
         InvalidInputError: as `render_chat`, and for messages that are longer than the context.
         QueueFullError: too many texts wait to be read.
     """
-    tokenizer, texts = engine.model.tokenizer, [text for message in messages for text in message.values()]
+    tokenizer, texts = engine.model.tokenizer, [_text(part) for message in messages for part in message.values()]
+    texts += [_text(tool) for tool in tools or ()]
     if tokenizer is not None:
         engine.reader.check_text(*texts, field="messages")
-    return await engine.readers.run_unadmitted(lambda: render_chat(tokenizer, messages), sum(map(len, texts)))
+    return await engine.readers.run_unadmitted(
+        lambda: render_chat(tokenizer, messages, tools=tools), sum(map(len, texts))
+    )
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def render_chat(tokenizer: Any, messages: Sequence[Message], *, tools: Tools | None = None) -> list[int]:
     """Token ids of a conversation up to where the assistant begins to speak. Blocks for as long as the template runs.
 
     Raises:
         InvalidInputError: a model without tokenizer or template, or a conversation its template refuses.
     """
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    template = chat_template(tokenizer, tools)
+    if template is None:
         raise InvalidInputError(
             "messages need a chat template, which this model has not; send a prompt", field="messages", value=None
         )
     try:
-        rendered: Any = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        rendered: Any = tokenizer.apply_chat_template(
+            _fitted(messages, template),
+            tools=None if tools is None else list(tools),
+            chat_template=template,
+            add_generation_prompt=True,
+            tokenize=True,
+        )
+    except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvalidInputError(
             f"messages do not fit the model's chat template: {error}", field="messages", value=None
         ) from error
     token_ids: list[int] = list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)
     return token_ids
+
+
+def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
+    """The template that lays out a conversation, which with tools may be another one; None where there is none.
+
+    Raises:
+        InvalidInputError: a tokenizer with several templates, none of which is the default.
+    """
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        template: str = tokenizer.get_chat_template(tools=tools or None)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"messages need a default chat template, which this model has not: {error}", field="messages", value=None
+        ) from error
+    return template
+
+
+def _fitted(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+    """Messages in words that the template knows: most have no developer, and would print a missing content as None."""
+    fitted = [dict(message) for message in messages]
+    for message in fitted:
+        if message["role"] == "developer" and "developer" not in template:
+            message["role"] = "system"
+        if message.get("content") is None and not _TELLS_NONE.search(template):
+            message["content"] = ""
+    return fitted
+
+
+def _text(part: Any) -> str:
+    """Text of a message's part, whose length counts."""
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)

@@ -128,11 +128,12 @@ class SamplingFields(FrozenModel, strict=True):
             ignore_eos=self.ignore_eos,
             early_exit=EarlyExit.parse(self.early_exit),
             num_lookup_tokens=self.num_lookup_tokens,
-            structured_outputs=self._constraint(),
+            structured_outputs=self.constraint(),
             **others,
         )
 
-    def _constraint(self) -> StructuredOutputs | None:
+    def constraint(self) -> StructuredOutputs | None:
+        """The constraint on the answer's text. Raises `InvalidInputError`."""
         asked = None if self.response_format is None else self.response_format.structured_outputs()
         if self.structured_outputs is None:
             return asked

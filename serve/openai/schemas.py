@@ -5,11 +5,13 @@ Field names and meanings: https://platform.openai.com/docs/api-reference; extens
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
+from serve.openai.messages import ChatMessage
 from serve.sampling import PromptField, SamplingFields
+from serve.tools.schemas import ToolFields
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
@@ -21,21 +23,6 @@ class StreamOptions(FrozenModel, strict=True, use_attribute_docstrings=False):
     """Send a last event that has usage and no choices."""
     include_obfuscation: bool = False
     """Accepted, and without effect."""
-
-
-def _joined_text(content: Any) -> Any:
-    """Content parts that are text, as one text."""
-    if isinstance(content, list) and content:
-        if all(isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text" for part in content):
-            return "".join(str(part["text"]) for part in content)
-        raise ValueError("only parts of type text are accepted")
-    return content
-
-
-class ChatMessage(FrozenModel, strict=True):
-    role: Annotated[str, Field(min_length=1)]
-    content: Annotated[str, BeforeValidator(_joined_text)]
-    name: str | None = None
 
 
 class OpenAIFields(SamplingFields):
@@ -90,7 +77,7 @@ class CompletionRequest(OpenAIFields):
         )
 
 
-class ChatRequest(OpenAIFields):
+class ChatRequest(ToolFields, OpenAIFields):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -1,29 +1,10 @@
-"""Families' ways to write calls: a parser each, and the layout that a constrained answer has."""
+"""Families' ways to write calls: a parser each."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from serve.tools.growing import Reading
 from serve.tools.json_calls import read_arguments, read_call, read_calls
 from serve.tools.parser import ToolCallParser
-
-NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
-"""Stand for both in a layout."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Calls as a family writes them."""
-
-    call: str
-    """One call, with `NAME` and `ARGUMENTS`."""
-    begin: str = ""
-    """Text before the first of them."""
-    between: str = "\n"
-    end: str = ""
-    marker: str | None = None
-    """Text by which they begin, which no other text has; None: by a brace at the beginning of the answer."""
 
 
 class HermesParser(ToolCallParser):
@@ -88,24 +69,3 @@ class Llama3Parser(ToolCallParser):
                 text.at = start
                 return found
             found = True
-
-
-HERMES_LAYOUT = Layout(
-    f'<tool_call>\n{{"name": "{NAME}", "arguments": {ARGUMENTS}}}\n</tool_call>', marker="<tool_call>"
-)
-SMOLLM2_LAYOUT = Layout(
-    f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}',
-    begin="<tool_call>[",
-    between=", ",
-    end="]</tool_call>",
-    marker="<tool_call>",
-)
-MISTRAL_LAYOUT = Layout(
-    f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}',
-    begin="[TOOL_CALLS] [",
-    between=", ",
-    end="]",
-    marker="[TOOL_CALLS]",
-)
-MISTRAL_V11_LAYOUT = Layout(f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}", between="", marker="[TOOL_CALLS]")
-LLAMA3_LAYOUT = Layout(f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}', between="; ")

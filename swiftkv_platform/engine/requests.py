@@ -120,7 +120,7 @@ class RequestReader:
                 seed=_sample_seed(seed, index),
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
                 max_model_len=self._max_model_len,
-                detokenizer=self._new_detokenizer(request.stops),
+                detokenizer=self._new_detokenizer(request),
                 arrival=self._arrivals,
                 index=index,
                 priority=priority,
@@ -176,16 +176,16 @@ class RequestReader:
                 value=list(params.stop),
             )
 
-    def _new_detokenizer(self, stops: tuple[StopString, ...]) -> IncrementalDetokenizer | None:
-        tokenizer = self._tokenizer
+    def _new_detokenizer(self, request: ReadRequest) -> IncrementalDetokenizer | None:
+        tokenizer, skip = self._tokenizer, request.params.skip_special_tokens
         if tokenizer is None:
             return None
 
         def decode(token_ids: abc.Sequence[int]) -> str:
-            text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text: str = tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             return text
 
-        return IncrementalDetokenizer(decode, stops, self._silent)
+        return IncrementalDetokenizer(decode, request.stops, self._silent if skip else frozenset())
 
     def _encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt the model can answer."""

@@ -61,6 +61,8 @@ class SamplingParams:
     """Tokens that end the answer beside the model's end of sequence; counted, but not part of the text."""
     ignore_eos: bool = False
     """Generate on past the model's end of sequence."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the answer's text."""
     logprobs: int | None = None
     """Log-probabilities of each generated token and of this many of the most probable ones; None: of none."""
     prompt_logprobs: int | None = None
@@ -96,8 +98,9 @@ class SamplingParams:
         self._check_numbers()
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
-        if not isinstance(self.ignore_eos, bool):
-            raise _refusal("ignore_eos", self.ignore_eos, "true or false")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refusal(name, getattr(self, name), "true or false")
         if self.ignore_eos and self.structured_outputs is not None:
             raise _refusal("ignore_eos", True, "false where structured_outputs says where the answer ends")
 

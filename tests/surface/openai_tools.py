@@ -26,7 +26,7 @@ CONTEXT = 2048
 TEMPLATE = Path(swiftkv_platform.sources.__file__).parent / "teacher" / "chat_template.jinja"
 MESSAGES: list[Any] = [{"role": "user", "content": "Is it warm in Rome?"}]
 ALPHABET = sorted(ByteLevel.alphabet())  # by token id, of the tiny model's tokenizer
-SPACES = {str(ALPHABET.index(character)): -100 for character in "ĠĊĉč"}
+SPACES = {str(ALPHABET.index(character)): -50 for character in "ĠĊĉč"}
 """Biases against whitespace, of which random weights would write much between the tokens of JSON."""
 ASKED: dict[str, Any] = {
     "model": "tiny",
@@ -155,7 +155,7 @@ async def test_a_function_without_parameters_is_called_without_arguments(client:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_several_calls_may_be_made_at_once(client: openai.AsyncOpenAI, version: Version, family: str) -> None:
     version.tool_call_parser = family
-    going_on = {**SPACES, str(EOS): -100}
+    going_on = {**SPACES, str(EOS): -100, str(ALPHABET.index("]")): -100}
     asked = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 300, "logit_bias": going_on}
     [choice] = (await client.chat.completions.create(**asked)).choices
     calls = choice.message.tool_calls or []
@@ -190,7 +190,7 @@ async def test_a_strict_function_that_the_model_chose_validates_too(
     client: openai.AsyncOpenAI, version: Version
 ) -> None:
     version.tool_call_parser = "llama3"
-    favoured = {**SPACES, str(ALPHABET.index("{")): 50, str(ALPHABET.index("g")): 50}  # as a call of this family begins
+    favoured = {**SPACES, str(ALPHABET.index("{")): 100, str(ALPHABET.index("g")): 50}  # as its calls begin
     asked = {**ASKED, "tools": [tool("get_weather", strict=True), tool("move")], "logit_bias": favoured}
     answer = await client.chat.completions.create(**asked)
     called = [call for choice in answer.choices for call in said(choice) if choice.finish_reason == "tool_calls"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, ModelError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
-_TELLS_NONE = re.compile(r"\bis\s+(not\s+)?none\b", re.IGNORECASE)
+_REFUSALS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
+"""Errors of a template that a conversation does not fit."""
 
 
 async def chat_prompt(engine: EngineFrontend, messages: Sequence[Message], *, tools: Tools | None = None) -> list[int]:
@@ -55,7 +55,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Message], *, tools: Tools | N
             add_generation_prompt=True,
             tokenize=True,
         )
-    except (TemplateError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except _REFUSALS as error:
         raise InvalidInputError(
             f"messages do not fit the model's chat template: {error}", field="messages", value=None
         ) from error
@@ -80,13 +80,35 @@ def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
     return template
 
 
+def set_template(tokenizer: Any, template: str) -> None:
+    """Give a tokenizer another chat template. Blocks for as long as that takes to lay out one message.
+
+    Raises:
+        ModelError: a model without tokenizer, or a template that is none.
+    """
+    if tokenizer is None:
+        raise ModelError(
+            "chat_template is given, and this model's directory has no tokenizer to read what it writes; leave it out",
+            field="chat_template",
+        )
+    tokenizer.chat_template = template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"chat_template is no Jinja template: line {error.lineno}: {error.message}", field="chat_template"
+        ) from error
+    except _REFUSALS:  # it may ask for more than one message
+        return
+
+
 def _fitted(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages in words that the template knows: most have no developer, and would print a missing content as None."""
+    """Messages in words that the template knows: most have no developer, and join content to other text unseen."""
     fitted = [dict(message) for message in messages]
     for message in fitted:
         if message["role"] == "developer" and "developer" not in template:
             message["role"] = "system"
-        if message.get("content") is None and not _TELLS_NONE.search(template):
+        if message.get("content") is None:
             message["content"] = ""
     return fitted
 

@@ -43,7 +43,7 @@ class ToolCalling:
 
 
 def tool_calling(
-    fields: ToolFields, tokenizer: Any, parser: str = "auto", asked: StructuredOutputs | None = None
+    fields: ToolFields, tokenizer: Any, parser: str | None = None, asked: StructuredOutputs | None = None
 ) -> ToolCalling | None:
     """What the tools of a request come to; None where none may be called.
 
@@ -135,14 +135,14 @@ def _schema(asked: StructuredOutputs) -> dict[str, Any]:
     return {**schema, "x-guidance": {"whitespace_flexible": False}} if asked.disable_any_whitespace else schema
 
 
-def _family(tokenizer: Any, tools: list[dict[str, Any]], parser: str) -> Family:
+def _family(tokenizer: Any, tools: list[dict[str, Any]], parser: str | None) -> Family:
     template = chat_template(tokenizer, tools)
     if template is not None and "tools" not in template:
         raise InvalidInputError(
             "tools are given, and the model's chat template has no place for them; a deployment's chat_template may",
             field="tools",
         )
-    name = family_of(template or "") if parser == "auto" else parser
+    name = parser or family_of(template or "")
     if name is None:
         raise InvalidInputError(
             "tools are given, and how this model writes calls is not known from its chat template; a deployment's "

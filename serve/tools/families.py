@@ -36,6 +36,8 @@ class Layout:
     end: str = ""
     marker: str | None = None
     """Text by which they begin, and other text does not; None: a brace, at the beginning of the answer alone."""
+    tag: str = ""
+    """Without a marker: text that may stand before them, where they are to be told from other JSON."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "llama3": Family(
         Llama3Parser,
-        Layout(_OBJECT.replace('"arguments"', '"parameters"'), between="; "),
+        Layout(_OBJECT.replace('"arguments"', '"parameters"'), between="; ", tag="<|python_tag|>"),
         tokens=("<|python_tag|>",),
     ),
     "mistral": Family(

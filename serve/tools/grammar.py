@@ -32,18 +32,22 @@ class CallGrammar:
 
     def or_answer(self, schema: Schema) -> str:
         """Calls, or JSON that follows a schema."""
-        return self._with_calls(f"start: calls | answer\nanswer: %json {_json(schema)}")
+        # Without a marker, what begins both is one brace, and a lexer does not go back.
+        tag = self._literal(self.layout.tag) if self.layout.marker is None else ""
+        return self._with_calls(f"start: {tag} calls | answer\nanswer: %json {_json(schema)}")
 
     def or_text(self) -> str:
-        """Calls among text, in which nothing else begins as they do."""
-        marker, times = self.layout.marker, "*" if self.parallel else "?"
+        """Calls among text, in which nothing else begins as they do; or a single one behind text."""
+        marker = self.layout.marker
         if marker is None:
             return self._with_calls("start: calls | TEXT\n" + r"TEXT: /\s*([^\s{](.|\n)*)?/")
         text = r"TEXT: /(.|\n)*/"
         if marker in self.special:
-            return self._with_calls(f"start: (TEXT calls){times} TEXT\n{text}")
+            start = "(TEXT calls)* TEXT" if self.parallel else "TEXT calls?"
+            return self._with_calls(f"start: {start}\n{text}")
+        start = "(lead calls)* rest" if self.parallel else "lead calls | rest"
         lead = f"lead[lazy]: TEXT {json.dumps(marker)}\nrest: TEXT"
-        return self._with_calls(f"start: (lead calls){times} rest\n{lead}\n{text}", without=marker)
+        return self._with_calls(f"start: {start}\n{lead}\n{text}", without=marker)
 
     def _with_calls(self, start: str, without: str = "") -> str:
         """The grammar below a rule `start`. `without`: the marker, where that is read before the rule `calls`."""

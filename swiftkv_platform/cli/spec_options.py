@@ -7,7 +7,7 @@ import inspect
 import typing
 from collections.abc import Callable, Collection
 from types import NoneType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
@@ -62,6 +62,8 @@ def _scalar(annotation: Any) -> Any:
     """The type of one word, in an optional annotation too; None for an object."""
     if annotation in _SCALARS:
         return annotation
+    if typing.get_origin(annotation) is Literal:
+        return str
     members = [member for member in typing.get_args(annotation) if member is not NoneType]
     return _scalar(members[0]) if members and typing.get_origin(annotation) is not dict else None
 

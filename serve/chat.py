@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, ModelError
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend
 
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 
-async def chat_prompt(engine: EngineFrontend, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+_REFUSALS = (TemplateError, ValueError, TypeError, KeyError, RecursionError)
+"""Errors of a template that a conversation does not fit."""
+
+
+async def chat_prompt(
+    engine: EngineFrontend, messages: Sequence[Message], *, tools: Tools | None = None, **options: Any
+) -> list[int]:
     """Token ids of a conversation, rendered beside the event loop and the engine's thread. `options`: `render_chat`'s.
 
     Raises:
         InvalidInputError: as `render_chat`, and for messages that are longer than the context.
         QueueFullError: too many texts wait to be read.
     """
-    tokenizer, texts = engine.model.tokenizer, [text for message in messages for text in message.values()]
+    tokenizer, texts = engine.model.tokenizer, [_text(part) for message in messages for part in message.values()]
+    texts += [_text(tool) for tool in tools or ()]
     if tokenizer is not None:
         engine.reader.check_text(*texts, field="messages")
     return await engine.readers.run_unadmitted(
-        lambda: render_chat(tokenizer, messages, **options), sum(map(len, texts))
+        lambda: render_chat(tokenizer, messages, tools=tools, **options), sum(map(len, texts))
     )
 
 
 def render_chat(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Message],
     *,
+    tools: Tools | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> list[int]:
@@ -41,20 +52,78 @@ def render_chat(
     Raises:
         InvalidInputError: a model without tokenizer or template, or a conversation its template refuses.
     """
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    template = chat_template(tokenizer, tools)
+    if template is None:
         raise InvalidInputError(
             "messages need a chat template, which this model has not; send a prompt", field="messages", value=None
         )
     try:
         rendered: Any = tokenizer.apply_chat_template(
-            list(messages),
+            _fitted(messages, template),
+            tools=None if tools is None else list(tools),
+            chat_template=template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tokenize=True,
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+    except _REFUSALS as error:
         raise InvalidInputError(
             f"messages do not fit the model's chat template: {error}", field="messages", value=None
         ) from error
     token_ids: list[int] = list(rendered["input_ids"] if isinstance(rendered, Mapping) else rendered)
     return token_ids
+
+
+def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
+    """The template that lays out a conversation, which with tools may be another one; None where there is none.
+
+    Raises:
+        InvalidInputError: a tokenizer with several templates, none of which is the default.
+    """
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        template: str = tokenizer.get_chat_template(tools=tools or None)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"messages need a default chat template, which this model has not: {error}", field="messages", value=None
+        ) from error
+    return template
+
+
+def set_template(tokenizer: Any, template: str) -> None:
+    """Give a tokenizer another chat template. Blocks for as long as that takes to lay out one message.
+
+    Raises:
+        ModelError: a model without tokenizer, or a template that is none.
+    """
+    if tokenizer is None:
+        raise ModelError(
+            "chat_template is given, and this model's directory has no tokenizer to read what it writes; leave it out",
+            field="chat_template",
+        )
+    tokenizer.chat_template = template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"chat_template is no Jinja template: line {error.lineno}: {error.message}", field="chat_template"
+        ) from error
+    except _REFUSALS:  # it may ask for more than one message
+        return
+
+
+def _fitted(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
+    """Messages in words that the template knows: most have no developer, and join content to other text unseen."""
+    fitted = [dict(message) for message in messages]
+    for message in fitted:
+        if message["role"] == "developer" and "developer" not in template:
+            message["role"] = "system"
+        if message.get("content") is None:
+            message["content"] = ""
+    return fitted
+
+
+def _text(part: Any) -> str:
+    """Text of a message's part, whose length counts."""
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)

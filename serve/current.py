@@ -67,6 +67,8 @@ class Version:
     """Answers `candidate_share` of the requests."""
     candidate_share: float = 0.0
     shadow: Shadow | None = None
+    tool_call_parser: str | None = None
+    """Family by whose way to write calls it is read, see `serve.tools.families`; None: by its chat template."""
     names: frozenset[str] = frozenset()
     """Names by which callers may ask for it, beside its own."""
     ignored_fields: frozenset[str] = frozenset()

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from ray import serve as ray_serve
 
 from serve.args import HUB_PREFIX, ReplicaArgs, Served
+from serve.chat import set_template
 from serve.current import Current, ModelCard, Version
 from serve.http import create_http_app
 from serve.request_logs import RequestLog
@@ -119,11 +120,13 @@ def _judging(version: Version) -> AsyncLLMEngine:
 async def _load_one(args: ReplicaArgs, served: Served) -> tuple[Version, Any]:
     """A version by itself, and its teacher where that is to judge it."""
     loaded = await asyncio.to_thread(load, served)
+    await _lay_out_chats(loaded.engine, served)
     await _check_speaks(loaded.engine, served)
     get_logger().info(
         "model_loaded", model=served.model, manifest_digest=loaded.manifest_digest, backend=loaded.engine.backend
     )
     version = Version(loaded.engine, model_card(args, served, loaded), created=int(time.time()))
+    version.tool_call_parser = served.tool_call_parser
     return version, loaded.teacher
 
 
@@ -203,6 +206,17 @@ def _surroundings(directory: Path, served: Served) -> Surroundings:
         has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
         is_judged=served.shadow is not None,
     )
+
+
+async def _lay_out_chats(engine: EngineFrontend, served: Served) -> None:
+    """Give the model the deployment's chat template, if it has one. Raises `ModelError`, the engine closed."""
+    if served.chat_template is None:
+        return
+    try:
+        await asyncio.to_thread(set_template, engine.model.tokenizer, served.chat_template)
+    except BaseException:
+        await engine.aclose()
+        raise
 
 
 async def _check_speaks(engine: EngineFrontend, served: Served) -> None:

@@ -137,11 +137,12 @@ class SamplingFields(FrozenModel, strict=True):
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             early_exit=EarlyExit.parse(self.early_exit),
             num_lookup_tokens=self.num_lookup_tokens,
-            structured_outputs=self._constraint(),
+            structured_outputs=self.constraint(),
             **others,
         )
 
-    def _constraint(self) -> StructuredOutputs | None:
+    def constraint(self) -> StructuredOutputs | None:
+        """The constraint on the answer's text. Raises `InvalidInputError`."""
         asked = None if self.response_format is None else self.response_format.structured_outputs()
         if self.structured_outputs is None:
             return asked

@@ -25,6 +25,8 @@ from serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, S
 from serve.problems import openai_error
 from serve.rendering import rendered
 from serve.sampling import prompts_of
+from serve.tools.answers import CallStreams, with_calls
+from serve.tools.calling import tool_calling
 from swiftkv_platform.errors import NotFoundError, SwiftKVError
 from swiftkv_platform.web.problems import problem_of
 
@@ -81,26 +83,31 @@ def openai_router(current: Current) -> APIRouter:
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
         """The assistant's next turn."""
-        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        messages = [message.for_template() for message in body.messages]
         with current.entering() as version:
             _check_model(body.model, version)
             context = _context(caller, body, request, body.without_effect("chat/completions", version.ignored_fields))
+            calling = tool_calling(body, version.tokenizer, version.tool_call_parser, body.constraint())
             prompt = await chat_prompt(
                 version.engine,
                 messages,
+                tools=calling.tools if calling else None,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
             )
             kept = body.truncate_prompt_tokens or -1
             num_prompt_tokens = len(prompt) if kept < 0 else min(len(prompt), kept)
             params = body.sampling_params(room=max(version.card.max_model_len - num_prompt_tokens, 1))
+            params = calling.params(params) if calling else params
             answers = await current.ask(version, [prompt], params, context)
         tokenizer, top = version.tokenizer, body.top_logprobs
         if body.stream:
+            calls = CallStreams(calling) if calling else None
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
                 render = partial(chat_delta, choice, output, tokenizer, top=top, since=since)
-                return await rendered(version, render, [output])
+                delta = await rendered(version, render, [output])
+                return delta if calls is None else calls.delta(delta)
 
             return _stream(answers, _head("chatcmpl", "chat.completion.chunk", answers, version), chunk, body)
         with version.in_use():
@@ -109,6 +116,7 @@ def openai_router(current: Current) -> APIRouter:
 
             def render() -> Response:
                 choices = [chat_choice(i, output, tokenizer, top=top) for i, output in enumerate(outputs)]
+                choices = [with_calls(choice, calling) for choice in choices] if calling else choices
                 return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
 
             return await rendered(version, render, outputs)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from serve.openai.fields import Route, Treatment, fields_of, names_without_effect
+from serve.openai.messages import ChatMessage
 from serve.sampling import PromptField, SamplingFields, check_generates
+from serve.tools.schemas import ToolFields
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
@@ -25,21 +27,6 @@ class StreamOptions(FrozenModel, strict=True, extra="allow"):
     """Send a last event that has usage and no choices."""
     continuous_usage_stats: bool = False
     """Have the usage so far in every event, as in vLLM."""
-
-
-def _joined_text(content: Any) -> Any:
-    """Content parts that are text, as one text."""
-    if isinstance(content, list) and content:
-        if all(isinstance(part, dict) and set(part) == {"type", "text"} and part["type"] == "text" for part in content):
-            return "".join(str(part["text"]) for part in content)
-        raise ValueError("only parts of type text are accepted")
-    return content
-
-
-class ChatMessage(FrozenModel, strict=True):
-    role: Annotated[str, Field(min_length=1)]
-    content: Annotated[str, BeforeValidator(_joined_text)]
-    name: str | None = None
 
 
 def _described(route: Route) -> Callable[[dict[str, Any]], None]:
@@ -96,7 +83,7 @@ class CompletionRequest(OpenAIFields, json_schema_extra=_described("completions"
         return self.params(max_tokens=self.max_tokens, logprobs=self.logprobs, prompt_logprobs=echoed)
 
 
-class ChatRequest(OpenAIFields, json_schema_extra=_described("chat/completions")):
+class ChatRequest(ToolFields, OpenAIFields, json_schema_extra=_described("chat/completions")):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

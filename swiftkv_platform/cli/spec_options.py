@@ -8,7 +8,7 @@ import types
 import typing
 from collections.abc import Callable, Collection
 from types import NoneType
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import typer
 import yaml
@@ -74,6 +74,8 @@ def _scalar(annotation: Any) -> Any:
     """The type of one word, in an optional annotation too; None for an object."""
     if annotation in _SCALARS:
         return annotation
+    if typing.get_origin(annotation) is Literal:
+        return str
     members = [member for member in typing.get_args(annotation) if member is not NoneType]
     return _scalar(members[0]) if members and typing.get_origin(annotation) is not dict else None
 

@@ -193,17 +193,18 @@ class RequestReader:
 
     def _new_detokenizer(self, request: ReadRequest) -> IncrementalDetokenizer | None:
         tokenizer, params = self._tokenizer, request.params
+        skip = params.skip_special_tokens
         if tokenizer is None:
             return None
 
         def decode(token_ids: abc.Sequence[int]) -> str:
-            text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text: str = tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             return text
 
         return IncrementalDetokenizer(
             decode,
             request.stops,
-            self._silent,
+            self._silent if skip else frozenset(),
             min_tokens=params.min_tokens,
             include_stop=params.include_stop_str_in_output,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swiftkv_platform.errors import InvalidInputError, OverQuotaError, QuotaExceededError
+from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
 from swiftkv_platform.orchestration.fair_queue import Demand
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -19,6 +19,8 @@ class DeploymentLimits:
     max_replicas: int | None = None
     """Most replicas of one deployment; None: as many as it asks for."""
     policies: Policies = NO_LIMITS
+    grants_templates: bool = False
+    """Whether a chat template needs the grant of its tenant."""
 
     def check(
         self,
@@ -33,9 +35,11 @@ class DeploymentLimits:
         Args:
             held: what the tenant's jobs and its other deployments hold.
 
-        Raises `InvalidInputError` above the operator's limit, `OverQuotaError` where the deployment alone is above its
-        tenant's quota, and `QuotaExceededError` where it is together with what is held.
+        Raises `InvalidInputError` above the operator's limit, `ForbiddenError` for a chat template without the grant,
+        `OverQuotaError` where the deployment alone is above its tenant's quota, and `QuotaExceededError` where it is
+        together with what is held.
         """
+        self._check_template(spec, tenant, before)
         had = _NOTHING if before is None else Demand.of_deployment(before)
         wanted = Demand.of_deployment(spec)
         more = wanted.beyond(had)
@@ -64,4 +68,15 @@ class DeploymentLimits:
                 f"its quota is {most:g}; ask again when others have ended, or for fewer max_replicas",
                 field=name,
                 value=asked,
+            )
+
+    def _check_template(self, spec: ResolvedDeployment, tenant: str, before: ResolvedDeployment | None) -> None:
+        had = None if before is None else before.chat_template
+        if not self.grants_templates or spec.chat_template in (None, had):
+            return
+        if not self.policies.policy(tenant).chat_templates:
+            raise ForbiddenError(
+                f"chat_template is given, and tenant {tenant!r} may bring none: the operator grants it with "
+                "chat_templates: true in the tenants file; leave it out for the model's own",
+                field="chat_template",
             )

@@ -25,6 +25,10 @@ class Change:
     allowed: bool = True
 
 
+MAX_TEMPLATE_LENGTH = 1 << 16
+"""Characters of a chat template."""
+ToolCallParser = Literal["hermes", "smollm2", "llama3", "mistral", "mistral_v11"]
+"""Families by the way they write calls of tools."""
 ModelName = Annotated[str, Field(min_length=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -83,6 +87,15 @@ class ServedSpec(FiniteModel, Generic[Engine, Candidate]):
     ] = None
     """Fields of requests to OpenAI's routes, refused or unknown ones, to accept without effect; `*` stands for all
     unknown ones."""
+
+    chat_template: Annotated[
+        Annotated[str, Field(min_length=1, max_length=MAX_TEMPLATE_LENGTH)] | None,
+        Change("Swapped in as a model is. Null: the model's own again."),
+    ] = None
+    """Jinja template that lays out conversations in place of the model's own, the candidate's too. Where there are API
+    keys, the operator grants it (`chat_templates` of the tenant)."""
+    tool_call_parser: Annotated[ToolCallParser | None, Change("Swapped in as a model is.")] = None
+    """Family whose way to write calls of tools the model has; null: by its chat template."""
 
     @model_validator(mode="after")
     def _has_what_judges(self) -> Self:

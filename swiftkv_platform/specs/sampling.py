@@ -67,6 +67,8 @@ class SamplingParams:
     """Tokens that end the answer beside the model's end of sequence; counted, but not part of the text."""
     ignore_eos: bool = False
     """Generate on past the model's end of sequence."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the answer's text."""
     logprobs: int | None = None
     """Log-probabilities of each generated token and of this many of the most probable ones; None: of none."""
     prompt_logprobs: int | None = None
@@ -109,7 +111,7 @@ class SamplingParams:
         self._check_numbers()
         if self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, getattr(self, name), "true or false")
         if self.structured_outputs is not None:

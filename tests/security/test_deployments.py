@@ -55,6 +55,30 @@ def test_what_lies_outside_is_the_operators_to_give(tmp_path: Path, database: Da
             assert not any(told in refused.text for told in ("dep_", "acme", '"/chat"', "'/chat'")), refused.text
 
 
+def test_a_chat_template_is_the_operators_to_grant(tmp_path: Path, database: Database) -> None:
+    tenants = "tenants:\n  acme: {chat_templates: true}\n"
+    with deployment_plane(tmp_path, database, tenants=tenants) as plane:
+        granted = plane.deployed("acme", chat_template="{{ messages }}", tool_call_parser="hermes")
+        assert (granted["chat_template"], granted["tool_call_parser"]) == ("{{ messages }}", "hermes")
+        refused = plane.deploy("other", chat_template="{{ messages }}")
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (403, "chat_template")
+        plain = plane.deployed("other", tool_call_parser="llama3")
+        path = f"/deployments/{plain['id']}"
+        refused = plane.ask("other", "PATCH", path, {"chat_template": "{{ messages }}"})
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (403, "chat_template")
+        assert plane.ask("other", "PATCH", path, {"chat_template": None}).status_code == 200
+        for wrong in ("", "x" * 65_537):
+            assert plane.deploy("acme", chat_template=wrong).status_code == 422
+    with deployment_plane(tmp_path, database, tenants="default: {}\n") as plane:
+        changed = plane.ask("acme", "PATCH", f"/deployments/{granted['id']}", {"max_replicas": 2})
+        assert changed.status_code == 200, "what was granted before stays"
+
+
+def test_without_keys_a_chat_template_needs_no_grant(tmp_path: Path, sqlite_database: Database) -> None:
+    with deployment_plane(tmp_path, sqlite_database, keys=False) as plane:
+        assert plane.deployed("default", chat_template="{{ messages }}")["chat_template"] == "{{ messages }}"
+
+
 @pytest.mark.parametrize("keys", [True, False])
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(

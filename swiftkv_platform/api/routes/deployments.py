@@ -35,8 +35,9 @@ router = APIRouter(prefix="/deployments", tags=["deployments"])
 
 def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
     registry = RegistryService(parts.registry, clock=parts.clock)
-    routes = RouteRules(below_tenant=settings.api_keys_file is not None, policies=parts.policies)
-    limits = DeploymentLimits(settings.max_deployment_replicas, parts.policies)
+    has_keys = settings.api_keys_file is not None
+    routes = RouteRules(below_tenant=has_keys, policies=parts.policies)
+    limits = DeploymentLimits(settings.max_deployment_replicas, parts.policies, grants_templates=has_keys)
     return DeploymentService(parts.catalog, registry, clock=parts.clock, routes=routes, limits=limits)
 
 

@@ -1,0 +1,67 @@
+"""Choices of OpenAI's shape with the calls in their text told apart. Knows dictionaries and parsers, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from serve.tools.calling import ToolCalling
+from serve.tools.parser import ToolCallParser
+from serve.tools.pieces import Assembled, CallBegin, Piece, Text
+
+
+def with_calls(choice: dict[str, Any], calling: ToolCalling) -> dict[str, Any]:
+    """A whole choice whose message names its calls."""
+    parser, answer = calling.parser(), Assembled()
+    answer.add(parser.feed(choice["message"]["content"]))
+    answer.add(parser.finish())
+    if not answer.calls:
+        return {**choice, "message": {**choice["message"], "content": answer.text}}
+    calls = [
+        {
+            "id": calling.family.new_id(),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in answer.calls
+    ]
+    message = {**choice["message"], "content": answer.text or None, "tool_calls": calls}
+    return {**choice, "message": message, "finish_reason": _reason(choice, parser)}
+
+
+class CallStreams:
+    """Deltas of a request's choices with the calls in their text told apart."""
+
+    def __init__(self, calling: ToolCalling) -> None:
+        self._calling = calling
+        self._parsers: dict[int, ToolCallParser] = {}
+
+    def delta(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The next chunk of a choice; each is taken once, in order."""
+        parser = self._parsers.setdefault(choice["index"], self._calling.parser())
+        pieces = parser.feed(choice["delta"]["content"])
+        if choice["finish_reason"] is not None:
+            pieces += parser.finish()
+        delta = {name: value for name, value in choice["delta"].items() if name != "content"}
+        return {**choice, "delta": delta | self._added(pieces), "finish_reason": _reason(choice, parser)}
+
+    def _added(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """A delta's content and calls: one entry a call, since clients join deltas by position in the first of them."""
+        text, calls = "", dict[int, dict[str, Any]]()
+        for piece in pieces:
+            if isinstance(piece, Text):
+                text += piece.text
+            elif isinstance(piece, CallBegin):
+                function = {"name": piece.name, "arguments": ""}
+                new_id = self._calling.family.new_id()
+                calls[piece.index] = {"index": piece.index, "id": new_id, "type": "function", "function": function}
+            else:
+                call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += piece.text
+        return ({"content": text} if text else {}) | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _reason(choice: dict[str, Any], parser: ToolCallParser) -> str | None:
+    """The reason of an end: calls, unless the answer was cut off in them."""
+    reason: str | None = choice["finish_reason"]
+    return "tool_calls" if reason == "stop" and parser.num_calls else reason

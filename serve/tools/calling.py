@@ -1,0 +1,152 @@
+"""A request's tools to what the engine and the answer need: the constraint and the parser. Knows no route."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serve.chat import chat_template
+from serve.tools.families import FAMILIES, Family, family_of
+from serve.tools.grammar import CallGrammar
+from serve.tools.parser import ToolCallParser
+from serve.tools.schemas import FunctionTool, NamedTool, ToolFields
+from swiftkv_platform.engine import SamplingParams, StructuredOutputs
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.tokenizers import special_ids
+
+_ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class ToolCalling:
+    """How one request's answers may call tools."""
+
+    family: Family
+    tools: list[dict[str, Any]]
+    """The tools, as templates take them."""
+    names: frozenset[str]
+    special: Mapping[str, int]
+    """Texts of the family that are special tokens, which the answer's text has to show."""
+    constraint: StructuredOutputs | None
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The request's parameters with what calls need."""
+        shown = params.skip_special_tokens and not self.special
+        constraint = self.constraint or params.structured_outputs
+        return replace(params, structured_outputs=constraint, skip_special_tokens=shown)
+
+    def parser(self) -> ToolCallParser:
+        """A parser for one answer."""
+        return self.family.parser(self.names)
+
+
+def tool_calling(
+    fields: ToolFields, tokenizer: Any, parser: str | None = None, asked: StructuredOutputs | None = None
+) -> ToolCalling | None:
+    """What the tools of a request come to; None where none may be called.
+
+    Args:
+        parser: the deployment's `tool_call_parser`.
+        asked: the request's own constraint on its text.
+
+    Raises:
+        InvalidInputError: a choice among tools that there are not, a schema that is none, a model whose template has no
+            place for tools or is of no known family.
+    """
+    functions, choice = _functions(fields), fields.tool_choice
+    if not functions or choice == "none":
+        return None
+    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
+    family = _family(tokenizer, tools, parser)
+    ids = special_ids(tokenizer)
+    found = {token: tokenizer.convert_tokens_to_ids(token) for token in family.tokens}
+    special = {token: token_id for token, token_id in found.items() if token_id in ids}
+    grammar = _grammar(fields, functions, CallGrammar(family.layout, {}, special), asked)
+    constraint = None if grammar is None else StructuredOutputs(grammar=grammar, source="tools")
+    names = frozenset([choice.function.name] if isinstance(choice, NamedTool) else functions)
+    return ToolCalling(family, tools, names, special, constraint)
+
+
+def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
+    """The functions by name, each of them and the choice checked."""
+    functions: dict[str, FunctionTool] = {}
+    for number, tool in enumerate(fields.tools or ()):
+        function, where = tool.function, f"tools.{number}.function"
+        if function.name in functions:
+            raise InvalidInputError(
+                f"{where}.name is {function.name!r}, as of another tool; names must differ",
+                field=f"{where}.name",
+                value=function.name,
+            )
+        # As deep and as long as what is compiled, whether it will be or not: a template writes it out.
+        StructuredOutputs(json=function.schema_of_arguments, source=f"{where}.parameters")
+        if function.schema_of_arguments["type"] != "object":
+            raise InvalidInputError(
+                f"{where}.parameters.type is {function.schema_of_arguments['type']!r}; arguments are an 'object'",
+                field=f"{where}.parameters.type",
+                value=function.schema_of_arguments["type"],
+            )
+        functions[function.name] = function
+    choice = fields.tool_choice
+    wanted = choice.function.name if isinstance(choice, NamedTool) else choice
+    if (isinstance(choice, NamedTool) and wanted not in functions) or (choice == "required" and not functions):
+        raise InvalidInputError(
+            f"tool_choice is {wanted!r}, and tools has {', '.join(functions) or 'none'}; name one of them, or leave "
+            "tool_choice out",
+            field="tool_choice",
+            value=wanted,
+        )
+    return functions
+
+
+def _grammar(
+    fields: ToolFields,
+    functions: Mapping[str, FunctionTool],
+    calls: CallGrammar,
+    asked: StructuredOutputs | None,
+) -> str | None:
+    """Grammar of the answer; None where the model writes as it likes."""
+    choice, schemas = fields.tool_choice, {name: one.schema_of_arguments for name, one in functions.items()}
+    if isinstance(choice, NamedTool):
+        return replace(calls, schemas={choice.function.name: schemas[choice.function.name]}, parallel=False).required()
+    calls = replace(calls, schemas=schemas, parallel=fields.parallel_tool_calls is not False)
+    if choice == "required":
+        return calls.required()
+    loose = {name: schema if functions[name].strict else _ANY_OBJECT for name, schema in schemas.items()}
+    calls = replace(calls, schemas=loose)
+    if asked is not None:
+        return calls.or_answer(_schema(asked))
+    is_free = calls.parallel and not any(function.strict for function in functions.values())
+    return None if is_free else calls.or_text()
+
+
+def _schema(asked: StructuredOutputs) -> dict[str, Any]:
+    """Schema of an answer that calls no tool."""
+    if asked.kind not in ("json", "json_object"):
+        raise InvalidInputError(
+            f"{asked.name} constrains the whole answer, and calls of tools would not follow it; give JSON, or "
+            "tool_choice: none",
+            field=asked.name,
+            value=asked.text,
+        )
+    schema: dict[str, Any] = json.loads(asked.text)
+    return {**schema, "x-guidance": {"whitespace_flexible": False}} if asked.disable_any_whitespace else schema
+
+
+def _family(tokenizer: Any, tools: list[dict[str, Any]], parser: str | None) -> Family:
+    template = chat_template(tokenizer, tools)
+    if template is not None and "tools" not in template:
+        raise InvalidInputError(
+            "tools are given, and the model's chat template has no place for them; a deployment's chat_template may",
+            field="tools",
+        )
+    name = parser or family_of(template or "")
+    if name is None:
+        raise InvalidInputError(
+            "tools are given, and how this model writes calls is not known from its chat template; a deployment's "
+            f"tool_call_parser names it: {', '.join(FAMILIES)}",
+            field="tools",
+        )
+    return FAMILIES[name]

@@ -1,0 +1,204 @@
+"""Calls written as JSON objects, `{"name": ..., "arguments": {...}}`, read while they are written.
+
+A reader that finds no call leaves it to its caller to go back; one that has begun a call stays before what does not
+belong to it. Arguments are handed on as they stand, so what a model gets wrong in them is for its caller to see.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Protocol
+
+from serve.tools.growing import GrowingText, Reading
+
+ARGUMENTS = ("arguments", "parameters")
+"""Keys under which families write arguments."""
+_OUTSIDE_STRINGS = frozenset("{}[],:+-. \t\r\n0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+
+
+class Calls(Protocol):
+    """Takes calls as they are read."""
+
+    def knows(self, name: str) -> bool:
+        """Whether there is such a tool."""
+        ...
+
+    def begin(self, name: str) -> None:
+        """A call begins."""
+        ...
+
+    def argue(self, text: str) -> None:
+        """More of the arguments of the newest call."""
+        ...
+
+
+def read_call(text: GrowingText, calls: Calls) -> Reading[bool]:
+    """Read one object; whether a call has begun in it."""
+    if not (yield from text.skip("{")):
+        return False
+    reader = _CallReader(text, calls)
+    yield from reader.read()
+    return reader.begun
+
+
+def read_calls(text: GrowingText, calls: Calls) -> Reading[bool]:
+    """Read a list of such objects; whether a call has begun, or the list is empty."""
+    if not (yield from text.skip("[")):
+        return False
+    yield from text.skip_space()
+    if (yield from text.skip("]")):
+        return True
+    if not (yield from read_call(text, calls)):
+        return False
+    while True:
+        start = text.at
+        yield from text.skip_space()
+        if (yield from text.skip("]")):
+            return True
+        if (yield from text.skip(",")):
+            yield from text.skip_space()
+            if (yield from read_call(text, calls)):
+                continue
+        text.at = start
+        return True
+
+
+def read_arguments(text: GrowingText, calls: Calls, name: str) -> Reading[bool]:
+    """Read a call's arguments, an object, as far as they are JSON; whether a call has begun."""
+    if (yield from text.peek()) != "{":
+        return False
+    calls.begin(name)
+    yield from _copy_value(text, calls.argue)
+    return True
+
+
+class _CallReader:
+    """Reads what follows a call's opening brace."""
+
+    def __init__(self, text: GrowingText, calls: Calls) -> None:
+        self._text = text
+        self._calls = calls
+        self._name: str | None = None
+        self._arguments: str | None = None
+        """Arguments that came before the name."""
+        self._end = text.at
+        self.begun = False
+
+    def read(self) -> Reading[None]:
+        """Read members and the closing brace, and stay behind the last of them that fits."""
+        text = self._text
+        while (yield from self._read_member()):
+            self._end = text.at
+            yield from text.skip_space()
+            if (yield from text.skip("}")):
+                if self._name is not None and not self.begun:
+                    self._begin("{}")
+                return
+            if not (yield from text.skip(",")):
+                break
+        text.at = self._end
+
+    def _read_member(self) -> Reading[bool]:
+        """Read a member; whether it was whole and one that a call may have."""
+        text = self._text
+        yield from text.skip_space()
+        key = yield from _read_string(text)
+        if key is None:
+            return False
+        yield from text.skip_space()
+        if not (yield from text.skip(":")):
+            return False
+        yield from text.skip_space()
+        if key == "name" and self._name is None:
+            return (yield from self._read_name())
+        if key in ARGUMENTS and self._arguments is None and not self.begun:
+            return (yield from self._read_arguments())
+        return (yield from _copy_value(text, lambda _: None))
+
+    def _read_name(self) -> Reading[bool]:
+        name = yield from _read_string(self._text)
+        if name is None or not self._calls.knows(name):
+            return False
+        self._name = name
+        if self._arguments is not None:
+            self._begin(self._arguments)
+        return True
+
+    def _read_arguments(self) -> Reading[bool]:
+        first = yield from self._text.peek()
+        if first == "{" and self._name is not None:
+            self._calls.begin(self._name)
+            self.begun = True
+            whole = yield from _copy_value(self._text, self._calls.argue)
+            self._end = self._text.at
+            return whole
+        if first == '"':  # some models write the object's text
+            arguments = yield from _read_string(self._text)
+        else:
+            written: list[str] = []
+            whole = yield from _copy_value(self._text, written.append)
+            arguments = "".join(written) if whole else None
+            arguments = "{}" if arguments == "null" else arguments
+        if arguments is None or not arguments.lstrip().startswith("{"):
+            return False
+        if self._name is None:
+            self._arguments = arguments
+        else:
+            self._begin(arguments)
+        return True
+
+    def _begin(self, arguments: str) -> None:
+        assert self._name is not None, "a call has a name before it begins"
+        self._calls.begin(self._name)
+        self._calls.argue(arguments)
+        self.begun = True
+
+
+def _read_string(text: GrowingText) -> Reading[str | None]:
+    """Read a string; None where there is none, or none that could be sent on."""
+    start = text.at
+    if (yield from text.peek()) != '"' or not (yield from _copy_string(text, lambda _: None)):
+        return None
+    try:
+        value: str = json.loads(text.since(start), strict=False)
+        value.encode()
+    except ValueError:  # UnicodeEncodeError, a lone surrogate, is one
+        return None
+    return value
+
+
+def _copy_string(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
+    """Hand on a string with its quotes; whether it was closed."""
+    escaped = True  # as the opening quote closes nothing
+    while character := (yield from text.peek()):
+        text.at += 1
+        put(character)
+        if character == '"' and not escaped:
+            return True
+        escaped = character == "\\" and not escaped
+    return False
+
+
+def _copy_value(text: GrowingText, put: Callable[[str], None]) -> Reading[bool]:
+    """Hand on a value, as far as its characters may be JSON's and its brackets are open; whether it was whole."""
+    depth, size = 0, 0
+    while character := (yield from text.peek()):
+        if character == '"':
+            if not (yield from _copy_string(text, put)):
+                return False
+            size += 1
+            if depth == 0:
+                return True
+            continue
+        if depth == 0 and size and (character in ",}]" or character.isspace()):
+            return True  # the end of a number, or of a name
+        if character not in _OUTSIDE_STRINGS or (depth == 0 and character in ",}]:"):
+            return False
+        text.at += 1
+        put(character)
+        size += 1
+        depth += (character in "{[") - (character in "}]")
+        if depth == 0 and character in "}]":
+            return True
+    return False

@@ -74,19 +74,21 @@ def _run_once(
 ) -> Any:
     size = group.bundle_count
 
-    def options(rank: int) -> dict[str, Any]:
+    def at(rank: int) -> dict[str, Any]:
         return {"max_retries": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)}
 
-    tasks = [ray.remote(_meeting_place).options(num_cpus=0, **options(0)).remote()]
+    each = {"num_cpus": resources.cpus_per_worker, "num_gpus": resources.gpus_per_worker}
+    tasks = [ray.remote(_meeting_place).options(num_cpus=0, **at(0)).remote()]
     try:
         address = _wait(tasks, store, request)
-        worker = ray.remote(function).options(num_cpus=resources.cpus_per_worker, num_gpus=resources.gpus_per_worker)
+        worker = ray.remote(function)
         tasks = [
-            worker.options(**options(rank)).remote(*arguments, Member(rank, size, address)) for rank in range(size)
+            worker.options(**each, **at(rank)).remote(*arguments, Member(rank, size, address)) for rank in range(size)
         ]
         return _wait(tasks, store, request)
     except BaseException:
-        for task in tasks:
+        _, running = ray.wait(tasks, num_returns=len(tasks), timeout=0)  # to cancel what has ended may end this process
+        for task in running:
             ray.cancel(task, force=True)
         raise
 

@@ -12,6 +12,7 @@ def test_keys_are_what_they_have_always_been() -> None:
         "event_key": ATTEMPT.event_key("driver-01", 7),
         "answers_key": ATTEMPT.answers_key("ab"),
         "start_prefix": ATTEMPT.start_prefix("tiny"),
+        "evaluation_key": ATTEMPT.evaluation_key("0a1b", "task-000"),
     } == {
         "request_key": "jobs/job_1/attempts/2/attempt.json",
         "preempt_key": "jobs/job_1/attempts/2/control/preempt.json",
@@ -24,6 +25,8 @@ def test_keys_are_what_they_have_always_been() -> None:
         "answers_key": "jobs/job_1/attempts/2/answers/ab.jsonl",
         "starts_prefix": "jobs/job_1/attempts/2/starts",
         "start_prefix": "jobs/job_1/attempts/2/starts/tiny",
+        "evaluation_prefix": "jobs/job_1/attempts/2/evaluation",
+        "evaluation_key": "jobs/job_1/attempts/2/evaluation/0a1b/task-000.json",
         "artifact_prefix": "jobs/job_1/attempts/2/artifact",
         "tracking_prefix": "jobs/job_1/attempts/2/tracking",
         "logs_key": "jobs/job_1/attempts/2/logs.txt",

@@ -87,7 +87,7 @@ def varlen_on_cpu(*arguments: Any, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
 def test_one_operator_for_all_samples_gives_the_same_step(name: str) -> None:
-    """What runs on GPUs, with an operator of its signature: windows, grouped heads, narrow values, padding behind."""
+    """The path of GPUs, with an operator of its signature: windows, grouped heads, narrow values, padding behind."""
     student, rows = make_student(name, "sdpa"), make_rows(packing=True)
     expected = step(student, rows)
     with patch.object(fork_module, "choose_operator", return_value=varlen_on_cpu) as chosen:
@@ -171,7 +171,7 @@ def count_flops(student: Any, rows: PackedRows) -> int:
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)
 def test_packed_rows_take_the_operations_of_their_samples(name: str) -> None:
-    """As counted by torch: the sum over the samples, each in a row of its own length."""
+    """Counted by torch: the sum over the samples, each in a row of its own length."""
     student, rows = make_student(name, "sdpa"), make_rows(packing=True)
     alone = 0
     for member in range(len(LENGTHS)):

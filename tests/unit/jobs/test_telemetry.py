@@ -43,7 +43,7 @@ def step(tokens: int, tokens_per_second: float) -> StepMetrics:
 
 
 def test_work_follows_the_positions_that_count() -> None:
-    """Of two workers each does half of the work for 200 positions, in half a second."""
+    """Each of two workers does half of the work for 200 positions, in half a second."""
     telemetry = Telemetry(spec(peak_flops_per_second=3.2e6), 4000.0, CPU)
     telemetry.begin(1000)
     point = telemetry.point(step(1200, 400.0))

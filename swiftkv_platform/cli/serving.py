@@ -13,6 +13,7 @@ from swiftkv_platform.cli.output import err, local_time, print_fields, print_jso
 from swiftkv_platform.cli.spec_options import spec_options
 from swiftkv_platform.client import Generation
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.local.units import size
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
 models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
@@ -46,7 +47,10 @@ def get_model(
     if json:
         print_json(model)
     else:
-        print_fields(model.model_dump(mode="json"))
+        fields = model.model_dump(mode="json", exclude={"object"})
+        num_bytes = fields.get("size")
+        of_people = {"created_at": local_time(model.created_at), "size": None if num_bytes is None else size(num_bytes)}
+        print_fields({**fields, **of_people})
 
 
 @spec_options(DeploymentSpec, without=("model",))

@@ -256,11 +256,12 @@ def test_generate_streams_the_text(run: Run, script: Script) -> None:
 
 
 def test_models_list_and_get(run: Run, script: Script) -> None:
-    row = {"id": "mdl_1", "name": "tiny", "job_id": "job_1", "created_at": 1}
+    row = {"id": "mdl_1", "name": "tiny", "job_id": "job_1", "created_at": 1, "size": 24 << 20}
     script.on("GET", "/models", list_answer([row]))
     script.on("GET", "/models/mdl_1", json_answer(row))
     assert "mdl_1" in run("models", "list").stdout
-    assert json.loads(run("models", "get", "mdl_1", "--json").stdout)["job_id"] == "job_1"
+    assert "24 MiB" in run("models", "get", "mdl_1").stdout
+    assert json.loads(run("models", "get", "mdl_1", "--json").stdout)["size"] == 24 << 20
 
 
 def test_status_of_nothing_fails(tmp_path: Path) -> None:

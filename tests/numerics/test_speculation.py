@@ -153,7 +153,7 @@ def test_a_stop_within_accepted_drafts_ends_the_answer_there(student: LoadedMode
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PROCESSED], ids=["greedy", "sampled", "processed"])
 def test_the_fewest_tokens_are_those_of_off(student: LoadedModel, params: dict[str, Any]) -> None:
-    """What would end the answer is drafted as little as it is said; a threshold exit says it no earlier either."""
+    """Neither drafts nor a threshold exit end an answer before it has them."""
     asked = prompts(4, student.model.config.vocab_size)
     whole = answers(make_engine(student), asked, params)
     wanted = {**params, "stop_token_ids": tuple(output.token_ids[2] for output in whole), "min_tokens": 9}

@@ -290,7 +290,7 @@ async def test_a_prompt_is_scored_and_nothing_generated(client: openai.AsyncOpen
 
 
 async def test_an_answer_ends_no_earlier_than_it_may(client: openai.AsyncOpenAI) -> None:
-    """And may end with what ended it."""
+    """Its text may end with what ended it."""
     whole = await client._client.post(
         "http://serve/generate", json={"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     )

@@ -93,7 +93,7 @@ def test_any_value_of_any_field_is_answered_or_refused_by_name(
     stream_options: dict[str, Any] | None,
     stream: bool,
 ) -> None:
-    """Of the fields that OpenAI's routes serve, ignore and refuse, and of others."""
+    """Fields that OpenAI's routes serve, ignore and refuse, and others."""
     body = {"max_tokens": 2, **fields, "stream": stream, "stream_options": stream_options, **PROMPTS[route]}
     response = httpx.post(f"{url}/v1/{route}", json={**body, "model": MODEL}, timeout=HANGS_AFTER_S, trust_env=False)
     assert response.status_code in (200, 400, 403, 429) or "timeout_s" in fields, response.text

@@ -283,9 +283,18 @@ def test_the_playground_asks_for_what_was_chosen_and_marks_exits(server: Server,
         with page.expect_response("**/generate"):
             page.get_by_role("button", name="Generate").click()
         expect(page.get_by_text("22 ms")).to_be_visible()
-    plain = {"prompt": "def f():", "max_tokens": 64, "temperature": 0, "stream": True, "stream_interval_s": 0}
+    page.get_by_label("as a chat").check()
+    with page.expect_response("**/generate"):
+        page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_text("22 ms")).to_be_visible()
+    chosen = {"max_tokens": 64, "temperature": 0, "stream": True, "stream_interval_s": 0}
+    plain, chat = {"prompt": "def f():", **chosen}, {"messages": [{"role": "user", "content": "def f():"}], **chosen}
     exits = [{"mode": "threshold", "threshold": 0.95}, {"mode": "lossless"}]
-    assert asked == [plain, *({**plain, "early_exit": early_exit} for early_exit in exits)]
+    assert asked == [
+        plain,
+        *({**plain, "early_exit": early_exit} for early_exit in exits),
+        {**chat, "early_exit": exits[1]},
+    ]
     page.goto("about:blank")
 
 

@@ -49,7 +49,9 @@ export function Playground({ query }) {
     event.preventDefault();
     const fields = new FormData(event.target);
     const ids = [...new Set([fields.get("a"), fields.get("b")].filter(Boolean))];
-    const body = { prompt: fields.get("prompt"), max_tokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), stream: true, stream_interval_s: 0 };
+    const text = fields.get("prompt");
+    const asked = fields.get("chat") ? { messages: [{ role: "user", content: text }] } : { prompt: text };
+    const body = { ...asked, max_tokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), stream: true, stream_interval_s: 0 };
     const mode = fields.get("exit");
     const exit = { early_exit: mode === "threshold" ? { mode, threshold: Number(fields.get("threshold")) } : { mode } };
     running.current = new AbortController();
@@ -72,6 +74,7 @@ export function Playground({ query }) {
       <p class="row">
         <label>Deployment <select name="a" required>${options}</select></label>
         <label>beside it <select name="b"><option value="">none</option>${ready.map((item) => html`<option value=${item.id}>${item.route_prefix} (${served(item)})</option>`)}</select></label>
+        <label><input name="chat" type="checkbox" /> as a chat</label>
         <label>Most tokens <input name="max_tokens" type="number" min="1" value="64" /></label>
         <label>Temperature <input name="temperature" type="number" min="0" step="0.1" value="0" /></label>
         <label>Early exit

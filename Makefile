@@ -53,8 +53,9 @@ bench: install
 
 SCHEDULES ?= 1000
 SOAK_ROUNDS ?= 5
-soak: install vllm-env  # every sharding strategy; random schedules of the engine; kills and restarts, over and over; vLLM under load
+soak: install vllm-env  # every sharding strategy; dry runs of every recipe; random schedules of the engine; kills and restarts, over and over; vLLM under load
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/numerics/test_sharding.py tests/numerics/test_tensor_parallel.py --timeout 1200
+	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/unit/jobs/test_dry_run.py --timeout 3600
 	SWIFTKV_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/numerics/test_engine_schedules.py tests/numerics/test_structured_schedules.py
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 3600 tests/contract/test_two_planes.py tests/integration/test_kills.py \
 	  tests/unit/api/test_followers.py tests/unit/api/test_fuzz.py

@@ -101,14 +101,15 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
         config: the teacher's `config.json`.
 
     Raises:
-        InvalidInputError: DeepSpeed shards tensors by their addresses, which fake ones do not have.
+        InvalidInputError: DDP and DeepSpeed copy by addresses, which fake tensors do not have.
     """
-    if spec.sharding.strategy == "deepspeed":
+    strategy = spec.sharding.strategy
+    if strategy != "fsdp2":
         raise InvalidInputError(
-            "sharding.strategy is 'deepspeed', whose partitions are made of addresses that fake tensors do not have; "
-            "`swiftkv jobs validate` plans it by formula, and fsdp2 or ddp can be run dry",
+            f"sharding.strategy is {strategy!r}, whose buffers are made of addresses that fake tensors do not have; "
+            "fsdp2 can be run dry, and `swiftkv jobs validate` plans the others by formula",
             field="sharding.strategy",
-            value="deepspeed",
+            value=strategy,
         )
     spec = _settled(spec, config)
     student_config = _student_config(spec, config)
@@ -321,8 +322,6 @@ def _spread(spec: JobSpec, config: Any, fakes: _Fakes) -> Parallel:
         gradient_checkpointing=spec.training.gradient_checkpointing,
         sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, torch.device("cpu")),
     )
-    if not spec.sharding.shards_parameters:
-        fakes.fill(fork)
     return parallelize(fork, spec, dtype=compute_dtype(spec), device=torch.device("cpu"), fill=fakes.fill)
 
 

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftkv_platform.data.checks import SourceEstimate
-from swiftkv_platform.planning import plan, resolve_num_key_value_layers, shared_key_value_heads
+from swiftkv_platform.planning import (
+    LayerMap,
+    plan,
+    read_architecture,
+    resolve_num_key_value_layers,
+    shared_key_value_heads,
+)
 from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.parameters import student_parameters
+from swiftkv_platform.planning.phases import refuse_what_cannot_fit
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, resolve_defaults
@@ -59,7 +67,7 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
     """The estimate of a job without a sweep.
 
     Raises:
-        InvalidInputError: l, g or a batch size that does not fit.
+        InvalidInputError: l, g or a batch size that does not fit, or more memory than the GPU named has.
         ModelError: a family without a row, or a configuration that lacks a key.
     """
     spec = _settled(spec, config)
@@ -81,6 +89,7 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         key_value_group_size=group_size,
         num_tokens=max_tokens,
     )
+    _refuse_what_cannot_fit(spec, config, num_key_value_layers)
     return Estimate(
         num_hidden_layers=prefill.num_hidden_layers,
         num_key_value_layers=prefill.num_key_value_layers,
@@ -97,6 +106,19 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         total_flops=training.total_flops,
         flops_per_step=training.flops_per_token.total * tokens_per_step,
         sources=sources,
+    )
+
+
+def _refuse_what_cannot_fit(spec: JobSpec, config: dict[str, Any], num_key_value_layers: int) -> None:
+    model, setup = read_architecture(config), training_setup(spec)
+    layer_map = LayerMap(len(model.layers), num_key_value_layers, spec.swiftkv.key_value_group_size)
+    refuse_what_cannot_fit(
+        model,
+        layer_map,
+        student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable),
+        setup,
+        calibrated=spec.swiftkv.initialization == "calibrated",
+        accelerator_type=spec.resources.accelerator_type,
     )
 
 

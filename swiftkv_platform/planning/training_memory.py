@@ -82,11 +82,13 @@ def worker_memory(
     passing_back = recomputed + _gradients_of_activations(model, setup, narrow)
     loss = _loss(model, setup, narrow)
     persistent = frozen + weights + moments
-    # Gradients of a step's first micro batch appear while activations go.
-    kept = gradients if setup.num_micro_batches > 1 else 0
+    # Gradients of a step's first micro batch appear while activations go. FSDP2 shards them with the last one alone.
+    unsharded = WIDE * trained if setup.strategy == "fsdp2" else gradients
+    kept = unsharded if setup.num_micro_batches > 1 else 0
     during_passes = activations + max(loss, passing_back) + kept
-    largest = WIDE * (parameters.largest_tensor if setup.device == "cpu" else trained)
-    during_update = gradients + min(largest, WIDE * trained)
+    # CUDA's update has buffers of all that this worker updates, the CPU's of one tensor; only DDP updates everything.
+    updated = trained if setup.device != "cpu" else min(parameters.largest_tensor, trained)
+    during_update = gradients + -(-WIDE * updated // (1 if setup.strategy == "ddp" else shards))
     peak = persistent + gathered + max(during_passes, during_update)
     return WorkerMemory(
         frozen=frozen,
@@ -127,6 +129,15 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     if setup.gradient_checkpointing:
         recomputed = _layer(model, model.layers[-1], setup, narrow, has_gradient=True)
     return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
+
+
+def layer_buffers(model: Architecture, setup: TrainingSetup) -> int:
+    """Bytes of a forward pass without gradients: one layer's tensors, its mask, and the states around the layers."""
+    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    own = model.shared_attention
+    masked = narrow * (own.num_heads * (own.query_size + own.value_size) + setup.sequence_length)
+    widest = max(_layer(model, layer, setup, narrow, has_gradient=True) for layer in model.layers)
+    return (widest + masked + 4 * narrow * model.hidden_size) * setup.sequence_length
 
 
 def _gradients_of_activations(model: Architecture, setup: TrainingSetup, narrow: int) -> int:

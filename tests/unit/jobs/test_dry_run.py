@@ -17,7 +17,7 @@ from swiftkv_platform.orchestration.estimates import Estimate, estimate
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.recipes import RECIPES, teacher_config
 
-BY_NAME = {path.stem: path for path in RECIPES if "sweep" not in path.stem}  # a sweep's trials are jobs of their own
+BY_NAME = {path.stem: path for path in RECIPES if load_spec(path).sharding.strategy == "fsdp2"}
 SMALLEST, LARGEST, EXPERTS = "builtin-python-5m", "llama-3.1-405b-fp8", "deepseek-v2-lite"
 SHALLOW = 4
 """Layers of the teachers of quick dry runs: a teacher's layers are alike."""
@@ -90,10 +90,11 @@ def test_a_recipe_takes_what_is_planned(name: str) -> None:
     check(*run(load_spec(BY_NAME[name])))
 
 
-def test_deepspeed_is_planned_by_formula_alone() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed"])
+def test_other_strategies_are_planned_by_formula_alone(strategy: str) -> None:
     spec = load_spec(BY_NAME[SMALLEST])
-    sharding = spec.sharding.model_copy(update={"strategy": "deepspeed"})
-    with pytest.raises(InvalidInputError, match=r"sharding\.strategy is 'deepspeed'"):
+    sharding = spec.sharding.model_copy(update={"strategy": strategy})
+    with pytest.raises(InvalidInputError, match=rf"sharding\.strategy is '{strategy}'"):
         run(spec.model_copy(update={"sharding": sharding}))
     assert not dist.is_initialized()
 

@@ -15,9 +15,13 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.orchestration.estimates import estimate
+from swiftkv_platform.planning import phases
+from swiftkv_platform.planning.phases import WHOLE_MODEL_PHASES
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
-from tests.recipes import RECIPES, TEACHERS
+from tests.recipes import RECIPES, TEACHERS, teacher_config
 from tests.unit.api.conftest import control_plane, make_parts
 
 LAYERS = {
@@ -35,6 +39,10 @@ LAYERS = {
     "deepseek-v2-lite": (15, 21),
 }
 """l, and the layers of the KV cache: l + ceil((L - l) / g)."""
+
+
+TOO_LARGE = {"llama-3.1-70b", "llama-3.1-405b-fp8"} if WHOLE_MODEL_PHASES else set()
+"""Recipes that are refused while one worker calibrates and evaluates with all weights."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +73,13 @@ def test_a_recipe_fits_its_teacher(path: Path, tmp_path: Path) -> None:
         assert spec.data.max_length <= TEACHERS[spec.model.name_or_path]["max_position_embeddings"]
         arguments += ["--config", str(config)]
     result = CliRunner().invoke(app, arguments)
+    if path.stem in TOO_LARGE:
+        assert result.exit_code == 1
+        assert "one worker holds all weights" in result.output
+        return
     assert result.exit_code == 0, result.output
-    estimate = json.loads(result.stdout)
-    assert (estimate["num_key_value_layers"], estimate["num_kv_cache_layers"]) == LAYERS[path.stem]
+    found = json.loads(result.stdout)
+    assert (found["num_key_value_layers"], found["num_kv_cache_layers"]) == LAYERS[path.stem]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -78,9 +90,13 @@ def test_the_control_plane_foresees_a_recipe(path: Path, client: TestClient, tmp
         (tmp_path / "config.json").write_text(json.dumps(TEACHERS[spec["model"]["name_or_path"]]))
         spec["model"]["name_or_path"] = str(tmp_path)
     answer = client.post("/jobs/validate", json=spec)
+    if path.stem in TOO_LARGE:
+        assert answer.status_code == 422
+        assert answer.json()["errors"][0]["field"] == "resources.accelerator_type"
+        return
     assert answer.status_code == 200, answer.text
-    estimate = answer.json()
-    assert (estimate["num_key_value_layers"], estimate["num_kv_cache_layers"]) == LAYERS[path.stem]
+    found = answer.json()
+    assert (found["num_key_value_layers"], found["num_kv_cache_layers"]) == LAYERS[path.stem]
     for name in (
         "prefill_flops_ratio",
         "kv_bytes_per_token",
@@ -88,7 +104,7 @@ def test_the_control_plane_foresees_a_recipe(path: Path, client: TestClient, tmp
         "flops_per_step",
         "memory_per_worker",
     ):
-        assert estimate[name] > 0, name
+        assert found[name] > 0, name
 
 
 @pytest.mark.parametrize(
@@ -107,6 +123,27 @@ def test_a_recipe_of_a_published_model_has_the_papers_hyperparameters(path: Path
     assert spec.evaluation.has_gate
     sources = [source.name_or_path for source in spec.data.sources]
     assert sources[:2] == ["HuggingFaceH4/ultrachat_200k", "teknium/OpenHermes-2.5"]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if load_spec(path).resources.gpus_per_worker], ids=lambda p: p.stem
+)
+def test_every_recipe_trains_on_its_gpus(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "WHOLE_MODEL_PHASES", frozenset())
+    spec = load_spec(path)
+    memory = estimate(spec, teacher_config(spec), ()).memory_per_worker
+    assert memory is not None
+    assert spec.resources.accelerator_type is not None
+    assert memory < phases.DEVICE_MEMORY[spec.resources.accelerator_type]
+
+
+def test_too_few_workers_are_refused_with_the_number_that_would_do() -> None:
+    spec = load_spec(next(path for path in RECIPES if "405b" in path.stem))
+    assert spec.resources.num_workers == 64
+    half = spec.model_copy(update={"resources": spec.resources.model_copy(update={"num_workers": 32})})
+    with pytest.raises(InvalidInputError, match=r"with 32 workers .* resources\.num_workers 64 would do") as refused:
+        estimate(half, teacher_config(half), ())
+    assert (refused.value.field, refused.value.value) == ("resources.num_workers", 32)
 
 
 def test_validating_loads_no_torch() -> None:

@@ -1,0 +1,83 @@
+"""Deployments that programs of other authors talk to, each started once in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.requirements import missing
+
+ROOT = Path(__file__).parents[3]
+MODEL = "tiny"
+_START_S = 900.0
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model that is served."""
+
+    url: str
+    """Address below which the routes lie."""
+    tokenizer: Path
+    """Directory of the tokenizer, which has a chat template."""
+
+    @property
+    def openai_url(self) -> str:
+        """`base_url` of OpenAI's clients."""
+        return f"{self.url}/v1"
+
+
+def interpreter(variable: str, command: str) -> str:
+    """Return the Python of another environment that `variable` names; `command` makes that environment."""
+    python = os.environ.get(variable)
+    return python or missing(f"{variable} names no interpreter; `make {command}` makes its environment")
+
+
+@contextmanager
+def deployed(python: str, backend: str, directory: Path) -> Iterator[Deployment]:
+    log = directory / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [python, "-m", "tests.outside.judges.deployment", str(directory), backend],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+    try:
+        ready, _, _ = select.select([process.stdout], [], [], _START_S)
+        line = process.stdout.readline() if ready and process.stdout else b""
+        assert line, f"the deployment did not start:\n{log.read_text(errors='replace')[-8000:]}"
+        told = json.loads(line)
+        yield Deployment(told["url"], Path(told["tokenizer"]))
+    finally:
+        process.communicate(timeout=120.0)
+
+
+@pytest.fixture(scope="session")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A SwiftKV student on this project's engine."""
+    python = interpreter("SWIFTKV_TEST_PYTHON", "install")
+    with deployed(python, "native", tmp_path_factory.mktemp("native")) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    return interpreter("SWIFTKV_TEST_VLLM_PYTHON", "vllm-env")
+
+
+@pytest.fixture(scope="session")
+def vllm(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """The same student on vLLM."""
+    with deployed(vllm_python, "vllm", tmp_path_factory.mktemp("vllm")) as deployment:
+        yield deployment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from tests.requirements import missing
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
+NODE = Path(__file__).parent / "node"
 _START_S = 900.0
 
 
@@ -39,6 +41,16 @@ def interpreter(variable: str, command: str) -> str:
     """Return the Python of another environment that `variable` names; `command` makes that environment."""
     python = os.environ.get(variable)
     return python or missing(f"{variable} names no interpreter; `make {command}` makes its environment")
+
+
+def node_program(package: str) -> list[str]:
+    """Command of a package's program, or of Node alone for `openai`, which has none."""
+    node = shutil.which("node") or missing("node is not installed; the judges of its world need version 20 or newer")
+    directory = NODE / "node_modules" / package
+    if not directory.is_dir():
+        missing(f"{package} is not installed; `make judges-env` brings it")
+    programs = json.loads((directory / "package.json").read_text(encoding="utf-8")).get("bin", {})
+    return [node, str(directory / programs["redocly"])] if "redocly" in programs else [node]
 
 
 @contextmanager

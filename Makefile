@@ -106,10 +106,10 @@ JUDGE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python SWIFTKV_TEST_VLLM_PYTHON=$(
 outside: install vllm-env judges-env  # the plugin in a real vLLM, vLLM behind serve/, on a CPU; benchmarks that start vLLM; judges
 	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
 	$(OUTSIDE) -m "not integration" --durations 25
-	$(JUDGE) --durations 25
+	$(JUDGE) --durations 25 --page docs/judges.md
 
 judges: install vllm-env judges-env  # those of `make outside` alone
-	$(JUDGE) --durations 25
+	$(JUDGE) --durations 25 --page docs/judges.md
 
 clean:
 	rm -rf $(VENV) .venv-lock .venv-vllm-* .venv-judges $(JUDGES)/node/node_modules site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import select
@@ -20,6 +21,44 @@ ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
 NODE = Path(__file__).parent / "node"
 _START_S = 900.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--page", type=Path, help="write what each judge found to this Markdown file")
+
+
+_PAGE = """# Outside judges
+
+Written by `make judges`: programs of other authors against a deployment on Ray Serve, over HTTP alone.
+
+| judge | asks for | result |
+|---|---|---|
+"""
+_FOUND = pytest.StashKey[dict[str, list[str]]]()
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    found = item.config.stash.setdefault(_FOUND, {})
+    results = found.setdefault((inspect.getdoc(item.getparent(pytest.Module).obj) or "").splitlines()[0], [])
+    if call.when == "call" or call.excinfo is not None:
+        skipped = call.excinfo is not None and call.excinfo.errisinstance(pytest.skip.Exception)
+        results.append("skipped" if skipped else "failed" if call.excinfo else "passed")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the page; without times and addresses, so that equal results are equal pages."""
+    page: Path | None = session.config.getoption("page")
+    if page is None:
+        return
+    rows = []
+    for described, results in session.config.stash.get(_FOUND, {}).items():
+        judge, _, asks = described.partition(": ")
+        counts = ", ".join(f"{results.count(name)} {name}" for name in dict.fromkeys(sorted(results, key=_ORDER.index)))
+        rows.append(f"| {judge} | {asks.removesuffix('.')} | {counts} |\n")
+    page.write_text(_PAGE + "".join(rows), encoding="utf-8")
+
+
+_ORDER = ["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""langchain's chat model: text, structured answers and tools, whole and streamed."""
+"""langchain: text, structured answers and tools, whole and streamed."""
 
 from __future__ import annotations
 

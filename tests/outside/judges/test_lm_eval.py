@@ -1,4 +1,4 @@
-"""lm-evaluation-harness over OpenAI's routes: log-probabilities of prompts, and text, on a task of this repository."""
+"""lm-evaluation-harness: log-probabilities of prompts, and text, by `local-completions` and its chat form."""
 
 from __future__ import annotations
 

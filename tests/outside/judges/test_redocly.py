@@ -1,4 +1,4 @@
-"""Redocly's linter on the OpenAPI documents of the control plane and of a replica."""
+"""Redocly's linter: the OpenAPI documents of the control plane and of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's own serving benchmark, on this project's engine and on vLLM behind the same routes."""
+"""`vllm bench serve`: streamed completions and chats, on this project's engine and on vLLM behind the same routes."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install lock demo test quick lint audit docs bench soak coverage vllm-env outside clean
+.PHONY: install lock demo test quick lint audit docs bench soak coverage vllm-env judges-env judges outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -84,10 +84,33 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --editable '.[vllm]'
 	touch $@
 
-OUTSIDE = $(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside
-outside: install vllm-env  # the plugin in a real vLLM, and vLLM behind serve/, on a CPU; benchmarks that start vLLM
+JUDGES := tests/outside/judges
+JUDGES_VENV ?= .venv-judges
+JUDGES_STAMP := $(JUDGES_VENV)/.installed
+JUDGES_NODE := $(JUDGES)/node/node_modules/.package-lock.json
+judges-env: $(JUDGES_STAMP) $(JUDGES_NODE)  # programs of other authors that talk to a deployment; not this project itself
+
+# Of litellm its tools need `mcp`, of guidellm torch: the version whose build the project's own environment has.
+$(JUDGES_STAMP): $(JUDGES)/constraints.txt
+	$(PYTHON) -m venv $(JUDGES_VENV)
+	$(JUDGES_VENV)/bin/python -m pip install --quiet --constraint $< \
+	  guidellm langchain-openai 'litellm[mcp]' 'lm_eval[api]' openai pytest pytest-timeout torch
+	touch $@
+
+$(JUDGES_NODE): $(JUDGES)/node/package.json $(JUDGES)/node/package-lock.json
+	npm ci --prefix $(JUDGES)/node --ignore-scripts --no-audit --no-fund --loglevel error
+	touch $@
+
+OUTSIDE = $(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside/serve tests/outside/vllm
+JUDGE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
+  $(JUDGES_VENV)/bin/python -m pytest -c $(JUDGES)/pytest.ini --rootdir . --confcutdir $(JUDGES) $(JUDGES)
+outside: install vllm-env judges-env  # the plugin in a real vLLM, vLLM behind serve/, on a CPU; benchmarks that start vLLM; judges
 	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
 	$(OUTSIDE) -m "not integration" --durations 25
+	$(JUDGE) --durations 25 --page docs/judges.md
+
+judges: install vllm-env judges-env  # those of `make outside` alone
+	$(JUDGE) --durations 25 --page docs/judges.md
 
 clean:
-	rm -rf $(VENV) .venv-lock .venv-vllm-* site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-lock .venv-vllm-* .venv-judges $(JUDGES)/node/node_modules site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -28,7 +28,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.problems import problem_of
-from swiftkv_platform.web.swagger import add_docs
+from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
@@ -52,7 +52,13 @@ def create_http_app(
 ) -> FastAPI:
     """The application of one replica; with a key ring nothing is answered without a key (of `tenant`, if one is given)
     but `/health`, `/metrics`. `max_body_bytes`: see `ReplicaArgs`."""
-    app = FastAPI(title="SwiftKV serve", docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="SwiftKV serve",
+        license_info=LICENSE,
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"description": "Problem details (RFC 9457); below `/v1` an error in OpenAI's form"}},
+    )
     add_docs(app)
     app.router.route_class = BodyRoute
     app.state.gate = gate = Gate(key_ring, tenant)
@@ -122,7 +128,7 @@ def create_http_app(
 
         return await version.engine.readers.run_unadmitted(decode, len(tokens))
 
-    @app.get("/health")
+    @app.get("/health", openapi_extra=OPEN)
     async def health() -> dict[str, object]:
         """Models that are served, while they are, and the state of a swap."""
         version, candidate = current.version, current.version.candidate
@@ -135,7 +141,7 @@ def create_http_app(
             "swap": current.swap.model_dump(),
         }
 
-    @app.get("/metrics")
+    @app.get("/metrics", openapi_extra=OPEN)
     async def metrics() -> Response:
         """Prometheus metrics of this replica."""
         return Response(current.metrics.text(), media_type=CONTENT_TYPE_LATEST)

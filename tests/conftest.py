@@ -31,7 +31,7 @@ settings.register_profile("repeatable", deadline=None, derandomize="SWIFTKV_SOAK
 settings.load_profile("repeatable")
 
 
-_SERVICES = ("postgres", "s3_server", "moto", "rclone", "browser")
+_SERVICES = ("postgres", "s3_server", "moto", "rclone", "seaweedfs", "browser")
 """Parts of the names of fixtures and parameters that start a server or a browser."""
 _PROCESSES = {"subprocess", "multiprocessing", "Popen"}
 

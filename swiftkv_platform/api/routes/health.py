@@ -14,6 +14,7 @@ from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.api.probing import Kept, complaint_of
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_response
+from swiftkv_platform.web.swagger import OPEN
 
 router = APIRouter(tags=["operations"])
 
@@ -24,13 +25,13 @@ _KEEP_COUNTS_S = 10.0
 """Seconds that an answer is kept: counting reads a whole index, a ping writes to the store, no key is asked for."""
 
 
-@router.get("/healthz")
+@router.get("/healthz", openapi_extra=OPEN)
 async def healthz() -> dict[str, str]:
     """The process lives."""
     return {"status": "ok"}
 
 
-@router.get("/readyz", response_model=None)
+@router.get("/readyz", response_model=None, openapi_extra=OPEN)
 async def readyz(request: Request) -> Response:
     """Database, Ray and object store answer, and the loops come around; 503 names those that do not."""
     readiness: Readiness = request.app.state.readiness
@@ -73,7 +74,7 @@ async def _complaint(ask: Callable[[], str | None]) -> str | None:
         return f"no answer within {_CHECK_TIMEOUT_S:g} s"
 
 
-@router.get("/metrics")
+@router.get("/metrics", openapi_extra=OPEN)
 def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)

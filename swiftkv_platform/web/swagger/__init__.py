@@ -5,6 +5,7 @@ package's own page has a script in it, which our content policy lets no page run
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import FileResponse
@@ -12,6 +13,10 @@ from fastapi.responses import FileResponse
 from swiftkv_platform.web.middleware import PAGE_HEADERS, PageFiles
 
 FILES = Path(__file__).parent
+LICENSE = {"name": "Apache 2.0", "identifier": "Apache-2.0"}
+"""The `license_info` of both applications."""
+OPEN: dict[str, Any] = {"security": []}
+"""The `openapi_extra` of a route that asks for no key."""
 
 
 def add_docs(app: FastAPI) -> None:

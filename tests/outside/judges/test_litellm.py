@@ -1,0 +1,62 @@
+"""litellm: text and chats, whole and streamed, structured answers and tools."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would fetch prices from the network
+
+from typing import Any
+
+import litellm
+import pytest
+
+from tests.outside.judges.conftest import Deployment
+from tests.outside.judges.programs import MAX_TOKENS, MESSAGES, MODEL, Weather
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": Weather.model_json_schema()}}
+
+
+@pytest.fixture
+def chat(native: Deployment) -> dict[str, Any]:
+    return {
+        "model": f"openai/{MODEL}",
+        "api_base": native.openai_url,
+        "api_key": "none",
+        "messages": MESSAGES,
+        "seed": 1,
+        "max_tokens": MAX_TOKENS,
+        "num_retries": 0,
+    }
+
+
+def test_a_streamed_chat_joins_to_the_whole(chat: dict[str, Any]) -> None:
+    chat |= {"max_tokens": 8, "temperature": 0.0}
+    whole = litellm.completion(**chat)
+    chunks = list(litellm.completion(**chat, stream=True, stream_options={"include_usage": True}))
+    joined = litellm.stream_chunk_builder(chunks, messages=MESSAGES)
+    assert joined.choices[0].message.content == whole.choices[0].message.content
+    assert joined.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_streamed_completion_joins_to_the_whole(chat: dict[str, Any]) -> None:
+    del chat["messages"]
+    chat |= {"model": f"text-completion-openai/{MODEL}", "prompt": "hello", "max_tokens": 8, "temperature": 0.0}
+    whole = litellm.text_completion(**chat)
+    chunks = litellm.text_completion(**chat, stream=True)
+    assert "".join(chunk.choices[0].text or "" for chunk in chunks) == whole.choices[0].text
+
+
+def test_a_structured_answer(chat: dict[str, Any]) -> None:
+    answer = litellm.completion(**chat, response_format=Weather)
+    Weather.model_validate_json(answer.choices[0].message.content)
+
+
+def test_a_tool_is_called_whole_and_streamed(chat: dict[str, Any]) -> None:
+    chat |= {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = litellm.completion(**chat)
+    streamed = litellm.stream_chunk_builder(list(litellm.completion(**chat, stream=True)), messages=MESSAGES)
+    for answer in (whole, streamed):
+        [call] = answer.choices[0].message.tool_calls
+        assert call.function.name == "get_weather"
+        Weather.model_validate_json(call.function.arguments)

@@ -29,21 +29,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig
 
-from jobs.worker.measure import compare
+from jobs.worker.measure import Evaluation
 from jobs.worker.prepare import compute_dtype, student_shape
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation import losses
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import Trainer
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.batches import to_tensors
-from swiftkv_platform.model.calibration import collect
+from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.conversion import make_student_config
 from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
@@ -89,9 +91,9 @@ class DryRun(FrozenModel):
     """A step, when the optimizer has its state."""
     collectives: tuple[Collective, ...]
     calibrate: Memory | None
-    """One row through the teacher, and the sums of it; None for a copied start."""
+    """One row through the teacher layer by layer, and the sums of it; None for a copied start."""
     evaluate: Memory
-    """One row through teacher and student."""
+    """Rows through teacher and student, sharded over the workers."""
 
 
 def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
@@ -123,8 +125,8 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
             num_trained_parameters=counts[1],
             train=train,
             collectives=collectives,
-            calibrate=_whole_model(spec, student_config, fakes, _calibrate) if calibrated else None,
-            evaluate=_whole_model(spec, student_config, fakes, _evaluate),
+            calibrate=_calibrate(student_config, fakes) if calibrated else None,
+            evaluate=_evaluate(spec, student_config, fakes),
         )
 
 
@@ -322,7 +324,8 @@ def _spread(spec: JobSpec, config: Any, fakes: _Fakes) -> Parallel:
         gradient_checkpointing=spec.training.gradient_checkpointing,
         sequence=SequenceGroup.create(spec.sharding.sequence_parallel_size, torch.device("cpu")),
     )
-    return parallelize(fork, spec, dtype=compute_dtype(spec), device=torch.device("cpu"), fill=fakes.fill)
+    weights = _FakeWeights(fork.student, fakes)
+    return parallelize(fork, spec, dtype=compute_dtype(spec), device=torch.device("cpu"), weights=weights)
 
 
 def _trainer(spec: JobSpec, parallel: Parallel, rows: PackedRows) -> Trainer:
@@ -348,24 +351,55 @@ class _Gradients:
                 self.num_bytes += local.nbytes
 
 
-def _whole_model(spec: JobSpec, config: Any, fakes: _Fakes, run: Callable[[JobSpec, Any, PackedRows], None]) -> Memory:
-    """Memory of a phase that runs on one worker with all weights."""
-    student = fakes.student(config).to(compute_dtype(spec))
-    fakes.fill(student)
-    tracker = _Tracker()
-    tracker.track_external(student)
-    parameters = tracker.alive
+class _FakeWeights:
+    """Weights without values, in place of a `LazyStudent`."""
+
+    def __init__(self, model: Any, fakes: _Fakes) -> None:
+        self.model = model
+        self._fakes = fakes
+
+    def attach(self, _fork: nn.Module) -> None:
+        """Learn nothing: all weights are alike."""
+
+    def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
+        """Give the parameters of `module` that are on the meta device storage."""
+        del own, read
+        self._fakes.fill(module)
+
+    def fill_shards(self, _root: nn.Module) -> None:
+        """Write nothing: shards have their storage."""
+
+    def release(self, module: nn.Module) -> None:
+        """Put the parameters of `module` back on the meta device."""
+        for part in module.modules():
+            for leaf, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _calibrate(config: Any, fakes: _Fakes) -> Memory:
+    """Memory of one worker that calibrates on one row."""
+    source, tracker = _FakeWeights(fakes.student(config), fakes), _Tracker()
+    rows = [to_tensors(fakes.rows(1).batch([0]))]
     with fakes.active(tracker):
-        run(spec, student, fakes.rows(-(-_HELD_OUT_TOKENS // spec.data.max_length)))
+        for _ in calibrate_streamed(source, rows, workers=Workers()):
+            pass
+    return Memory(peak=tracker.peak, parameters=0, passing=tracker.peak)
+
+
+def _evaluate(spec: JobSpec, config: Any, fakes: _Fakes) -> Memory:
+    """Memory of one of the workers that share the model, for the rows of a forward pass."""
+    weights = cast("Any", _FakeWeights(fakes.student(config).to(compute_dtype(spec)), fakes))
+    model = MeasuredStudent(weights, spec.distillation, sharded=True, device=torch.device("cpu"))
+    tracker = _Tracker()
+    tracker.track_external(model)
+    parameters = tracker.alive
+    size = spec.resources.max_workers
+    rows = fakes.rows(size * -(-_HELD_OUT_TOKENS // spec.data.max_length))
+    settings = spec.evaluation.model_copy(update={"max_tokens": size * _HELD_OUT_TOKENS})
+    with fakes.active(tracker):
+        model(lambda student: Evaluation(student, rows, settings, workers=Workers(in_step=True)).compare("distilled"))
     return Memory(peak=tracker.peak, parameters=parameters, passing=tracker.peak - parameters)
-
-
-def _calibrate(_: JobSpec, student: Any, rows: PackedRows) -> None:
-    collect(student, [to_tensors(rows.batch([0]))])
-
-
-def _evaluate(spec: JobSpec, student: Any, rows: PackedRows) -> None:
-    compare(student, rows, spec.evaluation.model_copy(update={"max_tokens": _HELD_OUT_TOKENS}))
 
 
 def _settled(spec: JobSpec, config: Mapping[str, Any]) -> JobSpec:

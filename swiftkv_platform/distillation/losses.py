@@ -80,7 +80,8 @@ def _kl_(logits: Tensor, targets: Tensor) -> Tensor:
     normalisers = _normaliser(logits, q) - _normaliser(targets, p)
     differences = torch.linalg.vecdot(p, targets.sub_(logits))
     torch.sub(q, p, out=logits)
-    return (differences.double() + normalisers).sum()
+    divergence: Tensor = (differences.double() + normalisers).sum()
+    return divergence
 
 
 def _normaliser(logits: Tensor, probabilities: Tensor) -> Tensor:

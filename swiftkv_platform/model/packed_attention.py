@@ -83,11 +83,11 @@ class PackedSamples:
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
         num_tokens, used = query.shape[2], sum(self.lengths)
-        tensors = [tensor[:, :, :used] for tensor in (query, key, value)]
+        query, key, value = (tensor[:, :, :used] for tensor in (query, key, value))
         if self.operator is None:
-            output = _attend_by_sample(*tensors, self.lengths, scaling, window)
+            output = _attend_by_sample(query, key, value, self.lengths, scaling, window)
         else:
-            output = self._attend_at_once(*tensors, scaling, window)
+            output = self._attend_at_once(query, key, value, scaling, window)
         return output if used == num_tokens else F.pad(output, (0, 0, 0, 0, 0, num_tokens - used))
 
     def _attend_at_once(
@@ -127,8 +127,8 @@ def _attend_by_sample(
 ) -> Tensor:
     parts = [
         part.transpose(1, 2)
-        for sample in zip(*(tensor.split(list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
-        for part in _attend_in_windows(*sample, scaling, window)
+        for q, k, v in zip(*(tensor.split(list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
+        for part in _attend_in_windows(q, k, v, scaling, window)
     ]
     return torch.cat(parts, dim=1)
 

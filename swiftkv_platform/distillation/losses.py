@@ -78,7 +78,7 @@ def _kl_(logits: Tensor, targets: Tensor) -> Tensor:
     """
     p, q = torch.softmax(targets, dim=-1), torch.softmax(logits, dim=-1)
     normalisers = _normaliser(logits, q) - _normaliser(targets, p)
-    differences = torch.linalg.vecdot(p, targets.sub_(logits))
+    differences: Tensor = torch.linalg.vecdot(p, targets.sub_(logits))
     torch.sub(q, p, out=logits)
     divergence: Tensor = (differences.double() + normalisers).sum()
     return divergence

@@ -125,10 +125,11 @@ def sample_lengths(position_ids: Tensor) -> list[int]:
 def _attend_by_sample(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scaling: float | None, window: int | None
 ) -> Tensor:
+    samples = (tensor.split(list(lengths), dim=2) for tensor in (query, key, value))
     parts = [
         part.transpose(1, 2)
-        for q, k, v in zip(*(tensor.split(list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
-        for part in _attend_in_windows(q, k, v, scaling, window)
+        for queries, keys, values in zip(*samples, strict=True)
+        for part in _attend_in_windows(queries, keys, values, scaling, window)
     ]
     return torch.cat(parts, dim=1)
 
@@ -165,7 +166,8 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float |
     )
 
 
-@torch.compiler.disable  # a compiled layer would be compiled again for every batch's lengths
+# A compiled layer would be compiled again for every batch's lengths.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend(
     module: nn.Module,
     query: Tensor,

@@ -118,8 +118,8 @@ class TrainingSpec(Spec):
     compile: bool = False
     """Compile the layers with `torch.compile`: the first steps take minutes, the rest less time."""
     attn_implementation: Literal["auto", "varlen_attn", "sdpa"] = "auto"
-    """Attention of a row's samples, each to itself. `varlen_attn`: PyTorch's FlashAttention over all of them at once, on
-    GPUs that it runs on, in bfloat16. `sdpa`: one sample after the other. `auto`: `varlen_attn` where it can, else
+    """Attention of a row's samples, each to itself. `varlen_attn`: PyTorch's FlashAttention over all of them at once,
+    on GPUs that it runs on, in bfloat16. `sdpa`: one sample after the other. `auto`: `varlen_attn` where it can, else
     `sdpa`."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = 0
 

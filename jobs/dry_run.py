@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -49,6 +49,8 @@ from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
+
+T = TypeVar("T")
 
 _SAMPLE_TOKENS = 128
 """Length of the samples of a packed row."""
@@ -136,6 +138,8 @@ class _Assume(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten.nonzero.default:
+            return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device=args[0].device)
         if func is torch.ops.aten.index.Tensor:
             indices = [place for index in args[1] for place in _places(index)]
             return func(args[0], indices)
@@ -190,7 +194,7 @@ class _Tracker(MemTracker):
             name = func.overloadpacket.__name__.strip("_")
             self._calls[name] += 1
             self._bytes[name] += max((tensor.nbytes for tensor in _tensors((args, kwargs))), default=0)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
         """Forget the peak so far, and the collectives."""
@@ -377,12 +381,22 @@ class _FakeWeights:
                     part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
+class _FakeWorkers(Workers):
+    """Workers of a fake process group, which carries no objects: this one speaks for all."""
+
+    def gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def from_first(self, value: T) -> T:
+        return value
+
+
 def _calibrate(config: Any, fakes: _Fakes) -> Memory:
     """Memory of one worker that calibrates on one row."""
     source, tracker = _FakeWeights(fakes.student(config), fakes), _Tracker()
     rows = [to_tensors(fakes.rows(1).batch([0]))]
     with fakes.active(tracker):
-        for _ in calibrate_streamed(source, rows, workers=Workers()):
+        for _ in calibrate_streamed(source, rows, workers=_FakeWorkers()):
             pass
     return Memory(peak=tracker.peak, parameters=0, passing=tracker.peak)
 
@@ -398,7 +412,7 @@ def _evaluate(spec: JobSpec, config: Any, fakes: _Fakes) -> Memory:
     rows = fakes.rows(size * -(-_HELD_OUT_TOKENS // spec.data.max_length))
     settings = spec.evaluation.model_copy(update={"max_tokens": size * _HELD_OUT_TOKENS})
     with fakes.active(tracker):
-        model(lambda student: Evaluation(student, rows, settings, workers=Workers(in_step=True)).compare("distilled"))
+        model(lambda student: Evaluation(student, rows, settings, workers=_FakeWorkers(in_step=True)).compare("distilled"))
     return Memory(peak=tracker.peak, parameters=parameters, passing=tracker.peak - parameters)
 
 

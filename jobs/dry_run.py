@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 from unittest.mock import patch
@@ -127,7 +127,7 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
             num_trained_parameters=counts[1],
             train=train,
             collectives=collectives,
-            calibrate=_calibrate(student_config, fakes) if calibrated else None,
+            calibrate=_calibrate(spec, student_config, fakes) if calibrated else None,
             evaluate=_evaluate(spec, student_config, fakes),
         )
 
@@ -234,7 +234,7 @@ class _Fakes:
     def active(self, *modes: TorchDispatchMode) -> Iterator[None]:
         """Under fake tensors, `modes` and the assumptions about contents."""
         with ExitStack() as stack:
-            for mode in (self._mode, *modes, _Assume()):
+            for mode in (self._mode, *modes, _Assume()):  # type: ignore[no-untyped-call]
                 stack.enter_context(mode)
             yield
 
@@ -258,7 +258,7 @@ class _Fakes:
                     part._parameters[leaf] = self._filled(parameter)
 
     def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = self._tied.get(parameter)
+        known: nn.Parameter | None = self._tied.get(parameter)
         if known is None:
             with self._mode:
                 values = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -391,9 +391,9 @@ class _FakeWorkers(Workers):
         return value
 
 
-def _calibrate(config: Any, fakes: _Fakes) -> Memory:
+def _calibrate(spec: JobSpec, config: Any, fakes: _Fakes) -> Memory:
     """Memory of one worker that calibrates on one row."""
-    source, tracker = _FakeWeights(fakes.student(config), fakes), _Tracker()
+    source, tracker = _FakeWeights(fakes.student(config).to(compute_dtype(spec)), fakes), _Tracker()
     rows = [to_tensors(fakes.rows(1).batch([0]))]
     with fakes.active(tracker):
         for _ in calibrate_streamed(source, rows, workers=_FakeWorkers()):
@@ -412,7 +412,8 @@ def _evaluate(spec: JobSpec, config: Any, fakes: _Fakes) -> Memory:
     rows = fakes.rows(size * -(-_HELD_OUT_TOKENS // spec.data.max_length))
     settings = spec.evaluation.model_copy(update={"max_tokens": size * _HELD_OUT_TOKENS})
     with fakes.active(tracker):
-        model(lambda student: Evaluation(student, rows, settings, workers=_FakeWorkers(in_step=True)).compare("distilled"))
+        workers = _FakeWorkers(in_step=True)
+        model(lambda student: Evaluation(student, rows, settings, workers=workers).compare("distilled"))
     return Memory(peak=tracker.peak, parameters=parameters, passing=tracker.peak - parameters)
 
 

@@ -15,8 +15,6 @@ from swiftkv_platform.planning.training_setup import TrainingSetup
 
 Phase = Literal["train", "calibrate", "evaluate"]
 
-WHOLE_MODEL_PHASES: frozenset[Phase] = frozenset({"calibrate", "evaluate"})
-"""Phases in which one worker holds all weights, first in host memory, then on its device."""
 DEVICE_MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4": 24e9, "T4": 16e9}
 """Bytes of GPUs by Ray's names that tell them."""
 
@@ -37,29 +35,34 @@ class PhaseMemory(FrozenModel):
 def plan_phases(
     model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup, *, calibrated: bool
 ) -> tuple[PhaseMemory, ...]:
-    """Memory of training, and of the phases that are run with all weights."""
+    """Memory of training, of calibration layer by layer, and of evaluation with the weights divided as in training."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
-    weights, on_gpu = narrow * parameters.total, setup.device != "cpu"
+    on_gpu, layer = setup.device != "cpu", narrow * max(parameters.largest_layer, parameters.root)
     training = worker_memory(model, layer_map, parameters, setup)
     sharded = setup.strategy == "fsdp2" or (setup.strategy == "deepspeed" and setup.zero_stage == 3)
-    read = narrow * max(parameters.largest_layer, parameters.root) if sharded else weights
-    phases = [PhaseMemory(phase="train", device=training.peak, host=on_gpu * (training.host + read))]
+    weights = narrow * parameters.total
+    held = weights // setup.num_workers + 2 * layer if sharded else weights
     passing = layer_buffers(model, setup)
-    sums = {"calibrate": _calibration(model, layer_map, setup), "evaluate": 0}
-    for phase in ("calibrate", "evaluate"):
-        if phase in WHOLE_MODEL_PHASES and (phase == "evaluate" or calibrated):
-            device = weights + passing + sums[phase]
-            phases.append(PhaseMemory(phase=phase, device=device, host=on_gpu * weights))
+    phases = [
+        PhaseMemory(
+            phase="train", device=training.peak, host=on_gpu * (training.host + (layer if sharded else weights))
+        )
+    ]
+    if calibrated:
+        device = layer + passing + _calibration(model, layer_map, setup)
+        phases.append(PhaseMemory(phase="calibrate", device=device, host=on_gpu * layer))
+    phases.append(PhaseMemory(phase="evaluate", device=held + passing, host=on_gpu * (layer if sharded else weights)))
     return tuple(phases)
 
 
 def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> int:
-    """Outputs of the teacher's upper projections for one row in float64, and the products of them that are kept."""
+    """Outputs of a teacher's upper layer for one row in float64, and the products of a group's that are kept."""
     own, hidden, tokens = model.shared_attention, model.hidden_size + 1, setup.sequence_length
-    upper = len(model.layers) - layer_map.num_key_value_layers
     key_value = sum(linear.out_features for linear in own.key_value)
-    recorded = tokens * (key_value + own.num_heads * own.query_size) + hidden * key_value
-    return _DOUBLE * (upper * recorded + hidden * hidden + tokens * hidden)
+    recorded = tokens * (key_value + own.num_heads * own.query_size)
+    products = layer_map.key_value_group_size * hidden * key_value
+    # The sums of squares, their factors, and a row's inputs.
+    return _DOUBLE * (recorded + products + 3 * hidden * hidden + tokens * hidden)
 
 
 def refuse_what_cannot_fit(
@@ -107,10 +110,10 @@ def _unfit(
 ) -> InvalidInputError:
     needed = f"{memory.device / 1e9:.0f} GB of a worker's device, and an {accelerator_type} has {given / 1e9:.0f} GB"
     if memory.phase != "train":
-        ways = "a GPU with more memory or a smaller teacher"
-        ways += ", or swiftkv.initialization copied," if memory.phase == "calibrate" else ""
+        ways = "a GPU with more memory"
+        ways += " or swiftkv.initialization copied" if memory.phase == "calibrate" else " or more workers"
         return InvalidInputError(
-            f"to {memory.phase}, one worker holds all weights: {needed}; {ways} would do",
+            f"to {memory.phase} needs {needed}; {ways} would do",
             field="resources.accelerator_type",
             value=accelerator_type,
         )

@@ -82,7 +82,7 @@ class Collective(FrozenModel):
 
 
 class DryRun(FrozenModel):
-    """What one worker does and holds."""
+    """Collectives and memory of one worker."""
 
     num_workers: int
     num_micro_batches: int

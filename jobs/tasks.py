@@ -74,7 +74,7 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
 def evaluate_trial(
     request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member
 ) -> Manifest | None:
-    """What every worker does after the training of a sweep's trial, see `jobs.worker.evaluate`."""
+    """Measure a sweep's trial together with the other workers, see `jobs.worker.evaluate`."""
     configure_logging(
         job_id=request.job_id, attempt=request.attempt, phase="evaluate", trial=request.spec.name, rank=member.rank
     )
@@ -97,7 +97,7 @@ def publish_trial(
 def evaluate(
     request: AttemptRequest, store_uri: str, checkpoint: str, stored: StoredPreparation, member: Member
 ) -> Manifest | None:
-    """What every worker does after training, see `jobs.worker.evaluate`."""
+    """Measure what was trained together with the other workers, see `jobs.worker.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank)
     from jobs.worker.evaluate import evaluate_and_publish
 

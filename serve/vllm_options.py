@@ -11,11 +11,11 @@ from vllm import SamplingParams as VLLMParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from swiftkv_platform.engine import EngineConfig, SamplingParams, StructuredOutputs
-from swiftkv_platform.engine.grammars import WHITESPACE
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.limits import MAX_LOGPROBS
+from swiftkv_platform.specs.structured_outputs import WHITESPACE
 from swiftkv_platform.vllm.frontend import announce_frontend
 
 _ENVIRONMENT = {

@@ -65,7 +65,7 @@ class StoredPreparation:
         publish_directory(open_store(self.store_uri), tensors, self.start, kind="data", lineage={}, metrics={})
 
     def open(self, directory: Path) -> Prepared:
-        """What was fetched to `directory` and beside it, from which tensors are read as they are asked for."""
+        """The preparation that was fetched to `directory` and beside it; tensors are read as they are asked for."""
         from swiftkv_platform.data.prepared import PreparedData
         from swiftkv_platform.model.checkpoint import StoredTensors
 

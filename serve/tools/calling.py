@@ -14,14 +14,13 @@ from serve.tools.parser import ToolCallParser
 from serve.tools.schemas import FunctionTool, NamedTool, ToolFields
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.model.tokenizers import special_ids
 
 _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True)
 class ToolCalling:
-    """How one request's answers may call tools."""
+    """Rules by which one request's answers may call tools."""
 
     family: Family
     tools: list[dict[str, Any]]
@@ -45,7 +44,7 @@ class ToolCalling:
 def tool_calling(
     fields: ToolFields, tokenizer: Any, parser: str | None = None, asked: StructuredOutputs | None = None
 ) -> ToolCalling | None:
-    """What the tools of a request come to; None where none may be called.
+    """The rules that a request's tools come to; None where none may be called.
 
     Args:
         parser: the deployment's `tool_call_parser`.
@@ -60,6 +59,8 @@ def tool_calling(
         return None
     tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
     family = _family(tokenizer, tools, parser)
+    from swiftkv_platform.model.tokenizers import special_ids  # imports torch, which Serve's controller can do without
+
     ids = special_ids(tokenizer)
     found = {token: tokenizer.convert_tokens_to_ids(token) for token in family.tokens}
     special = {token: token_id for token, token_id in found.items() if token_id in ids}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from serve.tools.families import ARGUMENTS, NAME, Layout
-from swiftkv_platform.engine.grammars import WHITESPACE
+from swiftkv_platform.specs.structured_outputs import WHITESPACE
 
 Schema = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.loading import ModelDescription
 from swiftkv_platform.errors import QueueFullError
 from swiftkv_platform.specs.engine import EngineConfig
-from swiftkv_platform.specs.structured_outputs import StructuredOutputs
+from swiftkv_platform.specs.structured_outputs import WHITESPACE, StructuredOutputs
 
 Key = tuple[str, str, bool]
 
@@ -29,8 +29,6 @@ INITIAL_LEXER_FUEL = 200_000
 """llguidance's default is five times this, with which `b(a{1000}){1000}` takes one step of seconds; with this, 0.25."""
 STACK_BYTES = 256 << 20
 """Address space, not memory. Chains of references take up to 7 KB of stack a link: see `max_grammar_bytes`."""
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Whitespace between two tokens of JSON: enough for indented text, too little to go on for ever."""
 
 _stack_lock = threading.Lock()
 

@@ -24,7 +24,7 @@ class Parts(Protocol):
         """Keep a part."""
 
     def progress(self, name: str, done: int, total: int) -> None:
-        """Of a part, `done` of `total` pieces of work are done."""
+        """Take note that `done` of a part's `total` pieces of work are done."""
 
 
 class NoParts:

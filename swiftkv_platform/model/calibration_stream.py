@@ -83,7 +83,7 @@ class _Stream:
         self._positions: list[torch.Tensor] = []
         self._hidden: list[KeptTensor] = []
         self._x: list[KeptTensor] = []
-        """What came out of layer l - 1, by row."""
+        """Outputs of layer l - 1, by row."""
         self._scale = 1.0
         """0 for a worker without rows, whose one token keeps it in step with the others."""
 

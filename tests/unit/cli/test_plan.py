@@ -54,7 +54,7 @@ def test_a_directory(tmp_path: Path) -> None:
     [
         ("nobody/nothing", "'nobody/nothing' is no file or directory here, and the hub gives no config.json"),
         ("missing/config.json", "missing/config.json cannot be read"),
-        ("builtin:gpt", "the only built-in teacher is builtin:python-5m"),
+        ("builtin:gpt", "the built-in teachers are builtin:python-5m and"),
     ],
 )
 def test_a_model_that_is_not_there(name: str, message: str) -> None:

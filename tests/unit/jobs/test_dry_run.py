@@ -19,7 +19,7 @@ from tests.recipes import RECIPES, teacher_config
 
 BY_NAME = {path.stem: path for path in RECIPES if load_spec(path).sharding.strategy == "fsdp2"}
 SMALLEST, LARGEST, EXPERTS = "builtin-python-5m", "llama-3.1-405b-fp8", "deepseek-v2-lite"
-SHALLOW = 4
+SHALLOW = {LARGEST: 8, EXPERTS: 4}
 """Layers of the teachers of quick dry runs: a teacher's layers are alike."""
 
 
@@ -64,12 +64,11 @@ def test_collectives_of_a_step(smallest: tuple[DryRun, Estimate]) -> None:
     assert bytes_of["reduce_scatter_base"] == 4 * smallest[0].num_trained_parameters
 
 
-def test_one_worker_calibrates_and_evaluates_with_all_weights(smallest: tuple[DryRun, Estimate]) -> None:
+def test_no_worker_calibrates_or_evaluates_with_all_weights(smallest: tuple[DryRun, Estimate]) -> None:
     found, _ = smallest
     assert found.calibrate is not None
-    for memory in (found.calibrate, found.evaluate):
-        assert memory.parameters == pytest.approx(2 * found.num_parameters, rel=0.001)
-        assert memory.peak == memory.parameters + memory.passing > memory.parameters
+    assert found.calibrate.parameters == 0, "layers are read when they run"
+    assert found.evaluate.parameters == pytest.approx(2 * found.num_parameters / found.num_workers, rel=0.01)
 
 
 def test_a_copied_start_is_not_calibrated() -> None:
@@ -81,11 +80,12 @@ def test_a_copied_start_is_not_calibrated() -> None:
 @pytest.mark.slow  # seconds of operators each
 @pytest.mark.parametrize("name", [LARGEST, EXPERTS])
 def test_a_few_layers_take_what_is_planned(name: str) -> None:
-    check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW))
+    check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW[name]))
 
 
-@pytest.mark.slow  # one minute of a core, or two
-@pytest.mark.parametrize("name", list(BY_NAME) if os.environ.get("SWIFTKV_SOAK") else [LARGEST, EXPERTS])
+@pytest.mark.skipif("SWIFTKV_SOAK" not in os.environ, reason="minutes of a core each")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_recipe_takes_what_is_planned(name: str) -> None:
     check(*run(load_spec(BY_NAME[name])))
 

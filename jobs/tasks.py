@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.attempt.downloads import access_of
+from jobs.attempt.downloads import access_of, teacher_path
 from jobs.attempt.places import say_placed
 from jobs.attempt.preparation import StoredPreparation, find_rows, find_start, publish_rows, start_key
 from jobs.values import Member, Outcome, Plan, WorkerConfig
@@ -117,5 +117,19 @@ def _evaluating(
     with joined(member, request.spec.resources), tempfile.TemporaryDirectory(prefix="rows-") as workspace:
         rows = Path(workspace) / "rows"
         stored.fetch(rows)
+        _have_start(request, stored, rows, Path(workspace))
         stored.fetch_start(rows)
         yield stored.open(rows)
+
+
+def _have_start(request: AttemptRequest, stored: StoredPreparation, rows: Path, workspace: Path) -> None:
+    """Have the workers find the calibrated start that is measured, where an attempt before has trained and cleaned up."""
+    from jobs.worker.calibrate import find_start
+    from jobs.worker.prepare import set_up_process, task_device
+    from swiftkv_platform.model.workers import Workers
+
+    spec = request.spec
+    if Workers().from_first(stored.lacks_start):
+        set_up_process(spec)
+        path = teacher_path(spec.model, workspace, access=access_of(request))
+        find_start(spec, stored, path, rows, device=task_device(spec))

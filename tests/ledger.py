@@ -44,8 +44,8 @@ class Entry:
     """Steps done, this one included."""
     rank: int
     world_size: int
-    rows: list[list[int]]
-    """Token ids of the rows that the losses counted."""
+    samples: list[list[int]]
+    """Token ids of the samples that the losses counted."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,11 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     seen: list[list[int]] = []
     call, step = Parallel.__call__, Trainer.train_step
 
-    def recorded_call(self: Parallel, batch: Any) -> Any:
-        seen.extend(batch["input_ids"][batch["loss_mask"].any(dim=1)].tolist())
-        return call(self, batch)
+    def recorded_call(self: Parallel, batch: Any, sample_lengths: Any) -> Any:
+        padding = batch["input_ids"].shape[1] - sum(sample_lengths)
+        token_ids, counts = (batch[name][0].split([*sample_lengths, padding]) for name in ("input_ids", "loss_mask"))
+        seen.extend(ids.tolist() for ids, counted in zip(token_ids, counts, strict=True) if counted.any())
+        return call(self, batch, sample_lengths)
 
     def recorded_step(self: Trainer, progress: Progress) -> StepMetrics:
         if rank or world_size == 1:

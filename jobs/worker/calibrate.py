@@ -1,18 +1,39 @@
-"""The calibrated start of a job, found by its workers before they train. Knows rows and weights, no store."""
+"""The calibrated start of a job, found by its workers before they train, or before they measure where an earlier attempt
+has trained and its start is gone.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import torch
 
+from jobs.attempt.preparation import StoredPreparation
 from jobs.worker.prepare import open_lazy
 from swiftkv_platform.data.packing import PackedRows
+from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.calibration_text import calibration_batches
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.directories import MAX_SHARD_BYTES, ShardWriter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import JobSpec
+
+
+def find_start(spec: JobSpec, stored: StoredPreparation, path: str, rows: Path, *, device: torch.device | str) -> None:
+    """Have the workers of the default process group find and publish the calibrated start, unless that has been done.
+
+    Args:
+        path: the teacher.
+        rows: directory of the prepared rows.
+    """
+    workers = Workers()
+    if workers.from_first(workers.is_first and stored.lacks_start):
+        with tempfile.TemporaryDirectory(prefix="start-") as directory:
+            calibrate(spec, path, PreparedData.load(rows).train, Path(directory), device=device)
+            if workers.is_first:
+                stored.publish_start(Path(directory))
+    workers.gather(None)  # the others wait
 
 
 def calibrate(spec: JobSpec, path: str, rows: PackedRows, directory: Path, *, device: torch.device | str) -> None:

@@ -27,12 +27,11 @@ from jobs.attempt.places import say_placed
 from jobs.attempt.preparation import StoredPreparation
 from jobs.attempt.tracking import TrackedRun
 from jobs.values import STOPPED, Outcome, WorkerConfig
-from jobs.worker.calibrate import calibrate
+from jobs.worker.calibrate import find_start
 from jobs.worker.prepare import compute_dtype, load_student, open_lazy, set_up_process
 from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.stop_requests import StopRequest
-from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
@@ -80,7 +79,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     stored: StoredPreparation = ray.get(worker.prepared)
     local_rank = ray.train.get_context().get_local_rank()
     with _on_this_machine(worker, stored, local_rank) as (path, rows):
-        _find_start(worker, stored, path, rows, local_rank)
+        _fetch_start(worker, stored, path, rows, local_rank)
         prepared = stored.open(rows)
         parallel = _spread(spec, path, prepared.calibrated)
     return Trainer(
@@ -93,15 +92,9 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     )
 
 
-def _find_start(worker: WorkerConfig, stored: StoredPreparation, path: str, rows: Path, local_rank: int) -> None:
+def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, rows: Path, local_rank: int) -> None:
     """Bring the calibrated start to this machine; the workers find it first, unless that has been done."""
-    if from_rank_0(lambda: stored.lacks_start):
-        spec, data = worker.request.spec, PreparedData.load(rows)
-        with tempfile.TemporaryDirectory(prefix="start-") as directory:
-            calibrate(spec, path, data.train, Path(directory), device=ray.train.torch.get_device())
-            if dist.get_rank() == 0:
-                stored.publish_start(Path(directory))
-    dist.barrier()
+    find_start(worker.request.spec, stored, path, rows, device=ray.train.torch.get_device())
     if local_rank == 0:
         stored.fetch_start(rows)
     dist.barrier()

@@ -106,8 +106,7 @@ def test_every_sample_is_trained_once_while_nodes_leave_and_come(
     assert [size for size, _ in groupby(world_sizes.values())] == [2, 1, 2]
     points = [point for event in events(store) if event.type == "metrics" for point in event.data["points"]]
     assert {point["step"]: point["world_size"] for point in points} == world_sizes
-    trained = {step: [row for share in shares for row in share.rows] for step, shares in timeline.items()}
-    assert {len(rows) for rows in trained.values()} == {spec.training.batch_size}
+    trained = {step: [sample for share in shares for sample in share.samples] for step, shares in timeline.items()}
     _assert_each_sample_once(trained, last, plan["data"]["train"]["samples"], teacher)
 
 
@@ -117,8 +116,8 @@ def _assert_each_sample_once(
     """The last step is filled up from the epoch after."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     samples = {
-        step: [name for row in rows for name in re.findall(r"def (add_\d+)\(", tokenizer.decode(row))]
-        for step, rows in trained.items()
+        step: [name for each in several for name in re.findall(r"def (add_\d+)\(", tokenizer.decode(each))]
+        for step, several in trained.items()
     }
     before = Counter(name for step, names in samples.items() if step < last for name in names)
     assert max(before.values()) == 1

@@ -123,7 +123,7 @@ def _evaluating(
 
 
 def _have_start(request: AttemptRequest, stored: StoredPreparation, rows: Path, workspace: Path) -> None:
-    """Have the workers find the calibrated start that is measured, where an attempt before has trained and cleaned up."""
+    """Have the workers find the start that is measured, where an attempt before has trained and cleaned up."""
     from jobs.worker.calibrate import find_start
     from jobs.worker.prepare import set_up_process, task_device
     from swiftkv_platform.model.workers import Workers

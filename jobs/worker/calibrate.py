@@ -1,5 +1,5 @@
-"""The calibrated start of a job, found by its workers before they train, or before they measure where an earlier attempt
-has trained and its start is gone.
+"""The calibrated start of a job, found by its workers before they train, or before they measure, where an earlier
+attempt has trained and its start is gone.
 """
 
 from __future__ import annotations

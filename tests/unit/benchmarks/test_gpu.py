@@ -39,6 +39,7 @@ def test_an_engine_that_chooses_a_worse_token_does_not() -> None:
     assert not found["agrees"]
 
 
+@pytest.mark.slow  # the whole benchmark, however small
 @pytest.mark.parametrize(
     "vllm", [False, pytest.param(True, marks=pytest.mark.skipif(not VLLM_PYTHON, reason="no vLLM"))]
 )

@@ -132,6 +132,7 @@ def test_a_database_that_is_away(doctor: Examine) -> None:
     assert "secret" not in finding.message
 
 
+@pytest.mark.slow  # a time limit is waited for
 def test_a_database_that_takes_connections_and_says_nothing(doctor: Examine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"postgresql+psycopg://swiftkv@127.0.0.1:{listener.getsockname()[1]}/swiftkv"
@@ -162,6 +163,7 @@ def test_a_schema_of_a_newer_version(doctor: Examine, sqlite_database: Database,
     assert "--back-to" in finding.advice
 
 
+@pytest.mark.slow  # a time limit is waited for
 def test_an_s3_endpoint_that_does_not_answer(doctor: Examine) -> None:
     environment = {**client_environment(free_port()), "SWIFTKV_STORAGE_URI": "s3://bucket/prefix"}
     finding = only_failure(doctor(failed=True, **environment), "object store")
@@ -248,6 +250,7 @@ def test_a_ray_that_refuses_connections(doctor: Examine) -> None:
     assert "swiftkv up" in finding.advice
 
 
+@pytest.mark.slow  # a time limit is waited for
 def test_a_ray_that_takes_connections_and_says_nothing(doctor: Examine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

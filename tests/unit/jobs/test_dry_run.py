@@ -17,6 +17,8 @@ from swiftkv_platform.orchestration.estimates import Estimate, estimate
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.recipes import RECIPES, teacher_config
 
+pytestmark = pytest.mark.slow  # seconds of operators each
+
 BY_NAME = {path.stem: path for path in RECIPES if load_spec(path).sharding.strategy == "fsdp2"}
 SMALLEST, LARGEST, EXPERTS = "builtin-python-5m", "llama-3.1-405b-fp8", "deepseek-v2-lite"
 SHALLOW = {LARGEST: 8, EXPERTS: 4}
@@ -77,7 +79,6 @@ def test_a_copied_start_is_not_calibrated() -> None:
     assert run(copied)[0].calibrate is None
 
 
-@pytest.mark.slow  # seconds of operators each
 @pytest.mark.parametrize("name", [LARGEST, EXPERTS])
 def test_a_few_layers_take_what_is_planned(name: str) -> None:
     check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW[name]))

@@ -97,8 +97,13 @@ def _build(family: Family) -> StudentClasses:
     config = configs.config_class(family.model_type)
     attention = _derive(family, "Attention", family.attention)
     layer = _derive(family, "DecoderLayer", SwiftKVDecoderLayerMixin, attention_class=attention)
-    decoder = _derive(family, "Model", SwiftKVDecoderMixin, layer_class=layer, config_class=config)
-    causal_lm = _derive(family, "ForCausalLM", SwiftKVForCausalLMMixin, decoder_class=decoder, config_class=config)
+    # transformers looks for experts that it can call by groups in the source of a class's own module.
+    shared = {
+        "config_class": config,
+        "_can_set_experts_implementation_cached_value": family.teacher_class("Model")._can_set_experts_implementation(),
+    }
+    decoder = _derive(family, "Model", SwiftKVDecoderMixin, layer_class=layer, **shared)
+    causal_lm = _derive(family, "ForCausalLM", SwiftKVForCausalLMMixin, decoder_class=decoder, **shared)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
     if (conversions := get_checkpoint_conversion_mapping(family.model_type)) is not None:
         register_checkpoint_conversion_mapping(config.model_type, conversions, overwrite=True)

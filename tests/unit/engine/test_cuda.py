@@ -33,7 +33,15 @@ from tests.tiny_models import FAMILY_CONFIGS
 FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
 """Draft costs with which everything that may be drafted is."""
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-SUBJECTS = [("llama", True), ("llama", False), ("mistral", True), ("qwen3", True), ("deepseek_v2-lora", True)]
+SUBJECTS = [
+    ("llama", True),
+    ("llama", False),
+    ("mistral", True),
+    ("qwen3", True),
+    ("mixtral", True),
+    ("qwen3_moe", True),
+    ("deepseek_v2-lora", True),
+]
 """Families, and whether it is a student."""
 
 
@@ -44,11 +52,10 @@ def log() -> Iterator[DeviceLog]:
 
 
 def model_of(family: str, *, student: bool, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model without numbers, of dense layers: how experts are called is transformers' business."""
+    """A model without numbers."""
     teacher = copy.deepcopy(FAMILY_CONFIGS[family])
-    if hasattr(teacher, "first_k_dense_replace"):
+    if hasattr(teacher, "qk_nope_head_dim"):
         teacher.qk_nope_head_dim = 16  # FlashAttention's heads are of a multiple of 8 numbers
-        teacher.first_k_dense_replace = teacher.num_hidden_layers
     classes = student_classes(family.partition("-")[0])
     fields = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True} if student else {}
     with torch.device(DEVICE):

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.api.instruments import ControlPlaneHistograms
 from swiftkv_platform.api.probing import Kept, complaint_of
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_response
@@ -102,13 +103,16 @@ def metrics_registry(
     loops: Sequence[ControlLoop],
     jobs_put_off: Callable[[], int],
     files: Mapping[str, Callable[[], bool]],
+    histograms: ControlPlaneHistograms,
 ) -> CollectorRegistry:
-    """Metrics of one control plane, read when they are asked for; what has to be counted is counted now and then.
+    """Metrics of one control plane, read when they are asked for; what takes a query is asked now and then.
 
     Args:
         files: whether the newest version of each of the operator's files is usable, by name.
+        histograms: what is counted when it happens.
     """
     registry = CollectorRegistry()
+    histograms.register(registry)
     registry.register(_Collector(parts, loops, jobs_put_off, files))
     return registry
 

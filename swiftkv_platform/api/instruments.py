@@ -39,7 +39,7 @@ class ControlPlaneHistograms:
             "swiftkv_event_lag_seconds", "From an event's time until it was read.", buckets=_LAGS_S, registry=None
         )
         self.orchestration = Instruments(queue_wait=self._waits.observe, event_lag=self._lags.observe)
-        """What the reconciler tells."""
+        """Listeners for the reconciler."""
 
     def register(self, registry: CollectorRegistry) -> None:
         """Have them on the page of a registry."""

@@ -1,4 +1,4 @@
-"""How long jobs wait and how late their events are read, told while it happens. Knows no metrics library."""
+"""Waits of jobs and lags of their events, told while they happen. Knows no metrics library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _ignore(_seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Instruments:
-    """What listens to the reconciler; by default nothing does."""
+    """Listeners to the reconciler; by default there are none."""
 
     queue_wait: Observe = _ignore
     """Seconds that an attempt was in the queue."""

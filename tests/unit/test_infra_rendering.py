@@ -1,4 +1,4 @@
-"""What kustomize makes of infra/kubernetes follows the schemas of Kubernetes and of KubeRay. Nothing is applied."""
+"""Renderings of infra/kubernetes by kustomize follow the schemas of Kubernetes and KubeRay. Nothing is applied."""
 
 from __future__ import annotations
 

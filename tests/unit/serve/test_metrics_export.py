@@ -1,4 +1,4 @@
-"""What a replica counts goes to Ray under the same names, with labels of bounded number."""
+"""A replica's counts go to Ray under the same names, with labels of bounded number."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -154,7 +155,11 @@ class Current:
         """Serve's name of this replica."""
         self._observers = observers
         self.metrics = metrics or Metrics()
-        self.metrics.follow(lambda: None if self._version is None else self._version.engine, replica)
+        self.metrics.follow(
+            lambda: None if self._version is None else self._version.engine,
+            lambda: "" if self._version is None else self._version.card.model,
+            replica,
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -201,11 +206,12 @@ class Current:
                 reservation = context.caller.quota.reserve_tokens(_most_tokens(prompts, params))
             version.engine.check(prompts, params)
             cost = _tokens_of_texts(prompts)
-            return await Answers.begin(version.engine, prompts, params, context, self.metrics.finished, closed)
+            finished = partial(self.metrics.finished, model=version.card.model)
+            return await Answers.begin(version.engine, prompts, params, context, finished, closed)
         except (QueueFullError, InvalidInputError, RateLimitedError) as error:
             # Texts were read to find out that they are of no use; who finds a full queue is to come again.
             reservation.settle(cost if isinstance(error, InvalidInputError) else 0)
-            self.metrics.refused(error)
+            self.metrics.refused(error, version.card.model)
             for observer in self._observers:
                 observer.refused(error, context.caller, version.card)
             raise

@@ -23,6 +23,8 @@ from serve.args import HUB_PREFIX, ReplicaArgs, Served
 from serve.chat import set_template
 from serve.current import Current, ModelCard, Version
 from serve.http import create_http_app
+from serve.metrics import Metrics
+from serve.metrics_export import RayMetricsExport
 from serve.request_logs import RequestLog
 from serve.shadow import Comparison, EngineJudge, Judge, ModelJudge, Shadow
 from serve.swaps import Swaps
@@ -48,14 +50,18 @@ class Replica:
         self._args = ReplicaArgs.model_validate(args)
         configure_logging(deployment=self._args.id)
         tracing = configured_tracing()
+        replica = ray_serve.get_replica_context().replica_id.unique_id
+        self._export = RayMetricsExport(self._args.id, replica)
         self._current = Current(
-            replica=ray_serve.get_replica_context().replica_id.unique_id,
+            metrics=Metrics(self._export),
+            replica=replica,
             observers=[RequestLog(with_text=self._args.log_text), *([tracing] if tracing else [])],
         )
         self._swaps = Swaps(self._current, self._load)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the app, once, after the constructor; the model comes with the first `reconfigure`."""
+        self._gauges = asyncio.create_task(self._export.follow(self._current.metrics), name="gauges")
         key_ring = None if self._args.api_keys_file is None else KeyRing(Path(self._args.api_keys_file))
         return create_http_app(
             self._current, key_ring=key_ring, tenant=self._args.tenant, max_body_bytes=self._args.max_body_bytes

@@ -1,12 +1,13 @@
 """Prometheus metrics of a replica, by vLLM's names where they mean the same. Knows outputs, no HTTP.
 
-What an engine knows at any time is read when the metrics are; what happens is counted when it does.
+What an engine knows at any time is read when the metrics are; what happens is counted when it does, on this replica's
+page and where they are exported to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,19 +22,59 @@ if TYPE_CHECKING:
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 
 
+class Export(Protocol):
+    """Second place for what is counted, by names without prefix."""
+
+    def count(self, name: str, what: str, amount: float, model: str, labels: dict[str, str]) -> None: ...
+
+    def observe(self, name: str, what: str, buckets: Sequence[float], seconds: float, model: str) -> None: ...
+
+
+class _Counter:
+    """A counter on the replica's page, and exported. What is no model's own is the model's that serves."""
+
+    def __init__(self, metrics: Metrics, name: str, what: str, labels: tuple[str, ...]) -> None:
+        self._metrics, self._name, self._what, self._labels = metrics, name, what, labels
+        self._counter = Counter(f"swiftkv:{name}", what, labels, registry=metrics.registry)
+
+    def inc(self, amount: float = 1.0, *values: str, model: str | None = None) -> None:
+        (self._counter.labels(*values) if values else self._counter).inc(amount)
+        if self._metrics.export is not None:
+            labels = dict(zip(self._labels, values, strict=True))
+            model = labels.pop("model", model)  # every exported series has that label
+            self._metrics.export.count(
+                self._name, self._what, amount, self._metrics.model if model is None else model, labels
+            )
+
+
+class _Histogram:
+    """A histogram of seconds on the replica's page, and exported."""
+
+    def __init__(self, metrics: Metrics, name: str, what: str) -> None:
+        self._metrics, self._name, self._what = metrics, name, what
+        self._histogram = Histogram(f"swiftkv:{name}", what, buckets=_SECONDS, registry=metrics.registry)
+
+    def observe(self, seconds: float, model: str) -> None:
+        self._histogram.observe(seconds)
+        if self._metrics.export is not None:
+            self._metrics.export.observe(self._name, self._what, _SECONDS, seconds, model)
+
+
 class Metrics:
     """Counters that outlive a swap of models."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, export: Export | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self.export = export
         self._engine: Callable[[], EngineFrontend | None] = lambda: None
+        self._model: Callable[[], str] = lambda: ""
         self._replica = ""
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"swiftkv:{name}", what, labels, registry=self._registry)
+        def counter(name: str, what: str, *labels: str) -> _Counter:
+            return _Counter(self, name, what, labels)
 
-        def histogram(name: str, what: str) -> Histogram:
-            return Histogram(f"swiftkv:{name}", what, buckets=_SECONDS, registry=self._registry)
+        def histogram(name: str, what: str) -> _Histogram:
+            return _Histogram(self, name, what)
 
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens of finished requests.")
@@ -55,15 +96,20 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = histogram("inter_token_latency_seconds", "From one token to the next, by answer on average.")
         self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
-        self._registry.register(_EngineState(self))
+        self.registry.register(_EngineState(self))
 
-    def follow(self, engine: Callable[[], EngineFrontend | None], replica: str) -> None:
-        """Set the engine whose state is read when the metrics are, and Serve's name of its replica."""
-        self._engine, self._replica = engine, replica
+    def follow(self, engine: Callable[[], EngineFrontend | None], model: Callable[[], str], replica: str) -> None:
+        """Set the engine whose state is read when the metrics are, its model, and Serve's name of its replica."""
+        self._engine, self._model, self._replica = engine, model, replica
 
     @property
     def replica(self) -> str:
         return self._replica
+
+    @property
+    def model(self) -> str:
+        """Id of the model that serves; empty while none does."""
+        return self._model()
 
     @property
     def engine(self) -> EngineFrontend | None:
@@ -71,11 +117,11 @@ class Metrics:
 
     def swapped(self, outcome: str) -> None:
         """Count a version that was to be swapped in: `succeeded`, `refused` or `superseded`."""
-        self._swaps.labels(outcome).inc()
+        self._swaps.inc(1, outcome)
 
     def asked(self, model: str) -> None:
         """Count a request by the model that was chosen for it."""
-        self._asked.labels(model).inc()
+        self._asked.inc(1, model)
 
     def compared(self, comparison: Comparison | None) -> None:
         """Count an answer that another model judged; None: it could not."""
@@ -86,21 +132,21 @@ class Metrics:
         self._shadow_agreeing.inc(comparison.num_agreeing)
         self._shadow_kl.inc(comparison.kl)
 
-    def refused(self, error: SwiftKVError) -> None:
-        """Count a request that was not admitted."""
-        self._rejected.labels(error.code).inc()
+    def refused(self, error: SwiftKVError, model: str) -> None:
+        """Count a request that was not admitted, by the model that was chosen for it."""
+        self._rejected.inc(1, error.code, model=model)
 
-    def finished(self, output: RequestOutput) -> None:
-        """Count a finished sample."""
+    def finished(self, output: RequestOutput, model: str) -> None:
+        """Count a finished sample of a model."""
         if output.index == 0:
-            self._prompt_tokens.inc(len(output.prompt_token_ids))
-            self._cached_tokens.inc(output.num_cached_tokens)
-            self._skipped_tokens.inc(output.num_prefill_layers_skipped_tokens)
-        self._generation_tokens.inc(len(output.token_ids))
-        self._exited_tokens.inc(output.num_exited_tokens)
-        self._draft_tokens.inc(output.num_draft_tokens)
-        self._accepted_tokens.inc(output.num_accepted_tokens)
-        self._success.labels(output.finish_reason).inc()
+            self._prompt_tokens.inc(len(output.prompt_token_ids), model=model)
+            self._cached_tokens.inc(output.num_cached_tokens, model=model)
+            self._skipped_tokens.inc(output.num_prefill_layers_skipped_tokens, model=model)
+        self._generation_tokens.inc(len(output.token_ids), model=model)
+        self._exited_tokens.inc(output.num_exited_tokens, model=model)
+        self._draft_tokens.inc(output.num_draft_tokens, model=model)
+        self._accepted_tokens.inc(output.num_accepted_tokens, model=model)
+        self._success.inc(1, str(output.finish_reason), model=model)
         metrics = output.metrics
         for histogram, seconds in (
             (self._ttft, metrics.ttft),
@@ -108,11 +154,31 @@ class Metrics:
             (self._latency, metrics.total),
         ):
             if seconds is not None:
-                histogram.observe(seconds)
+                histogram.observe(seconds, model)
+
+    def gauges(self) -> list[tuple[str, str, float]]:
+        """Names, descriptions and values of the engine's state; none while there is no engine."""
+        engine = self.engine
+        if engine is None:
+            return []
+        state = engine.state
+        values = [
+            ("num_requests_running", "Sequences that run.", state.num_running),
+            ("num_requests_waiting", "Sequences that wait.", state.num_waiting),
+            ("num_prompt_tokens_waiting", "Prompt tokens that are not read yet.", state.num_waiting_tokens),
+            ("num_preemptions", "Sequences pushed out of the KV cache so far.", state.num_preemptions),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", state.kv_cache_usage),
+            (
+                "exit_layer",
+                "l: layers that compute their own KV.",
+                getattr(engine.model.config, "num_key_value_layers", None),
+            ),
+        ]
+        return [(name, what, value) for name, what, value in values if value is not None]
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' own format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
 
 class _EngineState:
@@ -132,21 +198,5 @@ class _EngineState:
         )
         info.add_metric([self._metrics.replica], 1)
         yield info
-        engine = self._metrics.engine
-        if engine is None:
-            return
-        state = engine.state
-        values = {
-            "num_requests_running": ("Sequences that run.", state.num_running),
-            "num_requests_waiting": ("Sequences that wait.", state.num_waiting),
-            "num_prompt_tokens_waiting": ("Prompt tokens that are not read yet.", state.num_waiting_tokens),
-            "num_preemptions": ("Sequences pushed out of the KV cache so far.", state.num_preemptions),
-            "kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1.", state.kv_cache_usage),
-            "exit_layer": (
-                "l: layers that compute their own KV.",
-                getattr(engine.model.config, "num_key_value_layers", None),
-            ),
-        }
-        for name, (what, value) in values.items():
-            if value is not None:
-                yield GaugeMetricFamily(f"swiftkv:{name}", what, value=value)
+        for name, what, value in self._metrics.gauges():
+            yield GaugeMetricFamily(f"swiftkv:{name}", what, value=value)

@@ -30,6 +30,8 @@ class Settings(BaseSettings):
     from `AWS_ENDPOINT_URL`, `AWS_REGION` and boto3's own credential chain."""
     ray_dashboard_url: str = "http://127.0.0.1:8265"
     """Address of Ray's job and serve APIs."""
+    serve_dashboard_url: str | None = None
+    """Address of the serve API where deployments have a Ray cluster of their own; None: of the same as jobs."""
     entrypoint_num_cpus: Annotated[float, Field(ge=0.0)] = 0.0
     """CPUs that Ray reserves for the driver of each job. With 0 here and for memory, drivers run on Ray's head and take
     none of its reservations, which keeps a machine of two cores to the workers; else on any node with room."""
@@ -95,6 +97,10 @@ class Settings(BaseSettings):
     @property
     def resolved_database_url(self) -> str:
         return self.database_url or f"sqlite:///{self.home / 'swiftkv.db'}"
+
+    @property
+    def resolved_serve_dashboard_url(self) -> str:
+        return self.serve_dashboard_url or self.ray_dashboard_url
 
     @property
     def resolved_source_roots(self) -> tuple[str, ...] | None:

@@ -12,24 +12,65 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 INFRA = ROOT / "infra"
-KUBERNETES = sorted((INFRA / "kubernetes").glob("*.yaml"))
+KUBERNETES = INFRA / "kubernetes"
 DOCKERFILES = sorted(path for path in (INFRA / "docker").iterdir() if path.suffix != ".dockerignore")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+BASE_IMAGE = re.compile(r"registry\.invalid/(swiftkv-[\w-]+):required")
+"""Images of the base, which no registry has."""
+NO_BUCKET = "s3://BUCKET_IS_REQUIRED"
+"""Bucket of the base."""
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
+def kustomizations() -> dict[str, dict[str, Any]]:
+    """Every kustomization, by the name of its directory."""
+    found = {path.parent.name: documents(path) for path in sorted(KUBERNETES.glob("*/kustomization.yaml"))}
+    return {name: document for name, [document] in found.items()}
+
+
+def _resources() -> list[dict[str, Any]]:
+    """Objects of the files that kustomizations name as resources, patches and generated config maps left out."""
+    return [
+        document
+        for directory, kustomization in kustomizations().items()
+        for name in kustomization["resources"]
+        if name.endswith(".yaml")
+        for document in documents(KUBERNETES / directory / name)
+    ]
+
+
 def objects(*kinds: str) -> list[Any]:
     """Our Kubernetes objects of these kinds, or all, as pytest parameters."""
-    found = [document for path in KUBERNETES if path.name != "kustomization.yaml" for document in documents(path)]
     return [
         pytest.param(document, id=f"{document['kind']}-{document['metadata']['name']}")
-        for document in found
+        for document in _resources()
         if not kinds or document["kind"] in kinds
     ]
+
+
+def named(kind: str, name: str) -> dict[str, Any]:
+    """The one object of this kind and name."""
+    [document] = [each for each in _resources() if (each["kind"], each["metadata"]["name"]) == (kind, name)]
+    return document
+
+
+def config_maps() -> dict[str, dict[str, str]]:
+    """Contents of the base's config maps, which kustomize generates, by name."""
+    return {
+        generator["name"]: variables(KUBERNETES / "base" / name)
+        for generator in kustomizations()["base"]["configMapGenerator"]
+        for name in generator["envs"]
+    }
+
+
+def variables(path: Path) -> dict[str, str]:
+    """Names and values of a file of environment variables."""
+    lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+    return dict(line.split("=", 1) for line in lines)
 
 
 def ray_cluster(document: dict[str, Any]) -> dict[str, Any]:
@@ -37,20 +78,29 @@ def ray_cluster(document: dict[str, Any]) -> dict[str, Any]:
     return spec if document["kind"] == "RayCluster" else spec["rayClusterConfig"]
 
 
+def templates_of(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The pod templates of these objects, by the name of what they belong to."""
+    templates: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        name = document["metadata"]["name"]
+        if document["kind"] in ("Deployment", "StatefulSet"):
+            templates[name] = document["spec"]["template"]
+        elif document["kind"] in ("RayCluster", "RayService"):
+            cluster = ray_cluster(document)
+            templates[f"{name}-head"] = cluster["headGroupSpec"]["template"]
+            for group in cluster["workerGroupSpecs"]:
+                templates[f"{name}-{group['groupName']}"] = group["template"]
+    return templates
+
+
 def pod_templates() -> dict[str, dict[str, Any]]:
     """Every pod template, by the name of what it belongs to."""
-    templates: dict[str, dict[str, Any]] = {}
-    for parameter in objects("Deployment", "RayCluster", "RayService"):
-        document = parameter.values[0]
-        name = document["metadata"]["name"]
-        if document["kind"] == "Deployment":
-            templates[name] = document["spec"]["template"]
-            continue
-        cluster = ray_cluster(document)
-        templates[f"{name}-head"] = cluster["headGroupSpec"]["template"]
-        for group in cluster["workerGroupSpecs"]:
-            templates[f"{name}-{group['groupName']}"] = group["template"]
-    return templates
+    return templates_of(_resources())
+
+
+def containers(template: dict[str, Any]) -> list[dict[str, Any]]:
+    """Containers of a pod, those that come first included."""
+    return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
 
 
 def compose() -> dict[str, Any]:
@@ -63,8 +113,8 @@ def environments() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for name, service in compose()["services"].items():
         found[f"compose-{name}"] = {key: _default(value) for key, value in service.get("environment", {}).items()}
-    for parameter in objects("ConfigMap"):
-        found[parameter.id or ""] = parameter.values[0]["data"]
+    for name, values in config_maps().items():
+        found[f"ConfigMap-{name}"] = values
     for path in DOCKERFILES:
         found[path.name] = dict(re.findall(r"(SWIFTKV_\w+)=(\S+)", path.read_text()))
     for name, template in pod_templates().items():

@@ -96,12 +96,12 @@ import sys, threading
 from pathlib import Path
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-address, directory, num_cpus, memory = sys.argv[1:]
+address, directory, num_cpus, memory, drains = sys.argv[1:]
 parameters = RayParams(
     gcs_address=address, node_ip_address="127.0.0.1", temp_dir=directory, num_cpus=int(num_cpus), num_gpus=0,
     object_store_memory=int(memory), min_worker_port=0, max_worker_port=0,
 )
-node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
+node = Node(parameters, head=False, shutdown_at_exit=drains == "drains", spawn_reaper=False)
 Path(directory, "writing").write_text(node.node_id)
 Path(directory, "writing").rename(Path(directory, "node-id"))
 threading.Event().wait()
@@ -116,18 +116,34 @@ class NodeProcess:
         self._process = process
         self.id = node_id
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def terminate(self) -> None:
+        """SIGTERM to its first process, as a pod gets it."""
+        self._process.terminate()
+
     def kill(self) -> None:
         """End all of its processes at once, as when a machine loses its power; harmless when that is done."""
         _kill_tree(self._process)
 
 
 @contextmanager
-def ray_node(head: RayHead, *, num_cpus: int) -> Iterator[NodeProcess]:
-    """Another node of the head's cluster, which has registered, with this process's environment; killed in the end."""
+def ray_node(
+    head: RayHead, *, num_cpus: int, environment: Mapping[str, str] | None = None, drains: bool = False
+) -> Iterator[NodeProcess]:
+    """Another node of the head's cluster, which has registered, with this process's environment; killed in the end.
+
+    Args:
+        environment: What its processes have beyond this one's environment.
+        drains: Whether SIGTERM drains it first, as it does `ray start --block`.
+    """
     directory = make_temp_dir()
     log = directory / "ray.log"
-    own = {"HOME": str(directory), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _NODE, head.address, str(directory), str(num_cpus), str(head.object_store_memory)]
+    own = {"HOME": str(directory), "OMP_NUM_THREADS": "1", **(environment or {})}
+    arguments = [head.address, directory, num_cpus, head.object_store_memory, "drains" if drains else ""]
+    command = [sys.executable, "-c", _NODE, *map(str, arguments)]
     process = _spawn(command, head.environment({**os.environ, **own}), log)
     try:
         _wait((directory / "node-id").exists, process, log)

@@ -17,6 +17,7 @@ from swiftkv_platform.api import error_handlers
 from swiftkv_platform.api.dependencies import Components, build_components, prices, source_rules, webhook_rules
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
+from swiftkv_platform.api.instruments import ControlPlaneHistograms
 from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.sessions import Sessions
@@ -35,7 +36,7 @@ from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.web.input_guard import InputGuard
-from swiftkv_platform.web.middleware import BodyLimit, PageFiles
+from swiftkv_platform.web.middleware import BodyLimit, PageFiles, RequestTimes
 from swiftkv_platform.web.problems import Problem
 from swiftkv_platform.web.rate_limits import RateLimit
 from swiftkv_platform.web.swagger import LICENSE, add_docs
@@ -61,6 +62,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     key_ring = None if settings.api_keys_file is None else KeyRing(settings.api_keys_file, clock=clock)
     if key_ring is None:
         _check_host(settings.host)
+    histograms = ControlPlaneHistograms()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -68,8 +70,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
         deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
-        reconciler = _reconciler(settings, parts)
-        loops = _loops(settings, parts, leaderships, reconciler, deliverer)
+        reconciler = _reconciler(settings, parts, histograms)
+        loops = _loops(settings, parts, leaderships, reconciler, deliverer, histograms)
         app.state.settings = settings
         app.state.key_ring = key_ring
         app.state.sessions = key_ring and Sessions(
@@ -82,7 +84,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.components = parts
         files = _operator_files(key_ring, parts.policies)
         app.state.readiness = health.Readiness(parts, loops)
-        app.state.metrics = health.metrics_registry(parts, loops, lambda: reconciler.jobs_put_off, files)
+        app.state.metrics = health.metrics_registry(parts, loops, lambda: reconciler.jobs_put_off, files, histograms)
         for loop in loops:
             loop.start()
         try:
@@ -113,6 +115,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(SecurityHeaders)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
+    app.add_middleware(RequestTimes, answered=histograms.answered)
     for module in (jobs, history, outputs, models, deployments, quota, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
@@ -120,7 +123,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _reconciler(settings: Settings, parts: Components) -> Reconciler:
+def _reconciler(settings: Settings, parts: Components, histograms: ControlPlaneHistograms) -> Reconciler:
     return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
@@ -135,6 +138,7 @@ def _reconciler(settings: Settings, parts: Components) -> Reconciler:
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
         deployments=parts.catalog.all_deployments,
+        instruments=histograms.orchestration,
     )
 
 
@@ -144,6 +148,7 @@ def _loops(
     leaderships: Mapping[str, Leadership],
     reconciler: Reconciler,
     deliverer: Deliverer,
+    histograms: ControlPlaneHistograms,
 ) -> list[ControlLoop]:
     """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
     steps = {
@@ -153,7 +158,9 @@ def _loops(
     }
     interval_s = settings.reconcile_interval_s
     return [
-        ControlLoop(name, leaderships[name].guard(step), interval_s=interval_s, clock=parts.clock)
+        ControlLoop(
+            name, leaderships[name].guard(histograms.timed(name, step)), interval_s=interval_s, clock=parts.clock
+        )
         for name, step in steps.items()
     ]
 

@@ -83,7 +83,9 @@ def build_components(settings: Settings) -> Components:
             entrypoint_num_cpus=settings.entrypoint_num_cpus,
             entrypoint_memory=settings.entrypoint_memory,
         ),
-        serving=RayServe(settings.ray_dashboard_url, settings.serve_url, api_keys_file=settings.serve_api_keys_file),
+        serving=RayServe(
+            settings.resolved_serve_dashboard_url, settings.serve_url, api_keys_file=settings.serve_api_keys_file
+        ),
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
         entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment()),

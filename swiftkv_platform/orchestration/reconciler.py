@@ -34,6 +34,7 @@ from swiftkv_platform.orchestration.attempt_outcome import AttemptOutcomes
 from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.fair_queue import FairQueue
+from swiftkv_platform.orchestration.instruments import NO_INSTRUMENTS, Instruments
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start, transition
 from swiftkv_platform.orchestration.ports import (
     AttemptStore,
@@ -85,6 +86,7 @@ class Reconciler:
         limits: how long attempts may take.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
         deployments: all tenants', whose replicas count against quotas as jobs do.
+        instruments: are told of waits and lags.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Reconciler:
         limits: AttemptLimits = DEFAULT_LIMITS,
         retry_delay_s: float = 1.0,
         deployments: Callable[[], Sequence[Deployment]] = tuple,
+        instruments: Instruments = NO_INSTRUMENTS,
     ) -> None:
         self._jobs = jobs
         self._cluster = cluster
@@ -117,6 +120,7 @@ class Reconciler:
         self._rules = rules
         self._prices = prices
         self._deployments = deployments
+        self._instruments = instruments
         self._limits = limits
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
         self._surprises: dict[str, list[str]] = {}
@@ -200,7 +204,9 @@ class Reconciler:
         number = job.attempt.number
         resume_from = self._store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
         started, event = start(job, now=int(self._clock()), resume_from=resume_from)
-        return self._submit(self._jobs.update(started, events=[event]))
+        stored = self._jobs.update(started, events=[event])
+        self._instruments.started(job, self._clock())
+        return self._submit(stored)
 
     def _submit(self, job: Job) -> Job:
         attempt = job.attempt
@@ -230,6 +236,7 @@ class Reconciler:
         seen = job if submission is None else self._seen_by_ray(job)
         stored = self._store.read_events(job.attempt_id, job.attempt.cursor)
         reading = read(seen, stored, now=int(self._clock()))
+        self._instruments.read(stored, self._clock())
         if submission is None or submission.status.is_terminal:
             return self._finish(reading, submission)
         return self._keep(job, reading)

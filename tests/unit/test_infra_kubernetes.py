@@ -11,33 +11,65 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 
+from serve.app import DRAIN_TIMEOUT_S
 from swiftkv_platform.api.routes import health
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
-from tests.infra_files import INFRA, KUBERNETES, PINNED, documents, environments, objects, pod_templates, ray_cluster
+from tests.infra_files import (
+    INFRA,
+    KUBERNETES,
+    NO_BUCKET,
+    PINNED,
+    config_maps,
+    containers,
+    environments,
+    kustomizations,
+    named,
+    objects,
+    pod_templates,
+    ray_cluster,
+    variables,
+)
+
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+CORE = (
+    "Deployment",
+    "Namespace",
+    "NetworkPolicy",
+    "PodDisruptionBudget",
+    "Service",
+    "ServiceAccount",
+    "StatefulSet",
+)
 
 
 def test_addresses_name_services_that_exist() -> None:
+    """Names are KubeRay's rule: `-head-svc` for the head, `-serve-svc` for what serves."""
     settings = environments()["ConfigMap-swiftkv-control-plane"]
-    [cluster] = [parameter.values[0] for parameter in objects("RayCluster")]
-    head = f"{cluster['metadata']['name']}-head-svc"  # KubeRay's rule
-    ports = {
-        port["containerPort"] for port in cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["ports"]
-    }
-    for name in ("SWIFTKV_RAY_DASHBOARD_URL", "SWIFTKV_SERVE_URL"):
-        host, port = settings[name].removeprefix("http://").split(":")
-        assert host == head
-        assert int(port) in ports
+    for setting, cluster, service, port in (
+        ("SWIFTKV_RAY_DASHBOARD_URL", "swiftkv-ray", "head", "dashboard"),
+        ("SWIFTKV_SERVE_DASHBOARD_URL", "swiftkv-serve", "head", "dashboard"),
+        ("SWIFTKV_SERVE_URL", "swiftkv-serve", "serve", "serve"),
+    ):
+        document = named("RayCluster", cluster)
+        [head] = document["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+        ports = {entry["name"]: entry["containerPort"] for entry in head["ports"]}
+        assert settings[setting] == f"http://{cluster}-{service}-svc:{ports[port]}"
+    assert named("RayCluster", "swiftkv-serve")["metadata"]["annotations"] == {"ray.io/enable-serve-service": "true"}
 
 
-def test_kustomization_lists_every_file() -> None:
-    [kustomization] = documents(INFRA / "kubernetes" / "kustomization.yaml")
-    assert sorted([*kustomization["resources"], "kustomization.yaml"]) == [path.name for path in KUBERNETES]
-    [namespace] = [parameter.values[0] for parameter in objects("Namespace")]
-    assert kustomization["namespace"] == namespace["metadata"]["name"]
-
-
-CORE = ("ConfigMap", "Deployment", "Namespace", "NetworkPolicy", "PersistentVolumeClaim", "Service", "ServiceAccount")
+def test_kustomizations_list_every_file() -> None:
+    for directory, kustomization in kustomizations().items():
+        generated = [name for generator in kustomization.get("configMapGenerator", ()) for name in generator["envs"]]
+        patches = [patch["path"] for patch in kustomization.get("patches", ())]
+        listed = {*kustomization["resources"], *generated, *patches, *kustomization.get("configurations", ())}
+        files = {path.name for path in (KUBERNETES / directory).iterdir()}
+        assert files - {"kustomization.yaml", "values.env", "values.example.env"} == {
+            name for name in listed if "/" not in name and name != "values.env"
+        }
+    namespace = named("Namespace", "swiftkv")
+    assert kustomizations()["base"]["namespace"] == namespace["metadata"]["name"]
 
 
 @pytest.mark.parametrize("document", objects(*CORE))
@@ -67,13 +99,13 @@ def test_pods_follow_their_schema_and_the_restricted_standard(name: str) -> None
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {"name": name, **template["metadata"]},
+        "metadata": {"name": name, **template.get("metadata", {})},
         "spec": template["spec"],
     }
     kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
     assert template["spec"]["securityContext"]["runAsNonRoot"]
     assert template["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    for container in (*template["spec"].get("initContainers", []), *template["spec"]["containers"]):
+    for container in containers(template):
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["requests"]
@@ -81,35 +113,154 @@ def test_pods_follow_their_schema_and_the_restricted_standard(name: str) -> None
 
 
 def test_references_lead_somewhere() -> None:
-    """ConfigMaps and service accounts exist; secrets are KubeRay's or those that infra/README.md tells to create."""
+    """Config maps and accounts exist; secrets are those that infra/README.md tells to create, with their keys."""
     readme = (INFRA / "README.md").read_text()
-    config_maps = {parameter.values[0]["metadata"]["name"] for parameter in objects("ConfigMap")}
     accounts = {parameter.values[0]["metadata"]["name"] for parameter in objects("ServiceAccount")}
-    clusters = {parameter.values[0]["metadata"]["name"] for parameter in objects("RayCluster")}
-    for template in pod_templates().values():
-        assert template["spec"].get("serviceAccountName", next(iter(accounts))) in accounts
-        for container in (*template["spec"].get("initContainers", []), *template["spec"]["containers"]):
+    for name, template in pod_templates().items():
+        spec = template["spec"]
+        if not name.endswith("-head"):  # KubeRay's own account, by which the autoscaler changes the cluster
+            assert spec.get("serviceAccountName") in {*accounts, None}
+            assert spec["automountServiceAccountToken"] is False, name
+        for volume in spec.get("volumes", []):
+            if "secret" in volume:
+                assert f"secret generic {volume['secret']['secretName']} " in readme
+        for container in containers(template):
             for source in container.get("envFrom", []):
                 if "configMapRef" in source:
-                    assert source["configMapRef"]["name"] in config_maps
+                    assert source["configMapRef"]["name"] in config_maps()
                 else:
                     assert f"secret generic {source['secretRef']['name']} " in readme
             for entry in container.get("env", []):
                 if "valueFrom" in entry:
                     reference = entry["valueFrom"]["secretKeyRef"]
-                    assert reference["name"] in clusters
-                    assert reference["key"] == "auth_token"
+                    assert f"secret generic {reference['name']} --from-literal={reference['key']}=" in readme
+    for parameter in objects("RayCluster", "RayService"):
+        cluster = ray_cluster(parameter.values[0])
+        token = cluster["authOptions"]["secretName"]
+        assert f"secret generic {token} --from-literal=auth_token=" in readme
+        redis = cluster["gcsFaultToleranceOptions"]
+        password = redis["redisPassword"]["valueFrom"]["secretKeyRef"]
+        assert f"secret generic {password['name']} --from-literal={password['key']}=" in readme
+        host, port = redis["redisAddress"].split(":")
+        assert int(port) in {entry["port"] for entry in named("Service", host)["spec"]["ports"]}
+
+
+def test_credentials_of_the_store_are_optional_and_the_database_is_not() -> None:
+    """Where pods have a role of the cloud there is no such secret; without a database there is nowhere to keep jobs."""
+    optional: dict[str, set[bool]] = {}
+    for template in pod_templates().values():
+        for container in containers(template):
+            for source in container.get("envFrom", []):
+                if "secretRef" in source:
+                    reference = source["secretRef"]
+                    optional.setdefault(reference["name"], set()).add(reference.get("optional", False))
+    assert optional == {"swiftkv-object-store": {True}, "swiftkv-hub": {True}, "swiftkv-database": {False}}
+
+
+def test_the_control_plane_keeps_nothing_in_its_pod() -> None:
+    volumes = pod_templates()["swiftkv-control-plane"]["spec"]["volumes"]
+    assert {volume["name"]: sorted({*volume} - {"name"}) for volume in volumes} == {
+        "home": ["emptyDir"],
+        "tmp": ["emptyDir"],
+        "api-keys": ["secret"],
+    }
+    assert named("Deployment", "swiftkv-control-plane")["spec"]["strategy"]["type"] == "RollingUpdate"
+
+
+@pytest.mark.parametrize("name", pod_templates())
+def test_a_pod_has_longer_to_end_than_ray_takes_to_drain(name: str) -> None:
+    """Ray drains for its own 30 s whatever the pod's grace is, unless it is told; after the grace all is killed."""
+    spec = pod_templates()[name]["spec"]
+    if not spec["containers"][0]["name"].startswith("ray-"):
+        return
+    [container] = spec["containers"]
+    [drain] = [float(entry["value"]) for entry in container["env"] if entry["name"] == DRAIN]
+    assert drain + 30 <= spec["terminationGracePeriodSeconds"]
+    if {"serve", "api-keys"} <= {*(port["name"] for port in container["ports"])} | {
+        volume["name"] for volume in spec.get("volumes", [])
+    }:
+        assert drain >= DRAIN_TIMEOUT_S + 30, "a replica may finish what it has begun, and its proxy drains too"
+
+
+def test_ray_reads_the_variable_that_sets_its_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DRAIN, "271.5")
+    constants = importlib.util.find_spec("ray._private.ray_constants")
+    assert constants is not None
+    assert constants.loader is not None
+    module = importlib.util.module_from_spec(constants)
+    constants.loader.exec_module(module)
+    assert getattr(module, DRAIN) == 271.5
+
+
+def test_replicas_are_reached_where_their_proxy_answers() -> None:
+    """KubeRay's Service leads to every ready pod of the cluster, so one that serves nothing must not be ready."""
+    for group in named("RayCluster", "swiftkv-serve")["spec"]["workerGroupSpecs"]:
+        [container] = group["template"]["spec"]["containers"]
+        assert container["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": "serve"}
+        assert {"name": "serve", "containerPort": 8001} in container["ports"]
+
+
+def test_every_replica_asks_for_keys() -> None:
+    path = environments()["ConfigMap-swiftkv-control-plane"]["SWIFTKV_SERVE_API_KEYS_FILE"]
+    for name, template in pod_templates().items():
+        if name.startswith(("swiftkv-serve-", "swiftkv-model-")) and not name.endswith("-head"):
+            [container] = template["spec"]["containers"]
+            assert {mount["mountPath"] for mount in container["volumeMounts"]} == {path.rpartition("/")[0]}
+    config = yaml.safe_load(named("RayService", "swiftkv-model")["spec"]["serveConfigV2"])
+    assert [application["args"]["api_keys_file"] for application in config["applications"]] == [path]
+
+
+def test_budgets_of_ray_pods_are_whole_numbers_of_what_stays() -> None:
+    """Kubernetes cannot tell how many pods a RayCluster wants: maxUnavailable and percentages fail there."""
+    labels = {
+        "swiftkv-control-plane": pod_templates()["swiftkv-control-plane"]["metadata"]["labels"],
+        # What KubeRay sets.
+        "swiftkv-serve-workers": {"ray.io/cluster": "swiftkv-serve", "ray.io/node-type": "worker"},
+    }
+    budgets = {each.values[0]["metadata"]["name"]: each.values[0] for each in objects("PodDisruptionBudget")}
+    assert budgets.keys() == labels.keys()
+    for name, budget in budgets.items():
+        assert budget["spec"]["selector"]["matchLabels"] == labels[name]
+        assert isinstance(budget["spec"]["minAvailable"], int)
+        assert "maxUnavailable" not in budget["spec"]
+
+
+def test_selectors_find_pods() -> None:
+    labels = [template["metadata"]["labels"] for template in pod_templates().values() if "metadata" in template]
+    for parameter in objects("Service", "Deployment", "StatefulSet"):
+        document = parameter.values[0]
+        selector = document["spec"]["selector"]
+        wanted = selector if document["kind"] == "Service" else selector["matchLabels"]
+        assert any(wanted.items() <= each.items() for each in labels), document["metadata"]["name"]
+
+
+def test_redis_is_open_to_what_keeps_its_state_there() -> None:
+    [rule] = named("NetworkPolicy", "swiftkv-redis")["spec"]["ingress"]
+    [source] = rule["from"]
+    assert source["podSelector"]["matchExpressions"] == [
+        {"key": "ray.io/node-type", "operator": "In", "values": ["head", "redis-cleanup"]}
+    ]
+
+
+def test_the_base_names_no_bucket_and_the_example_no_value() -> None:
+    assert config_maps()["swiftkv-control-plane"]["SWIFTKV_STORAGE_URI"] == NO_BUCKET
+    with pytest.raises(InvalidInputError, match="names no bucket"):  # with it, no control plane starts
+        open_store(NO_BUCKET)
+    example = KUBERNETES / "production" / "values.example.env"
+    assert variables(example) == {}
+    sources = {each["source"]["fieldPath"] for each in kustomizations()["production"]["replacements"]}
+    assert sources == {f"data.{line[2:].split('=')[0]}" for line in example.read_text().splitlines() if "=" in line}
 
 
 def test_probes_ask_the_port_the_control_plane_listens_on_for_routes_it_has() -> None:
     [container] = pod_templates()["swiftkv-control-plane"]["spec"]["containers"]
     [port] = container["ports"]
     assert port["containerPort"] == Settings().port
-    paths = {route.path for route in health.router.routes if isinstance(route, APIRoute)}
-    for probe, path in (("startup", "/healthz"), ("liveness", "/healthz"), ("readiness", "/readyz")):
+    paths = [route.path_regex for route in health.router.routes if isinstance(route, APIRoute)]
+    for probe, path in (("startup", "/healthz"), ("liveness", "/healthz"), ("readiness", "/readyz/database")):
         assert container[f"{probe}Probe"]["httpGet"] == {"path": path, "port": port["name"]}
-        assert path in paths
-    [service] = [parameter.values[0] for parameter in objects("Service")]
+        assert any(pattern.match(path) for pattern in paths)
+    service = named("Service", "swiftkv-control-plane")
     assert service["spec"]["ports"] == [{"name": "http", "port": port["containerPort"], "targetPort": port["name"]}]
 
 
@@ -130,7 +281,7 @@ def test_ray_clusters_run_the_pinned_ray_behind_a_token(document: dict[str, Any]
     assert document["apiVersion"] == "ray.io/v1"
     cluster = ray_cluster(document)
     assert cluster["rayVersion"] == PINNED["ray"]
-    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["authOptions"] == {"mode": "token", "secretName": "swiftkv-ray-token"}
     assert cluster["enableInTreeAutoscaling"] is True
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     for group in cluster["workerGroupSpecs"]:
@@ -163,4 +314,5 @@ def test_the_serve_config_is_one_that_ray_and_our_application_accept() -> None:
     arguments = ServeArgs.model_validate(application.args)
     group = ray_cluster(service)["workerGroupSpecs"][0]
     assert arguments.max_replicas <= group["maxReplicas"], "one GPU a replica, one GPU a worker"
-    open_store(arguments.artifact_uri)
+    assert arguments.artifact_uri is not None
+    assert arguments.artifact_uri.startswith(f"{NO_BUCKET}/"), "to be given, as the model's id"

@@ -1,4 +1,4 @@
-"""The shipped RayCluster has a place for every recipe and for large deployments, in the eyes of Ray's own autoscaler.
+"""The shipped RayClusters have a place for every recipe and for large deployments, in the eyes of Ray's own autoscaler.
 
 Requests come from the code that asks Ray for them. Nothing is started.
 """
@@ -22,7 +22,7 @@ from jobs.tasks import task_options
 from serve.app import build_app
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec
-from tests.infra_files import INFRA, documents, environments, objects
+from tests.infra_files import environments, kustomizations, named
 from tests.recipes import RECIPES
 
 Resources = dict[str, float]
@@ -31,13 +31,23 @@ Schedule = Callable[[Sequence[Resources], Sequence[Resources]], SchedulingReply]
 
 @pytest.fixture(scope="module")
 def schedule() -> Schedule:
-    """Ray's scheduler of nodes over the groups of the shipped cluster, none of which has a node yet.
+    """Nodes of the cluster of jobs."""
+    return scheduler("swiftkv-ray")
+
+
+@pytest.fixture(scope="module")
+def schedule_serving() -> Schedule:
+    """Nodes of the cluster that serves."""
+    return scheduler("swiftkv-serve")
+
+
+def scheduler(name: str) -> Schedule:
+    """Ray's scheduler of nodes over the groups of a shipped cluster, none of which has a node yet.
 
     Its arguments are the bundles of a placement group, and the resources of single tasks and actors.
     """
-    [kustomization] = documents(INFRA / "kubernetes" / "kustomization.yaml")
-    [cluster] = [parameter.values[0] for parameter in objects("RayCluster")]
-    cluster["metadata"]["namespace"] = kustomization["namespace"]
+    cluster = named("RayCluster", name)
+    cluster["metadata"]["namespace"] = kustomizations()["base"]["namespace"]
     config = AutoscalingConfig(_derive_autoscaling_config_from_ray_cr(cluster), skip_content_hash=True)
 
     def schedule(bundles: Sequence[Resources], singles: Sequence[Resources]) -> SchedulingReply:
@@ -108,17 +118,18 @@ def test_drivers_leave_the_head(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_tensor_parallel_replicas_get_their_nodes(schedule: Schedule, size: int) -> None:
+def test_tensor_parallel_replicas_get_their_nodes(schedule_serving: Schedule, size: int) -> None:
     assert replica(size)["GPU"] == size
-    assert infeasible(schedule([], [replica(size)])) == []
+    assert infeasible(schedule_serving([], [replica(size)])) == []
 
 
-def test_the_largest_recipe_trains_beside_a_large_deployment(schedule: Schedule) -> None:
-    largest = max(map(load_spec, RECIPES), key=lambda spec: spec.resources.max_workers * spec.resources.gpus_per_worker)
-    assert infeasible(schedule(workers(largest), [replica(8)])) == []
+def test_a_replica_without_gpu_takes_no_node_with_one(schedule_serving: Schedule) -> None:
+    reply = schedule_serving([], [{"CPU": 1.0}])
+    assert [launch.instance_type for launch in reply.to_launch] == ["cpu"]
 
 
-def test_what_no_group_has_is_infeasible(schedule: Schedule) -> None:
-    """The scheduler of this test can refuse."""
+def test_what_no_group_has_is_infeasible(schedule: Schedule, schedule_serving: Schedule) -> None:
+    """The schedulers of this test can refuse."""
     unknown = {"CPU": 1.0, "GPU": 1.0, "accelerator_type:UNKNOWN": 0.001}
-    assert len(infeasible(schedule([unknown], [replica(16)]))) == 2
+    assert len(infeasible(schedule([unknown], []))) == 1
+    assert len(infeasible(schedule_serving([], [replica(16)]))) == 1

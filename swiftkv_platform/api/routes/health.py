@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -11,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.api.instruments import ControlPlaneHistograms
 from swiftkv_platform.api.probing import Kept, complaint_of
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_response
@@ -45,6 +47,18 @@ async def readyz(request: Request) -> Response:
     return JSONResponse({"status": "ok", "checks": dict.fromkeys(readiness.checks, "ok")})
 
 
+@router.get("/readyz/{check}", response_model=None, openapi_extra=OPEN)
+async def readyz_of(check: Literal["database", "ray", "object_store"], request: Request) -> Response:
+    """One of them answers: a load balancer asks for the database alone, without which no route does."""
+    readiness: Readiness = request.app.state.readiness
+    complaint = await readiness.complaint(check)
+    if complaint is not None:
+        errors = [FieldProblem(field=check, message=complaint)]
+        detail = f"{check}: {complaint}"
+        return problem_response(make_problem(request.url.path, 503, "not_ready", detail, errors))
+    return JSONResponse({"status": "ok", "checks": {check: "ok"}})
+
+
 class Readiness:
     """Whether a control plane can do its work, looked at anew every few seconds: anybody may ask."""
 
@@ -56,6 +70,10 @@ class Readiness:
             "object_store": Kept(complaint_of(parts.objects.ping), parts.clock, keep_s=_KEEP_PING_S),
         }
         self._loops = loops
+
+    async def complaint(self, check: str) -> str | None:
+        """Return what is wrong with one part, None for nothing."""
+        return await _complaint(self.checks[check].get)
 
     async def complaints(self) -> dict[str, str | None]:
         """Return what is wrong with each part, None for nothing; of the loops only those with which something is."""
@@ -85,13 +103,16 @@ def metrics_registry(
     loops: Sequence[ControlLoop],
     jobs_put_off: Callable[[], int],
     files: Mapping[str, Callable[[], bool]],
+    histograms: ControlPlaneHistograms,
 ) -> CollectorRegistry:
-    """Metrics of one control plane, read when they are asked for; what has to be counted is counted now and then.
+    """Metrics of one control plane, read when they are asked for; what takes a query is asked now and then.
 
     Args:
         files: whether the newest version of each of the operator's files is usable, by name.
+        histograms: what is counted when it happens.
     """
     registry = CollectorRegistry()
+    histograms.register(registry)
     registry.register(_Collector(parts, loops, jobs_put_off, files))
     return registry
 

@@ -172,6 +172,8 @@ def test_readiness_names_what_is_away(server: Server, monkeypatch: pytest.Monkey
     document = problem(response, 503)
     assert [error["field"] for error in document["errors"]] == ["ray"]
     assert response.headers["retry-after"]
+    assert [error["field"] for error in problem(server.client.get("/readyz/ray"), 503)["errors"]] == ["ray"]
+    assert server.get("/readyz/database") == {"status": "ok", "checks": {"database": "ok"}}
     server.cluster.away = False
 
     def away() -> None:
@@ -181,6 +183,7 @@ def test_readiness_names_what_is_away(server: Server, monkeypatch: pytest.Monkey
     server.wait(10)
     [error] = problem(server.client.get("/readyz"), 503)["errors"]
     assert (error["field"], error["message"]) == ("database", "disk full")
+    assert problem(server.client.get("/readyz/database"), 503)["errors"] == [error]
 
 
 def test_a_dependency_that_is_away_is_a_503_to_repeat(server: Server) -> None:

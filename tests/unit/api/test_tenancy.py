@@ -21,7 +21,7 @@ from swiftkv_platform.web.rate_limits import RateLimit
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.api.conftest import SPEC, Server, control_plane
 
-OPEN = {"/healthz", "/readyz", "/metrics"}
+OPEN = {"/healthz", "/readyz", "/readyz/{check}", "/metrics"}
 """Nothing of any tenant's is told there."""
 
 As = Callable[..., TestClient]

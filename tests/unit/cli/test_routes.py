@@ -27,6 +27,7 @@ Call = Callable[[Client, dict[str, str]], Any]
 CALLS: dict[str, tuple[Call | None, str | None]] = {
     "GET /healthz": (lambda client, _: client.health(), None),
     "GET /readyz": (lambda client, _: client.ready(), None),
+    "GET /readyz/{check}": (None, None),
     "GET /metrics": (None, None),
     "POST /jobs": (lambda client, _: client.jobs.create(SPEC), "jobs submit -f {spec}"),
     "POST /jobs/validate": (lambda client, _: client.jobs.validate(SPEC), "jobs validate -f {spec} --url {url}"),

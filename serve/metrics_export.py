@@ -1,0 +1,82 @@
+"""Metrics of a replica through Ray's own: the page of the node that it runs on carries those of all its replicas.
+
+Prometheus scrapes nodes, which it finds; Serve's proxy would lead it to any one replica. Names are those of
+`serve.metrics` as `ray_swiftkv_...`. Labels: `deployment`, `replica` and `model`, of which a replica uses as many as
+were swapped in and at most a set number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from ray.util.metrics import Counter, Gauge, Histogram, Metric
+
+from swiftkv_platform.logs import get_logger
+
+_MOST_MODELS = 32
+"""Models that have series of their own; a replica that lives to see more counts the others as `other`."""
+_OTHER = "other"
+_GAUGES_EVERY_S = 5.0
+"""Ray drops a gauge that was not set for two of its reports, which come every ten seconds."""
+_LABELS = ("deployment", "replica", "model")
+
+
+class Gauges(Protocol):
+    """Source of values that are read now and then: (name without prefix, description, value)."""
+
+    def gauges(self) -> Sequence[tuple[str, str, float]]: ...
+
+    @property
+    def model(self) -> str: ...
+
+
+class RayMetricsExport:
+    """`serve.metrics.Export` for one replica."""
+
+    def __init__(self, deployment: str, replica: str) -> None:
+        self._constant = {"deployment": deployment, "replica": replica}
+        self._metrics: dict[str, Metric] = {}
+        self._models: set[str] = set()
+
+    def count(self, name: str, what: str, amount: float, model: str, labels: dict[str, str]) -> None:
+        if amount <= 0:  # Ray refuses to add nothing
+            return
+        counter = self._metrics.get(name)
+        if counter is None:
+            counter = self._metrics[name] = Counter(f"swiftkv_{name}", what, (*_LABELS, *labels))
+        assert isinstance(counter, Counter)
+        counter.inc(amount, {**self._tags(model), **labels})
+
+    def observe(self, name: str, what: str, buckets: Sequence[float], seconds: float, model: str) -> None:
+        histogram = self._metrics.get(name)
+        if histogram is None:
+            histogram = self._metrics[name] = Histogram(f"swiftkv_{name}", what, list(buckets), _LABELS)
+        assert isinstance(histogram, Histogram)
+        histogram.observe(seconds, self._tags(model))
+
+    def set(self, name: str, what: str, value: float, model: str) -> None:
+        gauge = self._metrics.get(name)
+        if gauge is None:
+            gauge = self._metrics[name] = Gauge(f"swiftkv_{name}", what, _LABELS)
+        assert isinstance(gauge, Gauge)
+        gauge.set(value, self._tags(model))
+
+    async def follow(self, source: Gauges) -> None:
+        """Set the gauges again and again, until cancelled."""
+        while True:
+            try:
+                for name, what, value in source.gauges():
+                    self.set(name, what, value, source.model)
+            except Exception:  # an engine that is being closed; the others go on
+                get_logger().exception("gauges not read")
+            await asyncio.sleep(_GAUGES_EVERY_S)
+
+    def _tags(self, model: str) -> dict[str, str]:
+        if model not in self._models:
+            if len(self._models) >= _MOST_MODELS:
+                model = _OTHER
+            else:
+                self._models.add(model)
+        return {**self._constant, "model": model}

@@ -1,0 +1,62 @@
+"""SIGTERM drains a node for as long as the variable of the Kubernetes manifests says, whatever Ray's own 30 s are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from swiftkv_platform.local.ray_head import RayHead, auth_environment
+from tests.integration.conftest import environment, wait_for
+from tests.rays import NodeProcess, ray_head, ray_node
+
+pytestmark = pytest.mark.integration
+
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(num_cpus=1) as head, environment(auth_environment(head.token_file)):
+        ray.init(address=head.address, log_to_driver=False)
+        try:
+            yield head
+        finally:
+            ray.shutdown()
+
+
+def begin_work(node: NodeProcess, directory: Path) -> None:
+    """Have a task run on the node until there is a file `release`; its last act is a file `done`."""
+
+    @ray.remote(num_cpus=1, max_retries=0)
+    def work() -> None:
+        (directory / "begun").touch()
+        while not (directory / "release").exists():
+            time.sleep(0.05)
+        (directory / "done").touch()
+
+    work.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
+    wait_for((directory / "begun").exists)
+
+
+def test_work_ends_before_the_node_does(head: RayHead, tmp_path: Path) -> None:
+    with ray_node(head, num_cpus=1, environment={DRAIN: "600"}, drains=True) as node:
+        begin_work(node, tmp_path)
+        node.terminate()
+        time.sleep(5)  # without a drain it is gone within a second
+        assert node.is_running
+        (tmp_path / "release").touch()
+        wait_for((tmp_path / "done").exists)
+        wait_for(lambda: not node.is_running)
+
+
+def test_work_that_does_not_end_is_cut_off_after_the_drain(head: RayHead, tmp_path: Path) -> None:
+    with ray_node(head, num_cpus=1, environment={DRAIN: "2"}, drains=True) as node:
+        begin_work(node, tmp_path)
+        node.terminate()
+        wait_for(lambda: not node.is_running)
+        assert not (tmp_path / "done").exists()

@@ -1,0 +1,73 @@
+"""Programs of Prometheus, of Debian's package `prometheus`, and a server of a test's own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.rays import free_port
+from tests.requirements import missing
+
+_START_S = 60.0
+
+
+def program(name: str) -> str:
+    """`prometheus` or `promtool`."""
+    return shutil.which(name) or missing(f"no {name} on this machine (Debian: apt-get install prometheus)")
+
+
+class Prometheus:
+    """A server that scrapes."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """(labels, value) of each series that the expression has now."""
+        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30.0, trust_env=False)
+        answer.raise_for_status()
+        result: list[dict[str, Any]] = answer.json()["data"]["result"]
+        return [(series["metric"], float(series["value"][1])) for series in result]
+
+
+@contextmanager
+def prometheus(directory: Path, scrape_configs: list[dict[str, Any]]) -> Iterator[Prometheus]:
+    """A server that answers, with its data in `directory`."""
+    config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": scrape_configs}
+    (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    url = f"127.0.0.1:{free_port()}"
+    options = {
+        "config.file": directory / "prometheus.yaml",
+        "storage.tsdb.path": directory / "data",
+        "web.listen-address": url,
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    with (directory / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen([program("prometheus"), *flags], stdout=log, stderr=log)
+    try:
+        _wait_until_ready(f"http://{url}", process, directory / "prometheus.log")
+        yield Prometheus(f"http://{url}")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            if httpx.get(f"{url}/-/ready", timeout=5.0, trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            pass  # it does not listen yet
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)

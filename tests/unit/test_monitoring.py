@@ -1,0 +1,195 @@
+"""Alerts, dashboards and what Prometheus scrapes name metrics, labels and ports that the code has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from fastapi.testclient import TestClient
+
+from serve.metrics import Metrics
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+from swiftkv_platform.settings import Settings
+from tests.infra_files import INFRA, documents, pod_templates
+from tests.prometheus import program
+from tests.unit.api.conftest import URL, make_parts
+from tests.unit.engine.tiny_models import save_swiftkv
+
+MONITORING = INFRA / "monitoring"
+DASHBOARDS = sorted((MONITORING / "dashboards").glob("*.json"))
+LABELS = {
+    *("deployment", "model", "replica", "reason", "outcome"),  # of replicas
+    *("file", "loop", "method", "route", "status"),  # of the control plane
+    "le",
+}
+
+
+def rules() -> list[dict[str, Any]]:
+    [document] = documents(MONITORING / "alerts.yaml")
+    assert document["kind"] == "PrometheusRule"
+    return [rule for group in document["spec"]["groups"] for rule in group["rules"]]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """(where, expression) of every rule and every panel."""
+    for rule in rules():
+        yield rule["alert"], rule["expr"]
+    for path in DASHBOARDS:
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                yield f"{path.stem}: {panel['title']}", target["expr"]
+
+
+def names_on(page: str) -> set[str]:
+    """Names that the page's metrics have, or will have once there is something to tell."""
+    found = set()
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE):
+        found |= {f"{name}{suffix}" for suffix in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
+    return found
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> set[str]:
+    """Names of all metrics of a control plane and of a replica, as Prometheus gets them."""
+    directory = tmp_path_factory.mktemp("control-plane")
+    settings = Settings(home=directory, reconcile_interval_s=1e6, _env_file=None)
+    with TestClient(create_app(settings, components=make_parts(directory, empty_database)), base_url=URL) as client:
+        control_plane = names_on(client.get("/metrics").text)
+    model = save_swiftkv(tmp_path_factory.mktemp("model"))
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(model, EngineConfig(max_num_seqs=2)))
+    metrics = Metrics()
+    metrics.follow(lambda: engine, lambda: "mdl_1", "one")
+    # Ray puts its own prefix before a name, and takes no colon in it (serve/metrics_export.py).
+    replica = {name.replace("swiftkv:", "ray_swiftkv_") for name in names_on(metrics.text().decode())}
+    asyncio.run(engine.aclose())
+    return control_plane | replica
+
+
+def test_every_metric_of_alerts_and_dashboards_is_exported(exported: set[str]) -> None:
+    found = 0
+    for where, expression in expressions():
+        names = set(re.findall(r"\b(?:ray_)?swiftkv_\w+", re.sub(r'"[^"]*"', '""', expression)))
+        assert names, where
+        assert names <= exported, f"{where}: {names - exported}"
+        found += len(names)
+    assert found > 40
+
+
+def test_labels_are_those_that_metrics_have() -> None:
+    for where, expression in expressions():
+        grouped = [label for group in re.findall(r"\bby \(([^)]*)\)", expression) for label in re.split(r",\s*", group)]
+        matched = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression)
+        assert {*grouped, *matched} <= LABELS, where
+
+
+def test_dashboards_have_panels_that_do_not_overlap_and_a_source_to_choose() -> None:
+    assert {path.stem for path in DASHBOARDS} == {"control-plane", "replicas"}
+    for path in DASHBOARDS:
+        board = json.loads(path.read_text())
+        places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+        assert len(set(places)) == len(places)
+        assert len({panel["id"] for panel in board["panels"]}) == len(places)
+        variables = {variable["name"] for variable in board["templating"]["list"]}
+        used = set(re.findall(r"\$\{?(?!__)(\w+)", path.read_text()))
+        assert used == variables
+
+
+@pytest.fixture
+def promtool(tmp_path: Path) -> Path:
+    """A directory with the rules as a plain Prometheus reads them, and their tests."""
+    [document] = documents(MONITORING / "alerts.yaml")
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(document["spec"]))
+    shutil.copy(MONITORING / "alerts.test.yaml", tmp_path)
+    return tmp_path
+
+
+def run_promtool(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [program("promtool"), *arguments]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+
+
+def test_promtool_accepts_the_rules(promtool: Path) -> None:
+    done = run_promtool(promtool, "check", "rules", "--lint-fatal", "rules.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(rules())} rules found" in done.stdout
+
+
+def test_alerts_fire_for_what_they_are_for_and_not_otherwise(promtool: Path) -> None:
+    done = run_promtool(promtool, "test", "rules", "alerts.test.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_seen_to_fire() -> None:
+    [tests] = documents(MONITORING / "alerts.test.yaml")
+    fired = {
+        case["alertname"] for test in tests["tests"] for case in test.get("alert_rule_test", ()) if case["exp_alerts"]
+    }
+    assert fired == {rule["alert"] for rule in rules()}
+    assert {rule["labels"]["severity"] for rule in rules()} == {"critical", "warning"}
+
+
+@pytest.mark.parametrize("alert", [rule["alert"] for rule in rules()])
+def test_an_alert_that_never_fires_is_found(promtool: Path, alert: str) -> None:
+    document = yaml.safe_load((promtool / "rules.yaml").read_text())
+    for group in document["groups"]:
+        for rule in group["rules"]:
+            if rule["alert"] == alert:
+                rule["expr"] = "vector(0) > 1"
+    (promtool / "rules.yaml").write_text(yaml.safe_dump(document))
+    assert run_promtool(promtool, "test", "rules", "alerts.test.yaml").returncode != 0
+
+
+def test_pod_monitors_select_pods_by_ports_that_they_have() -> None:
+    templates = pod_templates()
+    ray = [template for name, template in templates.items() if template["spec"]["containers"][0]["name"][:4] == "ray-"]
+    monitors = {each["metadata"]["name"]: each["spec"] for each in documents(MONITORING / "pod-monitors.yaml")}
+    assert monitors.keys() == {"swiftkv-control-plane", "swiftkv-ray"}
+    pods = {"swiftkv-control-plane": [templates["swiftkv-control-plane"]], "swiftkv-ray": ray}
+    assert len(pods["swiftkv-ray"]) == len(templates) - 2, "all but the control plane and Redis"
+    for name, spec in monitors.items():
+        [endpoint] = spec["podMetricsEndpoints"]
+        for template in pods[name]:
+            [container] = template["spec"]["containers"]
+            assert endpoint["port"] in {port["name"] for port in container["ports"]}
+    labels = templates["swiftkv-control-plane"]["metadata"]["labels"]
+    assert monitors["swiftkv-control-plane"]["selector"]["matchLabels"].items() <= labels.items()
+    [expression] = monitors["swiftkv-ray"]["selector"]["matchExpressions"]
+    assert expression == {"key": "ray.io/cluster", "operator": "Exists"}, "KubeRay's own label"
+
+
+@pytest.mark.parametrize(
+    ("labels", "kept"),
+    [
+        ("swiftkv-control-plane;;http", True),
+        ("kuberay;swiftkv-serve;metrics", True),
+        ("kuberay;swiftkv-model-x7kq2;metrics", True),
+        ("kuberay;swiftkv-serve;serve", False),
+        ("swiftkv-redis;;redis", False),
+        ("other;;http", False),
+    ],
+)
+def test_a_prometheus_without_operator_keeps_the_same_pods(labels: str, kept: bool) -> None:
+    [config] = documents(MONITORING / "prometheus.kubernetes.yaml")
+    [job] = config["scrape_configs"]
+    [rule] = [rule for rule in job["relabel_configs"] if rule.get("action") == "keep"]
+    assert bool(re.fullmatch(rule["regex"], labels)) is kept
+
+
+@pytest.mark.parametrize("name", ["prometheus.compose.yaml", "prometheus.kubernetes.yaml"])
+def test_promtool_accepts_the_scrape_configs(name: str, tmp_path: Path) -> None:
+    [config] = documents(MONITORING / name)
+    for job in config["scrape_configs"]:  # Debian's build knows no Kubernetes; the rest of the job is checked
+        if job.pop("kubernetes_sd_configs", None) is not None:
+            job["static_configs"] = [{"targets": ["127.0.0.1:8080"]}]
+    (tmp_path / name).write_text(yaml.safe_dump(config))
+    done = run_promtool(tmp_path, "check", "config", "--syntax-only", name)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -160,10 +160,8 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         names = [f"{self.part}-{'student' if mode else 'teacher'}-{digest(some)}" for some in rounds]
         kept = [self._parts.get(name) for name in names]
         shares = [_shares(some, self._workers.size) for some in rounds]
-        self._told, self._to_tell = (
-            0,
-            sum(len(share[0]) for share, known in zip(shares, kept, strict=True) if known is None),
-        )
+        self._told = 0
+        self._to_tell = sum(len(share[0]) for share, known in zip(shares, kept, strict=True) if known is None)
         answers: list[list[int]] = []
         for name, known, share in zip(names, kept, shares, strict=True):
             written = known

@@ -5,7 +5,6 @@ artifact. Of a sweep, every trial is measured, and the chosen one published. Kno
 from __future__ import annotations
 
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -200,9 +199,8 @@ class _Student:
         """Whether some worker has no room for the whole model. Collective."""
         if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
             return False
-        local = len([host for host in self.workers.gather(socket.gethostname()) if host == socket.gethostname()])
         needed = parameter_bytes(self.lazy.model)
-        fits = needed < MODEL_SHARE * free_bytes(task_device(self.spec), local)
+        fits = needed < MODEL_SHARE * free_bytes(task_device(self.spec), self.workers.num_local())
         return not all(self.workers.gather(fits))
 
     def save(self, directory: Path) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.attempt.downloads import StoreFiles, access_of, teacher_path
-from jobs.worker.prepare import load_tokenizer, set_up_process, writer
+from jobs.worker.memory import free_bytes
+from jobs.worker.prepare import load_tokenizer, set_up_process, task_device, writer
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.completions import PromptSource
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.errors import ObjectNotFoundError
+from swiftkv_platform.planning.writing import refuse, teacher_bytes
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -82,6 +84,13 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
     return num_tokens
 
 
+def _check_room(spec: JobSpec, path: str) -> None:
+    """Raises `InvalidInputError` where this worker cannot hold the teacher."""
+    needed, given = teacher_bytes(path, spec.model.dtype), free_bytes(task_device(spec), num_local=1)
+    if needed >= given:
+        refuse(spec, needed, given, "free")
+
+
 def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
     from huggingface_hub import snapshot_download
 
@@ -89,4 +98,5 @@ def _load_engine(spec: JobSpec, path: str) -> LLMEngine:
 
     if not Path(path).is_dir():
         path = snapshot_download(path, revision=spec.model.revision)
+    _check_room(spec, path)
     return LLMEngine.from_pretrained(path, EngineConfig(dtype=spec.model.dtype))

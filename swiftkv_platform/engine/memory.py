@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,12 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
         and kernels.serve(loaded.model),
         operator=operator,
     )
+
+
+def cache_bytes(config: Any, dtype: torch.dtype, lengths: Iterable[int]) -> int:
+    """Bytes of a cache in a model's own type, in blocks of `BLOCK_SIZE`, that holds texts of such `lengths` at once."""
+    block_bytes = bytes_per_block(layer_shapes(config), BLOCK_SIZE, storage_format("auto", dtype))
+    return block_bytes * sum(-(-length // BLOCK_SIZE) for length in lengths)
 
 
 def query_dim(config: Any) -> int:

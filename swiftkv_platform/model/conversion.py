@@ -98,12 +98,17 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
     """
     dense = read_config(path, revision)
     classes = student_classes(dense.model_type.removesuffix("_swiftkv"))
-    if isinstance(dense, classes.causal_lm.config_class):
-        dense.num_key_value_layers, dense.key_value_group_size = dense.num_hidden_layers, 1
-        dense.num_key_value_heads_swiftkv, dense.early_exit = None, False
-    else:
-        dense = classes.config_from(dense)
+    is_student = isinstance(dense, classes.causal_lm.config_class)
+    dense = dense_config(dense) if is_student else classes.config_from(dense)
     return classes.causal_lm.from_pretrained(path, config=dense, revision=revision, dtype=dtype or "auto")
+
+
+def dense_config(student: Any) -> Any:
+    """A student's configuration with every layer computing its own KV, as its teacher does."""
+    dense = copy.deepcopy(student)
+    dense.num_key_value_layers, dense.key_value_group_size = dense.num_hidden_layers, 1
+    dense.num_key_value_heads_swiftkv, dense.early_exit = None, False
+    return dense
 
 
 def read_config(path: str | Path, revision: str | None) -> Any:

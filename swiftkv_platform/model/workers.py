@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -53,6 +54,10 @@ class Workers:
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def num_local(self) -> int:
+        """Return the number of workers on this machine."""
+        return self.gather(socket.gethostname()).count(socket.gethostname())
 
     def from_first(self, value: T) -> T:
         """Return what `value` is on the first worker, on each."""

@@ -18,6 +18,7 @@ from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.parameters import student_parameters
 from swiftkv_platform.planning.phases import refuse_what_cannot_fit
 from swiftkv_platform.planning.training import plan_training
+from swiftkv_platform.planning.writing import refuse_writers_without_room
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, resolve_defaults
 
@@ -90,6 +91,7 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         num_tokens=max_tokens,
     )
     _refuse_what_cannot_fit(spec, config, num_key_value_layers)
+    refuse_writers_without_room(spec, config)
     return Estimate(
         num_hidden_layers=prefill.num_hidden_layers,
         num_key_value_layers=prefill.num_key_value_layers,

@@ -61,7 +61,7 @@ class EvaluationSpec(Spec):
     task_limit: Count | None = None
     """Samples of each task, the first ones; default: all."""
     task_batch_size: Size | None = None
-    """Prompts a forward pass of a task; default: as many as make 8,192 tokens."""
+    """Prompts a forward pass of a task, or answered at a time; default: as many as make 8,192 tokens, and 256."""
     max_minutes: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Minutes after which no further task begins; the report names those left out, which no gate judges. null: none is
     left out."""

@@ -9,7 +9,7 @@ import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.multiprocessing as mp
 from torch.utils.flop_counter import FlopCounterMode
 
 import jobs.worker.evaluate as evaluation
+import jobs.worker.measure as measure
 from jobs.attempt.checkpoints import AttemptCheckpoints
 from jobs.attempt.parts import StoredParts
 from jobs.attempt.preparation import Prepared
@@ -56,6 +57,8 @@ class Case:
     sharded: bool = True
     """Evaluate with the model sharded, as where a worker has no room for it."""
     num_samples: int = 60
+    prefill_rounds: int = 5
+    """Forward passes that the prefill's time is the median of."""
     killed_after: str | None = None
     """Part of the evaluation after which the first worker is killed."""
     spec: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +87,7 @@ class Outcome:
     """Results at the first worker, and of all workers."""
 
     losses: list[dict[str, float]]
-    manifest: Manifest
+    manifest: Manifest | None
     grown_bytes: list[dict[str, int]]
     """By worker and phase, the most anonymous memory beyond what the process had before the first phase."""
 
@@ -139,10 +142,15 @@ class AnonymousMemory:
 
 def run_phases(case: Case) -> Outcome:
     """All phases, over the default process group."""
+    trained = run_training(case)
+    return replace(run_evaluation(case), losses=trained.losses)
+
+
+def run_training(case: Case) -> Outcome:
+    """Calibration and training, which a job's workers do in the same processes."""
     request, directory = case.request, Path(case.directory)
     spec, workers, memory = request.spec, Workers(), AnonymousMemory()
     rows = tiny_rows(case.num_samples)
-    evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
     with memory.watched("calibrate"):
         start = directory / "start"
         if workers.is_first:
@@ -150,16 +158,10 @@ def run_phases(case: Case) -> Outcome:
         workers.gather(None)
         calibrate(spec, case.teacher, rows, start, device=CPU)
         workers.gather(None)
-    prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(start))  # type: ignore[arg-type]
-    store = open_store(str(directory / "store"))
-    checkpoints = AttemptCheckpoints(store, request, keep=1)
+    checkpoints = AttemptCheckpoints(open_store(str(directory / "store")), request, keep=1)
     with memory.watched("train"):
         steps = _train(case, rows, start, checkpoints)
-    with memory.watched("evaluate"):
-        checkpoint = workers.from_first(checkpoints.newest() if workers.is_first else None)
-        assert checkpoint is not None
-        manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
-    return Outcome([step.losses for step in steps], workers.from_first(manifest), workers.gather(memory.grown))
+    return Outcome([step.losses for step in steps], None, workers.gather(memory.grown))
 
 
 def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckpoints) -> list[StepMetrics]:
@@ -180,9 +182,12 @@ def run_evaluation(case: Case) -> Outcome:
     a part, the first worker dies as soon as that is kept."""
     request, directory = case.request, Path(case.directory)
     rows, store = tiny_rows(case.num_samples), open_store(str(directory / "store"))
+    workers, memory = Workers(), AnonymousMemory()
     evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
+    measure._PREFILL_ROUNDS = case.prefill_rounds
     prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
-    checkpoint = AttemptCheckpoints(store, request, keep=1).newest()
+    newest = AttemptCheckpoints(store, request, keep=1).newest() if workers.is_first else None
+    checkpoint = workers.from_first(newest)
     assert checkpoint is not None
     keep = StoredParts.put
 
@@ -192,8 +197,12 @@ def run_evaluation(case: Case) -> Outcome:
             os._exit(9)
 
     StoredParts.put = put  # type: ignore[method-assign]
-    manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
-    return Outcome([], Workers().from_first(manifest), [])
+    try:
+        with memory.watched("evaluate"):
+            manifest = evaluate_and_publish(request, store.uri, checkpoint, prepared)
+    finally:
+        StoredParts.put = keep  # type: ignore[method-assign]
+    return Outcome([], workers.from_first(manifest), workers.gather(memory.grown))
 
 
 def count_flops(case: Case) -> list[int]:

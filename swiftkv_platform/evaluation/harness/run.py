@@ -151,7 +151,7 @@ class _Run:
         self._model, self._spec, self._workers, self._parts = model, spec, workers, parts
         self._part, self._passes = "", 0
         self._language_model = SharedModel(
-            model, tokenizer, workers, batch_size=spec.task_batch_size, progress=self._progress
+            model, tokenizer, workers, batch_size=spec.task_batch_size, progress=self._progress, parts=parts
         )
 
     def all(self, tasks: Sequence[Task]) -> TaskResults:
@@ -167,6 +167,7 @@ class _Run:
                 left_out.append(task.spec.name)
                 continue
             self._part, self._passes = f"task-{index:03d}", 0
+            self._language_model.part = self._part
             answer = partial(self._one, manager, task)
             scores += measured(self._parts, self._workers, self._part, tuple[TaskScore, ...], answer)
         return TaskResults(tuple(scores), tuple(left_out))

@@ -4,6 +4,7 @@ and deals what it asks for; the others answer their shares until it has ended. K
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,11 +12,17 @@ from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
+from swiftkv_platform.errors import GenerationError
+from swiftkv_platform.evaluation.harness.generation import Prompt, Writer, digest, read_settings
+from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.model.workers import Workers
 
 _TOKENS_PER_BATCH = 8192
 """Tokens of a forward pass, padding included, where the spec gives no number of prompts."""
+_PROMPTS_PER_ROUND = 1024
+"""Prompts, of all workers, whose answers by the engine are kept together."""
 _EVERYTHING = 1 << 30
 _NOTHING: tuple[str, Any] = ("", None)
 """Said by those who listen."""
@@ -47,13 +54,27 @@ class _Request:
     args: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A request to generate."""
+
+    index: int
+    until: list[str]
+    prompt: Prompt | None
+    """None where the engine does not serve it."""
+
+
 class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
     """Both modes of a SwiftKV model.
 
     Args:
         batch_size: prompts a forward pass; None: as many as make `_TOKENS_PER_BATCH` tokens.
         progress: told on the first worker how many of its requests are answered.
+        parts: keep what the engine has written.
     """
+
+    part = ""
+    """Name of the task that is being answered."""
 
     def __init__(
         self,
@@ -63,12 +84,16 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         *,
         batch_size: int | None,
         progress: Callable[[int, int], None],
+        parts: Parts,
     ) -> None:
         # The harness hands over everything at once; batches are made here.
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=_EVERYTHING)
         self._workers = workers
         self._most_prompts = batch_size
         self._progress = progress
+        self._parts = parts
+        self._writer = Writer(model, tokenizer, workers, batch_size)
+        self._told = self._to_tell = 0
 
     def follow(self) -> None:
         """Answer shares until the first worker ends it; raises what stopped that one."""
@@ -78,7 +103,10 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
                 if argument is not None:
                     raise argument
                 return
-            self._answer_share(name, argument, None)
+            if name == "write":
+                self._write_share(argument, None)
+            else:
+                self._answer_share(name, argument, None)
 
     def end(self, error: BaseException | None = None) -> None:
         """Release the others; with `error`, they raise it."""
@@ -95,6 +123,72 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return self._deal("loglikelihood", list(by_context.values()), len(requests))
 
     def generate_until(self, requests: list[Any], **_: Any) -> list[str]:
+        asked = [self._read(index, *request.args) for index, request in enumerate(requests)]
+        answers: list[str] = [""] * len(requests)
+        served = [one for one in asked if one.prompt is not None]
+        for one, tokens in zip(served, self._write([one.prompt for one in served if one.prompt]), strict=True):
+            answers[one.index] = postprocess_generated_text(self.tok_decode(tokens), one.until, None)
+        others = [one.index for one in asked if one.prompt is None]
+        for index, answer in zip(others, self._generate([requests[index] for index in others]), strict=True):
+            answers[index] = answer
+        return answers
+
+    def _read(self, index: int, context: str, settings: dict[str, Any]) -> _Asked:
+        """Read a request as the harness does when it generates for that one alone."""
+        left = normalize_gen_kwargs(settings, self.max_gen_toks)
+        until = handle_stop_sequences(
+            left.pop("until", None), self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        )
+        max_tokens = left.pop("max_gen_toks")
+        room = self.max_length - max_tokens
+        if room <= 0:
+            raise ValueError(
+                f"max_gen_toks is {max_tokens}, and the model's context of {self.max_length} tokens has to hold a "
+                "prompt too: fewer would do"
+            )
+        params = read_settings(left, self._model.generation_config, until=until, max_tokens=max_tokens, seed=index)
+        if params is None:
+            return _Asked(index, until, None)
+        token_ids, _ = self.tok_batch_encode([context], left_truncate_len=room, truncation=self.truncation)
+        prompt = Prompt(tuple(token_ids[0].tolist()), params)
+        return _Asked(index, until, prompt if prompt.is_served(self._model.config) else None)
+
+    def _write(self, prompts: list[Prompt]) -> list[list[int]]:
+        """Answers of the engine, as tokens: round by round, each of which is kept."""
+        mode: bool = self._model.model.swiftkv_enabled
+        rounds = [prompts[start : start + _PROMPTS_PER_ROUND] for start in range(0, len(prompts), _PROMPTS_PER_ROUND)]
+        names = [f"{self.part}-{'student' if mode else 'teacher'}-{digest(some)}" for some in rounds]
+        kept = [self._parts.get(name) for name in names]
+        shares = [_shares(some, self._workers.size) for some in rounds]
+        self._told = 0
+        self._to_tell = sum(len(share[0]) for share, known in zip(shares, kept, strict=True) if known is None)
+        answers: list[list[int]] = []
+        for name, known, share in zip(names, kept, shares, strict=True):
+            written = known
+            if written is None:
+                self._workers.from_first(("write", mode))
+                written = _in_order(self._write_share(mode, share))
+                self._parts.put(name, written)
+            answers += json.loads(written)
+        return answers
+
+    def _write_share(
+        self, mode: bool, shares: list[list[tuple[int, Prompt]]] | None
+    ) -> list[list[tuple[int, list[int] | str]]]:
+        mine = self._workers.scatter(shares)
+        written = self._writer.write([prompt for _, prompt in mine], swiftkv=mode, progress=self._tell)
+        return self._workers.gather([(index, answer) for (index, _), answer in zip(mine, written, strict=True)])
+
+    def _tell(self) -> None:
+        """Tell of an answer more."""
+        self._told += 1
+        if self._workers.is_first:
+            self._progress(self._told, self._to_tell)
+
+    def _generate(self, requests: list[Any]) -> list[str]:
+        """Answers of `generate()`, to what the engine does not serve."""
+        if not requests:
+            return []
         pieces = []
         for index, request in enumerate(requests):
             context, settings = request.args
@@ -150,6 +244,24 @@ def deal(pieces: Sequence[_Piece], workers: Workers, most_prompts: int | None) -
             idle = _Batch([], shortest.requests, counts=False)
             share.extend([idle] * (longest - len(share)))
     return shares
+
+
+def _shares(prompts: Sequence[Prompt], num_workers: int) -> list[list[tuple[int, Prompt]]]:
+    """Prompts for each worker with their places, each about as many tokens."""
+    by_length = sorted(enumerate(prompts), key=lambda one: -one[1].num_tokens)
+    shares: list[list[tuple[int, Prompt]]] = [[] for _ in range(num_workers)]
+    for n, one in enumerate(by_length):
+        shares[_place(n, num_workers)].append(one)
+    return [sorted(share, key=lambda one: one[0]) for share in shares]  # neighbours may begin alike
+
+
+def _in_order(shares: list[list[tuple[int, list[int] | str]]]) -> bytes:
+    """All workers' answers by place. Raises `GenerationError` where one has failed."""
+    answers = [answer for _, answer in sorted(answer for share in shares for answer in share)]
+    for answer in answers:
+        if isinstance(answer, str):
+            raise GenerationError(answer)
+    return json.dumps(answers).encode()
 
 
 def _place(n: int, size: int) -> int:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from jobs.tasks import prepare, write
+from jobs.worker import generate_data
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data import completions
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -85,3 +87,13 @@ def test_other_settings_are_other_answers(spec: JobSpec, store: ObjectStore) -> 
     document["data"]["sources"][0]["complete"]["temperature"] = 0.5
     assert write(request(JobSpec.model_validate(document), 2), store.uri, 0) > 0
     assert shards(store, 2).keys().isdisjoint(shards(store, 1))
+
+
+def test_a_worker_without_room_for_the_teacher_refuses(
+    spec: JobSpec, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate_data, "free_bytes", lambda *_, **__: 1e5)
+    with pytest.raises(InvalidInputError, match=r"a worker has 0\.0 GB free") as refused:
+        write(request(spec), store.uri, 0)
+    assert refused.value.field == "data.sources.0.complete"
+    assert not shards(store, 1)

@@ -1,0 +1,108 @@
+"""The engine on a student that is in memory already, in either of its modes: its weights are neither read nor copied,
+and they may be shards that torch gathers layer by layer. Knows no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from swiftkv_platform.engine.llm_engine import LLMEngine
+from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.model.conversion import dense_config
+from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.specs.engine import EngineConfig
+
+_IN_MEMORY = "in memory"
+"""Digest of weights that nothing outlives."""
+
+
+@contextmanager
+def engine_of(
+    student: Any, tokenizer: Any, config: EngineConfig, *, swiftkv: bool, context_length: int
+) -> Iterator[LLMEngine]:
+    """The engine on one mode of `student`, which is left as it came.
+
+    Args:
+        swiftkv: student mode, or the teacher's.
+        context_length: tokens of prompt and answer together, see `keeps_rotary_factors`.
+    """
+    own = student.config._attn_implementation
+    model: Any = student if swiftkv else _Teacher(student)
+    loaded = LoadedModel(
+        config=model.config,
+        tokenizer=tokenizer,
+        eos_token_ids=end_tokens(student.generation_config),
+        context_length=context_length,
+        model=model,
+        digest=_IN_MEMORY,
+    )
+    try:
+        yield LLMEngine(loaded, config)
+    finally:
+        model.set_attn_implementation(own)
+
+
+def end_tokens(generation_config: Any) -> frozenset[int]:
+    """Tokens that end an answer in `generate()`."""
+    ends = generation_config.eos_token_id
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
+
+
+def keeps_rotary_factors(config: Any, num_tokens: int) -> bool:
+    """Whether sequences of up to `num_tokens` tokens all have the same rotary factors, which the engine demands: with
+    LongRoPE and dynamic RoPE, longer ones have others."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("longrope", "dynamic"):
+        return True
+    return num_tokens <= int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+
+
+class _TeacherDecoder:
+    """The teacher's layers as the engine runs those of a dense model: all of them are lower ones."""
+
+    def __init__(self, decoder: Any, layer_map: Any) -> None:
+        self._decoder = decoder
+        self.layer_map = layer_map
+        self.layers = decoder.layers
+        self.embed_tokens = decoder.embed_tokens
+        self.rotary_emb = decoder.rotary_emb
+
+    @property
+    def decoders(self) -> list[Any]:
+        """The student's decoder, and those that keep the layers that were trained as they were before."""
+        kept = (self._decoder.teacher_lower, self._decoder.teacher_upper)
+        owners = [getattr(layers, "__self__", None) for layers in kept]
+        return [self._decoder, *(owner for owner in owners if owner is not None)]
+
+    def lower(self, context: DecoderContext) -> torch.Tensor:
+        x = (self._decoder.teacher_lower or self._decoder.lower)(context)
+        hidden: torch.Tensor = self._decoder.teacher_upper(x, context)
+        return hidden
+
+    def shared_key_values(self, _x: torch.Tensor, _context: DecoderContext) -> Sequence[Any]:
+        return []
+
+    def student_upper(
+        self, x: torch.Tensor, _context: DecoderContext, *, shared: Sequence[Any], kept: TokenSelection | None = None
+    ) -> torch.Tensor:
+        assert not shared, "a teacher's layers compute their own K and V"
+        return x if kept is None else kept.take(x)
+
+
+class _Teacher:
+    """The teacher of a student, as far as the engine looks at a model."""
+
+    def __init__(self, student: Any) -> None:
+        self.config = dense_config(student.config)
+        self.model = _TeacherDecoder(student.model, self.config.layer_map)
+        self.lm_head = student.lm_head
+        self.device, self.dtype = student.device, student.dtype
+
+    def set_attn_implementation(self, name: str) -> None:
+        for decoder in self.model.decoders:
+            decoder.set_attn_implementation(name)

@@ -1,0 +1,166 @@
+"""Answers to a harness's generative requests by the project's own engine, in the mode that a student is in.
+
+`read_settings` and `Prompt.is_served` say what the engine does not answer, which is left to transformers' `generate()`:
+beams and other ways to search or to constrain than `SamplingParams` has, a `max_length`, empty prompts, and those so
+long that LongRoPE or dynamic RoPE changes its factors. Knows no task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.engine.memory import cache_bytes
+from swiftkv_platform.engine.modes import engine_of, keeps_rotary_factors
+from swiftkv_platform.model.conversion import dense_config
+from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.specs.limits import MAX_STOP_LENGTH, MAX_STOPS
+
+_MAX_NUM_SEQS = 256
+"""Prompts that are answered at a time where the spec gives no number; the KV cache holds as many as there is room for.
+"""
+_TOKENS_PER_STEP = 2048
+_MEMORY_SHARE = 4
+"""Divisor of a worker's free memory on a host: the KV cache takes at most one such part."""
+_TOP_K = 50
+"""Choice of `generate()` where neither task nor model says."""
+_FILLER = "filler"
+_READ_HERE = frozenset({"do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
+_WITHOUT_EFFECT = frozenset(
+    {"eos_token_id", "bos_token_id", "pad_token_id", "max_length", "use_cache", "cache_implementation"}
+    | {"transformers_version", "_from_model_config", "return_dict_in_generate"}
+    | {"output_attentions", "output_hidden_states", "output_logits", "output_scores"}
+)
+"""Fields of a model's generation configuration that change no token, or that the harness overrides."""
+
+Progress = Callable[[], None]
+"""Told of each answer."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and how it is to be answered."""
+
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return len(self.token_ids) + self.params.max_tokens
+
+    def is_served(self, config: Any) -> bool:
+        """Whether the engine answers it with a model of this configuration."""
+        return bool(self.token_ids) and keeps_rotary_factors(config, self.num_tokens)
+
+
+def read_settings(
+    settings: Mapping[str, Any], shipped: Any, *, until: Sequence[str], max_tokens: int, seed: int
+) -> SamplingParams | None:
+    """Parameters of the engine for what a harness's request asks for; None where it has none for that.
+
+    Args:
+        settings: the request's, without `until` and the number of tokens.
+        shipped: the model's own generation configuration, which fills what is left open, as in `generate()`.
+        until: texts that end the answer; those that the engine takes none of are only cut off in the end.
+        seed: of an answer that is drawn.
+    """
+    asked = {**_stated(shipped, _WITHOUT_EFFECT), **{k: v for k, v in settings.items() if v is not None}}
+    if not asked.keys() <= _READ_HERE | {"use_cache"}:
+        return None
+    drawn = bool(asked.get("do_sample")) and float(asked.get("temperature", 1.0)) > 0.0
+    choice: dict[str, Any] = {"temperature": 0.0}
+    if drawn:
+        choice = {name: asked[name] for name in ("temperature", "top_p", "min_p") if name in asked}
+        choice["top_k"] = int(asked.get("top_k", _TOP_K))
+    return SamplingParams(
+        max_tokens=max_tokens,
+        repetition_penalty=float(asked.get("repetition_penalty", 1.0)),
+        stop=tuple([text for text in until if 0 < len(text) <= MAX_STOP_LENGTH][:MAX_STOPS]),
+        skip_special_tokens=False,  # a stop may be the text of a special token
+        seed=seed,
+        **choice,
+    )
+
+
+def _stated(shipped: Any, but: frozenset[str]) -> dict[str, Any]:
+    """What a generation configuration says beyond the defaults."""
+    defaults = shipped._get_default_generation_params()
+    stated = shipped.to_diff_dict().items()
+    return {k: v for k, v in stated if k not in but and v is not None and v != defaults.get(k)}
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """Return what tells these prompts and their parameters from others."""
+    written = json.dumps([[prompt.token_ids, asdict(prompt.params)] for prompt in prompts], sort_keys=True)
+    return hashlib.sha256(written.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A student whose prompts are answered by the workers that hold it.
+
+    Args:
+        max_num_seqs: prompts that a worker answers at a time; None: as many as there is room for.
+    """
+
+    student: Any
+    tokenizer: Any
+    workers: Workers
+    max_num_seqs: int | None = None
+
+    def write(self, prompts: Sequence[Prompt], *, swiftkv: bool, progress: Progress) -> list[list[int] | str]:
+        """Tokens of this worker's answers, those that end them included, or why there is none. Collective where the
+        workers are in step: each runs as many steps of the engine as the others."""
+        context_length = max((prompt.num_tokens for prompt in prompts), default=2)
+        config = self._config(prompts, context_length, swiftkv=swiftkv)
+        with engine_of(self.student, self.tokenizer, config, swiftkv=swiftkv, context_length=context_length) as engine:
+            return self._run(engine, prompts, progress)
+
+    def _run(self, engine: LLMEngine, prompts: Sequence[Prompt], progress: Progress) -> list[list[int] | str]:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(prompt.token_ids, prompt.params, str(index))
+        answers: dict[str, list[int] | str] = {}
+        while self._goes_on(engine):
+            for output in engine.step():
+                if output.finished and output.request_id != _FILLER:
+                    answers[output.request_id] = output.error or output.token_ids
+                    progress()
+        return [answers[str(index)] for index in range(len(prompts))]
+
+    def _goes_on(self, engine: LLMEngine) -> bool:
+        """Whether this worker has a step to run: one of its own, or in step with others one that answers nothing."""
+        if not self.workers.in_step:
+            return engine.has_unfinished_requests
+        if not any(self.workers.gather(engine.has_unfinished_requests)):
+            return False
+        if not engine.has_unfinished_requests:
+            engine.add_request([0], SamplingParams(max_tokens=1, temperature=0.0), _FILLER)
+        return True
+
+    def _config(self, prompts: Sequence[Prompt], context_length: int, *, swiftkv: bool) -> EngineConfig:
+        num_seqs = self.max_num_seqs or _MAX_NUM_SEQS
+        return EngineConfig(
+            max_num_seqs=num_seqs,
+            # In step each pass has to run all layers: where the longest text fits, one of a step reaches its end.
+            max_num_batched_tokens=max(_TOKENS_PER_STEP, context_length),
+            kv_cache_bytes=self._kv_cache_bytes([prompt.num_tokens for prompt in prompts], num_seqs, swiftkv=swiftkv),
+        )
+
+    def _kv_cache_bytes(self, lengths: Sequence[int], num_seqs: int, *, swiftkv: bool) -> int | None:
+        """Bytes for as many of the longest texts as run at a time, within this worker's share of the host's memory;
+        None on a GPU, where the engine measures what is left. Collective."""
+        num_local = self.workers.num_local()
+        if self.student.device.type == "cuda":
+            return None
+        config = self.student.config if swiftkv else dense_config(self.student.config)
+        longest = sorted(lengths, reverse=True)[:num_seqs] or [2]
+        all_of_them, one = (cache_bytes(config, self.student.dtype, some) for some in (longest, longest[:1]))
+        available: int = psutil.virtual_memory().available
+        return max(one, min(all_of_them, available // _MEMORY_SHARE // num_local))

@@ -22,6 +22,12 @@ SMALLEST, LARGEST, EXPERTS = "builtin-python-5m", "llama-3.1-405b-fp8", "deepsee
 SHALLOW = {LARGEST: 8, EXPERTS: 4}
 """Layers of the teachers of quick dry runs: a teacher's layers are alike."""
 
+SLIM = {
+    "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "vocab_size": 1024,
+}  # fmt: skip
+"""Sizes of a slim teacher, as which a deep one runs dry in seconds."""
+
 
 def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, Estimate]:
     config = {**teacher_config(spec), **changes}
@@ -32,6 +38,12 @@ def check(found: DryRun, planned: Estimate) -> None:
     assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
     assert planned.memory_per_worker is not None
     assert 0.9 * found.train.peak < planned.memory_per_worker < 1.1 * found.train.peak
+
+
+def run_slim(name: str, num_hidden_layers: int, **changes: Any) -> tuple[DryRun, Estimate]:
+    spec = load_spec(BY_NAME[name])
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 256})})
+    return run(spec, **{**SLIM, "num_hidden_layers": num_hidden_layers, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +93,18 @@ def test_a_copied_start_is_not_calibrated() -> None:
 @pytest.mark.parametrize("name", [LARGEST, EXPERTS])
 def test_a_few_layers_take_what_is_planned(name: str) -> None:
     check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW[name]))
+
+
+@pytest.mark.slow  # thousands of operators
+def test_depth_costs_what_it_keeps() -> None:
+    """Shards and checkpoints of the layers in training, and nothing in a calibration, which lets go of each."""
+    (shallow, less), (deep, more) = run_slim(LARGEST, 8), run_slim(LARGEST, 48)
+    assert less.memory_per_worker is not None
+    assert more.memory_per_worker is not None
+    planned = more.memory_per_worker - less.memory_per_worker
+    assert deep.train.peak - shallow.train.peak == pytest.approx(planned, rel=0.1)
+    assert shallow.calibrate is not None
+    assert deep.calibrate == shallow.calibrate
 
 
 @pytest.mark.skipif("SWIFTKV_SOAK" not in os.environ, reason="minutes of a core each")

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from jobs.dry_run import DryRun, dry_run
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.orchestration.estimates import Estimate, estimate, memory_by_phase
+from swiftkv_platform.planning.phases import PhaseMemory
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.recipes import RECIPES, teacher_config
 
@@ -27,6 +28,11 @@ SLIM = {
     "vocab_size": 1024,
 }  # fmt: skip
 """Sizes of a slim teacher, as which a deep one runs dry in seconds."""
+DEEP = {
+    "hidden_size": 1024, "intermediate_size": 3328, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "vocab_size": 8016, "num_hidden_layers": 40,
+}  # fmt: skip
+"""The largest teacher at a sixteenth of its width."""
 
 
 def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, Estimate]:
@@ -40,10 +46,27 @@ def check(found: DryRun, planned: Estimate) -> None:
     assert 0.9 * found.train.peak < planned.memory_per_worker < 1.1 * found.train.peak
 
 
-def run_slim(name: str, num_hidden_layers: int, **changes: Any) -> tuple[DryRun, Estimate]:
+def check_phases(found: DryRun, planned: tuple[PhaseMemory, ...]) -> None:
+    """Each phase within 10% of its plan."""
+    peaks = {"train": found.train.peak, "evaluate": found.evaluate.peak}
+    if found.calibrate is not None:
+        peaks["calibrate"] = found.calibrate.peak
+    assert {memory.phase: memory.device for memory in planned} == pytest.approx(peaks, rel=0.1)
+
+
+def run_slim(name: str, num_hidden_layers: int) -> tuple[DryRun, Estimate]:
     spec = load_spec(BY_NAME[name])
     spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 256})})
-    return run(spec, **{**SLIM, "num_hidden_layers": num_hidden_layers, **changes})
+    return run(spec, **SLIM, num_hidden_layers=num_hidden_layers)
+
+
+@pytest.mark.slow  # thousands of operators
+def test_every_phase_of_a_deep_teacher_takes_what_is_planned() -> None:
+    """With twenty groups, whose projections are gathered apart from their layers."""
+    spec = load_spec(BY_NAME[LARGEST])
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 512})})
+    config = {**teacher_config(spec), **DEEP}
+    check_phases(dry_run(spec, config), memory_by_phase(spec, config))
 
 
 @pytest.fixture(scope="module")

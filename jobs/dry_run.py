@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig
 
@@ -204,11 +205,16 @@ class _Tracker(MemTracker):
 
     @property
     def alive(self) -> int:
-        return sum(snapshot["Total"] for snapshot in self.get_tracker_snapshot().values())
+        return self._total("current")
 
     @property
     def peak(self) -> int:
-        return sum(snapshot["Total"] for snapshot in self.get_tracker_snapshot("peak").values())
+        return self._total("peak")
+
+    def _total(self, kind: Literal["current", "peak"]) -> int:
+        """Bytes on the device: tensors on the meta device, which a layer that was let go of becomes, have none."""
+        snapshots: dict[torch.device, dict[str, int]] = self.get_tracker_snapshot(kind)
+        return sum(snapshot["Total"] for device, snapshot in snapshots.items() if device.type != "meta")
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -286,13 +292,26 @@ def _fakes(spec: JobSpec) -> Iterator[_Fakes]:
     store, size = FakeStore(), spec.resources.max_workers
     dist.init_process_group("fake", store=store, rank=0, world_size=size)
     try:
-        with ExitStack() as as_on_gpu:
+        with ExitStack() as patched:
             if spec.resources.gpus_per_worker:
-                as_on_gpu.enter_context(patch.object(losses, "LOGITS_PER_CHUNK_ON_CPU", losses.LOGITS_PER_CHUNK))
-                as_on_gpu.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
+                patched.enter_context(patch.object(losses, "LOGITS_PER_CHUNK_ON_CPU", losses.LOGITS_PER_CHUNK))
+                patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
+            patched.enter_context(
+                patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen)
+            )
             yield _Fakes(spec, FakeTensorMode(allow_non_fake_inputs=True))
     finally:
         dist.destroy_process_group()
+
+
+_propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+
+def _propagate_unseen(propagator: ShardingPropagator, op_schema: Any) -> Any:
+    """Find the shape of an operator's result as DTensor does, over fake tensors as large as all workers' shards
+    together: fake in a real run as well, so that no tracker may see them."""
+    with _disable_current_modes():
+        return _propagate(propagator, op_schema)
 
 
 def _train(spec: JobSpec, config: Any, fakes: _Fakes) -> tuple[Memory, tuple[Collective, ...], tuple[int, int]]:

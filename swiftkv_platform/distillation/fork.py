@@ -12,7 +12,7 @@ enter the student's layers >= l, whose K and V come from x, tokens that no loss 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.masks import PACKED, no_masks
 from swiftkv_platform.model.packed_attention import SAMPLES, PackedSamples, sample_lengths
 from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.planning.layers import split_by_size
 from swiftkv_platform.specs import DistillationSpec
 
 
@@ -210,11 +211,21 @@ def sharding_units(decoder: Any) -> Iterator[nn.Module | list[nn.Module]]:
     """Modules of a decoder (or lists of them that run together) whose weights are gathered together, inner ones
     first."""
     leaders = [decoder.layers[i].self_attn for i in decoder.layer_map.leaders]
-    # K and V of all groups run before the layers that own their projections.
-    yield [module for leader in leaders for module in leader.shared_modules()]
+    # K and V of all groups run before the layers that own their projections, which are not among a layer's own.
+    projecting = [leader.projecting_modules() for leader in leaders]
+    apart = [[*modules, *leader.expanding_modules()] for modules, leader in zip(projecting, leaders, strict=True)]
+    of_leaders = dict(zip(decoder.layer_map.leaders, map(_num_parameters, apart), strict=True))
+    largest = max(_num_parameters([layer]) - of_leaders.get(i, 0) for i, layer in enumerate(decoder.layers))
+    for run in split_by_size([_num_parameters(modules) for modules in projecting], largest):
+        yield [module for modules in projecting[run] for module in modules]
     for leader in leaders:
+        yield from leader.expanding_modules()
         yield from leader.shared_norms()
     yield from decoder.layers
+
+
+def _num_parameters(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def compile_layers(fork: Fork) -> None:

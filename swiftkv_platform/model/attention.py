@@ -83,9 +83,15 @@ class SwiftKVAttentionMixin(nn.Module):
         """Queries with RoPE [batch, num_heads, num_tokens, dim] from this layer's normalised input."""
         raise NotImplementedError
 
-    def shared_modules(self) -> list[nn.Module]:
-        """A leader's modules that make the keys and values of its whole group."""
-        return [getattr(self, f"{name}_swiftkv") for name in self.key_value_modules]
+    def projecting_modules(self) -> list[nn.Module]:
+        """A leader's modules that make what the cache stores of its whole group."""
+        expanding = self.expanding_modules()
+        modules = [getattr(self, f"{name}_swiftkv") for name in self.key_value_modules]
+        return [module for module in modules if module not in expanding]
+
+    def expanding_modules(self) -> list[nn.Module]:
+        """A leader's modules that turn it into keys and values, when the first layer of the group attends."""
+        return []
 
     def shared_norms(self) -> list[nn.Module]:
         """A leader's norms that the keys of its whole group go through, and the teacher's in this layer."""

@@ -226,15 +226,21 @@ class SwiftKVDecoderMixin(nn.Module):
         # A float32 norm (trained, under autocast) would have every projection keep a narrow copy of its own.
         hidden = self.norm_swiftkv(x).to(x.dtype)
         if self._fused_key_value is None:
-            parts = [projection(hidden) for leader in leaders for projection in leader.input_projections]
+            # Group by group: where groups are sharded apart, each is gathered once.
+            shared = [
+                leader.shape_key_value(
+                    [projection(hidden) for projection in leader.input_projections], context.rotation
+                )
+                for leader in leaders
+            ]
         else:
             rows = [projection.out_features for leader in leaders for projection in leader.input_projections]
-            parts = list(F.linear(hidden, *self._fused_key_value).split(rows, dim=-1))
-        count = len(parts) // len(leaders)
-        shared = [
-            leader.shape_key_value(parts[i * count : (i + 1) * count], context.rotation)
-            for i, leader in enumerate(leaders)
-        ]
+            parts = F.linear(hidden, *self._fused_key_value).split(rows, dim=-1)
+            count = len(parts) // len(leaders)
+            shared = [
+                leader.shape_key_value(parts[i * count : (i + 1) * count], context.rotation)
+                for i, leader in enumerate(leaders)
+            ]
         if context.past_key_values is None:
             return shared
         first = self.layer_map.num_key_value_layers

@@ -52,6 +52,9 @@ class LatentAttentionMixin(SwiftKVAttentionMixin):
         keys, values = by_head.transpose(1, 2).split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         return torch.cat((keys, rotary_key.expand(-1, keys.shape[1], -1, -1)), dim=-1), values
 
+    def expanding_modules(self) -> list[nn.Module]:
+        return [self.kv_b_proj_swiftkv]
+
     def project_query(self, hidden_states: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         projected = hidden_states
         for name in self.query_modules(self.config):

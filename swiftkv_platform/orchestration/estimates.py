@@ -16,7 +16,7 @@ from swiftkv_platform.planning import (
 )
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.parameters import student_parameters
-from swiftkv_platform.planning.phases import refuse_what_cannot_fit
+from swiftkv_platform.planning.phases import PhaseMemory, plan_phases, refuse_what_cannot_fit
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.planning.writing import refuse_writers_without_room
 from swiftkv_platform.specs import JobSpec
@@ -109,6 +109,21 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         flops_per_step=training.flops_per_token.total * tokens_per_step,
         sources=sources,
     )
+
+
+def memory_by_phase(spec: JobSpec, config: dict[str, Any]) -> tuple[PhaseMemory, ...]:
+    """Memory of the worker that holds most in training, calibration and evaluation.
+
+    Raises:
+        InvalidInputError: l or g out of range.
+        ModelError: a family without a row, or a configuration that lacks a key.
+    """
+    spec = _settled(spec, config)
+    model, setup = read_architecture(config), training_setup(spec)
+    layer_map = LayerMap(len(model.layers), _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size)
+    parameters = student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable)
+    calibrated = spec.swiftkv.initialization == "calibrated"
+    return plan_phases(model, layer_map, parameters, setup, calibrated=calibrated)
 
 
 def _refuse_what_cannot_fit(spec: JobSpec, config: dict[str, Any], num_key_value_layers: int) -> None:

@@ -5,6 +5,7 @@ Source: paper, section 3.1 (SingleInputKV) and 3.2 (AcrossKV).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,6 +139,21 @@ def shared_key_value_heads(sharing: Sharing, *, num_attention_heads: int, num_ke
             f"swiftkv.sharing is {sharing!r}; {', '.join(heads)} are accepted", field="swiftkv.sharing", value=sharing
         )
     return heads[sharing]
+
+
+def split_by_size(sizes: Sequence[int], limit: int) -> list[slice]:
+    """Split a sequence into as few runs as there can be whose sizes add up to no more than `limit`; an item that is
+    larger is a run by itself.
+
+    Groups of a student whose K and V projections are sharded and gathered together, with a layer's size for a limit.
+    """
+    runs, begin, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > begin and total + size > limit:
+            runs.append(slice(begin, i))
+            begin, total = i, 0
+        total += size
+    return [*runs, slice(begin, len(sizes))] if sizes else []
 
 
 def equal_cache_group_size(

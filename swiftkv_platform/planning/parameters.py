@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftkv_platform.planning.architecture import Architecture, Layer
-from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.layers import LayerMap, split_by_size
 
 Trainable = Literal["qkv", "tail", "all"]
 
@@ -21,9 +21,12 @@ class Parameters:
     root: int
     """Parameters outside the layers: embeddings, heads, norms."""
     largest_layer: int
-    """Parameters of the largest layer, teacher's and student's projections together."""
+    """Parameters of the largest layer as it is gathered: with the student's queries, without its keys and values."""
     shared_key_value: int
-    """K and V projections of all groups, which run together."""
+    """Parameters of the K and V projections that are gathered at once: of as many groups as are no larger than a
+    layer."""
+    trained_of_layer: int
+    """Trained parameters of such a layer."""
     largest_tensor: int
 
     @property
@@ -62,16 +65,25 @@ def student_parameters(
         lower = sum(_layer(model, layer) for layer in model.layers[: layer_map.num_key_value_layers])
         trained += lower
         total += lower
-    largest = max(_layer(model, layer) for layer in model.layers)
-    own = model.shared_attention.query_parameters + model.shared_attention.key_value_parameters
+    own = model.shared_attention
+    first = layer_map.num_key_value_layers
+    largest = max(_layer(model, layer) + (i >= first) * own.query_parameters for i, layer in enumerate(model.layers))
+    projecting = sum(linear.parameters for linear in own.key_value) + own.key_norms
+    runs = split_by_size([projecting] * len(layer_map.leaders), largest)
     return Parameters(
         frozen=total - trained,
         trained=trained,
         root=_embeddings(model) + 2 * hidden + exit_head,
-        largest_layer=largest + own,
-        shared_key_value=key_value,
+        largest_layer=largest,
+        shared_key_value=projecting * max((run.stop - run.start for run in runs), default=0),
+        trained_of_layer=own.query_parameters if trainable == "qkv" else largest,
         largest_tensor=max(vocabulary, *(m.in_features * m.out_features * m.copies for m in upper[-1].mlp)),
     )
+
+
+def largest_teacher_layer(model: Architecture) -> int:
+    """Count the parameters of the teacher's largest layer."""
+    return max(_layer(model, layer) for layer in model.layers)
 
 
 def _embeddings(model: Architecture) -> int:

@@ -9,8 +9,8 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.layers import LayerMap
-from swiftkv_platform.planning.parameters import Parameters
-from swiftkv_platform.planning.training_memory import WIDE, layer_buffers, worker_memory
+from swiftkv_platform.planning.parameters import Parameters, largest_teacher_layer
+from swiftkv_platform.planning.training_memory import WIDE, gathered_weights, layer_buffers, worker_memory
 from swiftkv_platform.planning.training_setup import TrainingSetup
 
 Phase = Literal["train", "calibrate", "evaluate"]
@@ -19,6 +19,8 @@ DEVICE_MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4":
 """Bytes of GPUs by Ray's names that tell them."""
 
 _DOUBLE = 8
+_TOKENS_PER_FORWARD = 8192
+"""Tokens of the rows of a forward pass of an evaluation, or a whole row."""
 _MOST_WORKERS = 4096
 
 
@@ -37,32 +39,56 @@ def plan_phases(
 ) -> tuple[PhaseMemory, ...]:
     """Memory of training, of calibration layer by layer, and of evaluation with the weights divided as in training."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
-    on_gpu, layer = setup.device != "cpu", narrow * max(parameters.largest_layer, parameters.root)
+    on_gpu = setup.device != "cpu"
+    read = narrow * max(parameters.largest_layer, parameters.root)
     training = worker_memory(model, layer_map, parameters, setup)
     sharded = setup.strategy == "fsdp2" or (setup.strategy == "deepspeed" and setup.zero_stage == 3)
     weights = narrow * parameters.total
-    held = weights // setup.num_workers + 2 * layer if sharded else weights
-    passing = layer_buffers(model, setup)
     phases = [
-        PhaseMemory(
-            phase="train", device=training.peak, host=on_gpu * (training.host + (layer if sharded else weights))
-        )
+        PhaseMemory(phase="train", device=training.peak, host=on_gpu * (training.host + (read if sharded else weights)))
     ]
     if calibrated:
-        device = layer + passing + _calibration(model, layer_map, setup)
-        phases.append(PhaseMemory(phase="calibrate", device=device, host=on_gpu * layer))
-    phases.append(PhaseMemory(phase="evaluate", device=held + passing, host=on_gpu * (layer if sharded else weights)))
+        device = _calibration(model, layer_map, setup, narrow)
+        phases.append(PhaseMemory(phase="calibrate", device=device, host=on_gpu * read))
+    device = _evaluation(model, layer_map, parameters, setup, narrow, sharded=sharded)
+    phases.append(PhaseMemory(phase="evaluate", device=device, host=on_gpu * (read if sharded else weights)))
     return tuple(phases)
 
 
-def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> int:
-    """Outputs of a teacher's upper layer for one row in float64, and the products of a group's that are kept."""
-    own, hidden, tokens = model.shared_attention, model.hidden_size + 1, setup.sequence_length
-    key_value = sum(linear.out_features for linear in own.key_value)
-    recorded = tokens * (key_value + own.num_heads * own.query_size)
-    products = layer_map.key_value_group_size * hidden * key_value
-    # The sums of squares, their factors, and a row's inputs.
-    return _DOUBLE * (recorded + products + 3 * hidden * hidden + tokens * hidden)
+def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, narrow: int) -> int:
+    """One layer of the teacher over one row with what is recorded of it, or the fit of a group, or the embeddings."""
+    own, hidden, tokens = model.shared_attention, model.hidden_size, setup.sequence_length
+    key_value, query = sum(linear.out_features for linear in own.key_value), own.num_heads * own.query_size
+    states, layer = layer_buffers(model, setup, num_tokens=tokens)
+    # Sums of squares with their factors, and those of a group with its outputs.
+    sums = _DOUBLE * (2 * (hidden + 1) ** 2 + (layer_map.key_value_group_size - 1) * (hidden + 1) * key_value)
+    recorded = _DOUBLE * tokens * (key_value + query)
+    running = narrow * largest_teacher_layer(model) + states + layer + recorded
+    # A projection of queries is turned in float64: itself, its complex parts, their product and its parts again.
+    turning = narrow * 2 * (own.query_parameters + own.key_value_parameters) + 4 * _DOUBLE * hidden * query
+    return max(sums + running, sums + turning, narrow * model.vocab_size * hidden + states)
+
+
+def _evaluation(
+    model: Architecture,
+    layer_map: LayerMap,
+    parameters: Parameters,
+    setup: TrainingSetup,
+    narrow: int,
+    *,
+    sharded: bool,
+) -> int:
+    """Rows through teacher and student, with the student's keys and values of all groups."""
+    num_tokens = max(_TOKENS_PER_FORWARD // setup.sequence_length, 1) * setup.sequence_length
+    states, layer = layer_buffers(model, setup, num_tokens=num_tokens)
+    cached = sum(entry.heads * entry.size for entry in model.shared_attention.entries)
+    states += narrow * cached * len(layer_map.leaders) * num_tokens
+    weights = narrow * parameters.total
+    if not sharded:
+        return weights + states + layer
+    gathering = gathered_weights(parameters, narrow, units=3)
+    running = gathered_weights(parameters, narrow, units=2) + layer
+    return weights // setup.num_workers + states + max(gathering, running)
 
 
 def refuse_what_cannot_fit(

@@ -23,6 +23,9 @@ LOGITS_PER_PASS = {"cuda": 1 << 25, "cpu": 1 << 17}
 FEWEST_ROWS = 40
 """Fewest rows of a chunk of the losses."""
 
+_STATES = 5
+"""Hidden states around a layer in a forward pass: its input and output, x, the teacher's result, the residual."""
+
 
 class WorkerMemory(FrozenModel):
     """Bytes on one worker's device; without a GPU, in its host memory."""
@@ -55,14 +58,12 @@ def worker_memory(
     shards = setup.num_workers
     trained, frozen = parameters.trained, narrow * parameters.frozen
     weights, gradients, moments = WIDE * trained, WIDE * trained, 2 * WIDE * trained
-    unit = max(parameters.largest_layer, parameters.shared_key_value)
-    gathered = host = 0
+    gathered, host = 0, 0
     if setup.strategy == "ddp":
         gradients *= 2
         gathered = narrow * trained if narrow < WIDE else 0
     elif setup.strategy == "fsdp2" or setup.zero_stage == 3:
-        # The next unit is fetched while one runs; what belongs to no layer stays for the whole pass.
-        gathered = narrow * (parameters.root + 2 * unit)
+        gathered = gathered_weights(parameters, narrow, units=3 if setup.strategy == "fsdp2" else 2)
         frozen, weights, gradients, moments = (-(-part // shards) for part in (frozen, weights, gradients, moments))
     else:
         weights, moments = narrow * trained + -(-weights // shards), -(-moments // shards)
@@ -85,11 +86,22 @@ def worker_memory(
     # Gradients of a step's first micro batch appear while activations go. FSDP2 shards them with the last one alone.
     unsharded = WIDE * trained if setup.strategy == "fsdp2" else gradients
     kept = unsharded if setup.num_micro_batches > 1 else 0
-    during_passes = activations + max(loss, passing_back) + kept
+    during_passes = gathered + activations + max(loss, passing_back)
+    if setup.strategy == "fsdp2":
+        states = _STATES * narrow * model.hidden_size * setup.tokens_per_pass
+        # A unit's gradients are put together in float32, to be divided; those of K and V when all layers are through.
+        of_layer, shared = (narrow + WIDE) * parameters.trained_of_layer, parameters.shared_key_value
+        during_passes = max(
+            activations + gathered + states,
+            activations + gathered_weights(parameters, narrow, units=1) + loss,
+            activations + gathered_weights(parameters, narrow, units=2) + passing_back + of_layer + gradients,
+            narrow * parameters.root + (3 * narrow + WIDE) * shared + states + gradients,
+        )
     # CUDA's update has buffers of all that this worker updates, the CPU's of one tensor; only DDP updates everything.
     updated = trained if setup.device != "cpu" else min(parameters.largest_tensor, trained)
     during_update = gradients + -(-WIDE * updated // (1 if setup.strategy == "ddp" else shards))
-    peak = persistent + gathered + max(during_passes, during_update)
+    between = 0 if setup.strategy == "fsdp2" else gathered
+    peak = persistent + max(kept + during_passes, between + during_update)
     return WorkerMemory(
         frozen=frozen,
         trained=weights,
@@ -101,6 +113,17 @@ def worker_memory(
         peak=peak,
         host=host,
     )
+
+
+def gathered_weights(parameters: Parameters, narrow: int, *, units: int) -> int:
+    """Bytes of the weights that a sharded worker has whole: those outside the layers for a whole pass, and of layers
+    `units` at a time.
+
+    FSDP2 has up to three in a forward pass: a layer's shards come together in one buffer and are copied out of it, when
+    that of the layer before is let go of; two in a backward pass, which fetches the next while one runs; and one, the
+    last buffer, between them.
+    """
+    return narrow * (parameters.root + units * max(parameters.largest_layer, parameters.shared_key_value))
 
 
 def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> tuple[int, int]:
@@ -131,13 +154,15 @@ def saved_activations(model: Architecture, layer_map: LayerMap, setup: TrainingS
     return per_token * setup.tokens_per_pass, recomputed * setup.tokens_per_pass
 
 
-def layer_buffers(model: Architecture, setup: TrainingSetup) -> int:
-    """Bytes of a forward pass without gradients: one layer's tensors, its mask, and the states around the layers."""
+def layer_buffers(model: Architecture, setup: TrainingSetup, *, num_tokens: int) -> tuple[int, int]:
+    """Bytes of a forward pass of rows without gradients: states around the layers with the mask, and what a layer has
+    of its own."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
-    own = model.shared_attention
-    masked = narrow * (own.num_heads * (own.query_size + own.value_size) + setup.sequence_length)
-    widest = max(_layer(model, layer, setup, narrow, has_gradient=True) for layer in model.layers)
-    return (widest + masked + 4 * narrow * model.hidden_size) * setup.sequence_length
+    own, hidden = model.shared_attention, model.hidden_size
+    mask = setup.sequence_length
+    attending = narrow * (2 * own.num_heads * (own.query_size + own.value_size) + setup.sequence_length)
+    widest = max(narrow * _inner_features(model, layer) for layer in model.layers)
+    return (_STATES * narrow * hidden + mask) * num_tokens, max(widest, attending) * num_tokens
 
 
 def _gradients_of_activations(model: Architecture, setup: TrainingSetup, narrow: int) -> int:

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from jobs.dry_run import DryRun, dry_run
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.orchestration.estimates import Estimate, estimate, memory_by_phase
+from swiftkv_platform.planning.phases import PhaseMemory
 from swiftkv_platform.specs import JobSpec, load_spec
 from tests.recipes import RECIPES, teacher_config
 
@@ -23,6 +24,17 @@ BY_NAME = {path.stem: path for path in RECIPES if load_spec(path).sharding.strat
 SMALLEST, LARGEST, EXPERTS = "builtin-python-5m", "llama-3.1-405b-fp8", "deepseek-v2-lite"
 SHALLOW = {LARGEST: 8, EXPERTS: 4}
 """Layers of the teachers of quick dry runs: a teacher's layers are alike."""
+
+SLIM = {
+    "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "vocab_size": 1024,
+}  # fmt: skip
+"""Sizes of a slim teacher, as which a deep one runs dry in seconds."""
+DEEP = {
+    "hidden_size": 1024, "intermediate_size": 3328, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "vocab_size": 8016, "num_hidden_layers": 40,
+}  # fmt: skip
+"""The largest teacher at a sixteenth of its width."""
 
 
 def run(spec: JobSpec, **changes: Any) -> tuple[DryRun, Estimate]:
@@ -34,6 +46,29 @@ def check(found: DryRun, planned: Estimate) -> None:
     assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
     assert planned.memory_per_worker is not None
     assert 0.9 * found.train.peak < planned.memory_per_worker < 1.1 * found.train.peak
+
+
+def check_phases(found: DryRun, planned: tuple[PhaseMemory, ...]) -> None:
+    """Each phase within 10% of its plan."""
+    peaks = {"train": found.train.peak, "evaluate": found.evaluate.peak}
+    if found.calibrate is not None:
+        peaks["calibrate"] = found.calibrate.peak
+    assert {memory.phase: memory.device for memory in planned} == pytest.approx(peaks, rel=0.1)
+
+
+def run_slim(name: str, num_hidden_layers: int) -> tuple[DryRun, Estimate]:
+    spec = load_spec(BY_NAME[name])
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 256})})
+    return run(spec, **SLIM, num_hidden_layers=num_hidden_layers)
+
+
+@pytest.mark.slow  # thousands of operators
+def test_every_phase_of_a_deep_teacher_takes_what_is_planned() -> None:
+    """With twenty groups, whose projections are gathered apart from their layers."""
+    spec = load_spec(BY_NAME[LARGEST])
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 512})})
+    config = {**teacher_config(spec), **DEEP}
+    check_phases(dry_run(spec, config), memory_by_phase(spec, config))
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +117,18 @@ def test_a_copied_start_is_not_calibrated() -> None:
 @pytest.mark.parametrize("name", [LARGEST, EXPERTS])
 def test_a_few_layers_take_what_is_planned(name: str) -> None:
     check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW[name]))
+
+
+@pytest.mark.slow  # thousands of operators
+def test_depth_costs_what_it_keeps() -> None:
+    """Shards and checkpoints of the layers in training, and nothing in a calibration, which lets go of each."""
+    (shallow, less), (deep, more) = run_slim(LARGEST, 8), run_slim(LARGEST, 48)
+    assert less.memory_per_worker is not None
+    assert more.memory_per_worker is not None
+    planned = more.memory_per_worker - less.memory_per_worker
+    assert deep.train.peak - shallow.train.peak == pytest.approx(planned, rel=0.1)
+    assert shallow.calibrate is not None
+    assert deep.calibrate == shallow.calibrate
 
 
 @pytest.mark.skipif("SWIFTKV_SOAK" not in os.environ, reason="minutes of a core each")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.estimates import estimate
+from swiftkv_platform.orchestration.estimates import estimate, memory_by_phase
 from swiftkv_platform.planning import phases
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.specs import BUILTIN_TEACHER, load_spec
@@ -130,6 +130,25 @@ def test_too_few_workers_are_refused_with_the_number_that_would_do() -> None:
     with pytest.raises(InvalidInputError, match=r"with 32 workers .* resources\.num_workers 64 would do") as refused:
         estimate(half, teacher_config(half), ())
     assert (refused.value.field, refused.value.value) == ("resources.num_workers", 32)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in RECIPES if load_spec(path).resources.gpus_per_worker], ids=lambda p: p.stem
+)
+def test_a_recipe_on_fewer_workers_fits_or_is_refused_with_what_would_do(path: Path) -> None:
+    spec = load_spec(path)
+    accelerator = spec.resources.accelerator_type
+    assert accelerator is not None
+    num_workers = spec.resources.num_workers
+    while (num_workers := num_workers // 2) >= spec.sharding.sequence_parallel_size:
+        fewer = spec.model_copy(update={"resources": spec.resources.model_copy(update={"num_workers": num_workers})})
+        needed = max(memory.device for memory in memory_by_phase(fewer, teacher_config(fewer)))
+        if needed <= phases.DEVICE_MEMORY[accelerator]:
+            estimate(fewer, teacher_config(fewer), ())
+            continue
+        with pytest.raises(InvalidInputError, match=r"needs \d+ GB .* has 80 GB; .* would do") as refused:
+            estimate(fewer, teacher_config(fewer), ())
+        assert (refused.value.field, refused.value.value) == ("resources.num_workers", num_workers)
 
 
 def test_validating_loads_no_torch() -> None:

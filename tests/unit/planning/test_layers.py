@@ -14,6 +14,7 @@ from swiftkv_platform.planning import (
     shared_key_value_heads,
     student_layer_map,
 )
+from swiftkv_platform.planning.layers import split_by_size
 
 
 def test_groups_share_one_cache_layer_and_the_last_may_be_short() -> None:
@@ -81,3 +82,16 @@ def test_group_size_is_bounded_by_the_skipped_layers() -> None:
     with pytest.raises(InvalidInputError, match=r"1\.\.6 are accepted") as caught:
         LayerMap(12, 6, 7)
     assert caught.value.field == "swiftkv.key_value_group_size"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "runs"),
+    [
+        ([], []),
+        ([4, 4, 4], [[4, 4], [4]]),
+        ([5, 5], [[5, 5]]),
+        ([3, 12, 3, 7], [[3], [12], [3, 7]]),
+    ],
+)
+def test_runs_are_no_larger_than_the_limit_but_for_single_items(sizes: list[int], runs: list[list[int]]) -> None:
+    assert [sizes[run] for run in split_by_size(sizes, 10)] == runs

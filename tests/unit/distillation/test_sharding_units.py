@@ -1,0 +1,84 @@
+"""Modules whose weights are gathered together, in every family, and the sizes that memory is planned with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from swiftkv_platform.distillation.fork import sharding_units
+from swiftkv_platform.model.conversion import make_student_config
+from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.planning import Sharing, read_architecture
+from swiftkv_platform.planning.parameters import student_parameters
+from tests.tiny_models import FAMILY_CONFIGS
+
+DEEP = 24
+"""Layers, of which two keep their own K and V: projections of 22 groups are larger than most layers."""
+
+
+def make_decoder(family: str, sharing: Sharing = "gqa") -> Any:
+    teacher = copy.deepcopy(FAMILY_CONFIGS[family])
+    config = make_student_config(
+        type(teacher)(**{**teacher.to_dict(), "num_hidden_layers": DEEP, "layer_types": None}),
+        num_key_value_layers=2,
+        prefill_reduction=None,
+        key_value_group_size=1,
+        early_exit=False,
+        sharing=sharing,
+    )
+    with torch.device("meta"):
+        return student_classes(teacher.model_type).causal_lm(config).model
+
+
+def sizes(units: list[list[nn.Module]], apart: set[nn.Parameter]) -> list[int]:
+    """Parameters of each unit, those that units before it have left out."""
+    found = []
+    for unit in units:
+        own = {p for module in unit for p in module.parameters()} - apart
+        apart |= own
+        found.append(sum(parameter.numel() for parameter in own))
+    return found
+
+
+def split(decoder: Any) -> tuple[list[list[nn.Module]], list[list[nn.Module]]]:
+    """Units of what groups share, and of layers."""
+    units = [unit if isinstance(unit, list) else [unit] for unit in sharding_units(decoder)]
+    return units[:-DEEP], units[-DEEP:]
+
+
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_no_unit_is_larger_than_a_layer(family: str) -> None:
+    decoder = make_decoder(family)
+    seen: set[nn.Parameter] = set()
+    shared, layers = (sizes(units, seen) for units in split(decoder))
+    assert len(seen) == len(set(decoder.layers.parameters()))
+    assert max(shared) <= max(layers)
+
+
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
+    decoder = make_decoder(family)
+    model, layer_map = read_architecture(decoder.config.to_dict()), decoder.layer_map
+    planned = student_parameters(model, layer_map)
+    seen: set[nn.Parameter] = set()
+    shared, layers = (sizes(units, seen) for units in split(decoder))
+    assert max(shared) == planned.shared_key_value
+    assert max(layers) == pytest.approx(planned.largest_layer, rel=0.01)  # norms of heads are units by themselves
+
+
+def test_projections_of_many_groups_are_several_units() -> None:
+    shared, _ = split(make_decoder("llama", "mha"))
+    assert len(shared) > 1
+    assert sum(map(len, shared)) == 2 * (DEEP - 2)
+
+
+def test_latents_are_expanded_by_units_of_their_own() -> None:
+    """A group's keys and values are made when its first layer runs, long after its latent is."""
+    decoder = make_decoder("deepseek_v2")
+    expanding = [decoder.layers[i].self_attn.kv_b_proj_swiftkv for i in decoder.layer_map.leaders]
+    shared, _ = split(decoder)
+    assert [unit for unit in shared if unit[0] in expanding] == [[module] for module in expanding]

@@ -12,6 +12,7 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from swiftkv_platform.database.metric_events import with_points, without_points
 from swiftkv_platform.database.outbox import delivery_rows
 from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, unreadable
 from swiftkv_platform.database.session import Database
@@ -157,7 +158,8 @@ class SqlJobRepository:
                     field="version",
                     value=job.version,
                 )
-            self._add_events(session, updated, events)
+            steps = {point.step for point in points}
+            self._add_events(session, updated, [without_points(event, steps) for event in events])
             _replace_points(session, job.id, points)
             if model is not None:
                 session.add(ModelRow(**vars(model)))
@@ -174,7 +176,7 @@ class SqlJobRepository:
             rows = fetch(
                 session, select(EventRow).where(EventRow.job_id == job_id), EventRow.sequence, page, after=after
             )
-            return Slice([_event(row) for row in rows.items], rows.has_more)
+            return Slice(with_points(session, job_id, [_event(row) for row in rows.items]), rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
         after = None if page.after is None else _step(page.after)

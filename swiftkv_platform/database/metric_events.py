@@ -1,7 +1,7 @@
 """Events of metrics as rows: their points are stored once, in the job's time series, and put back when they are read.
 
-A step that was repeated after a restart has its newest values in every event that tells of it, and an event whose points
-have been thinned out tells of those that are left.
+A step that was repeated after a restart has its newest values in every event that tells of it, and an event whose
+points have been thinned out tells of those that are left.
 """
 
 from __future__ import annotations

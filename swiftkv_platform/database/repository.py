@@ -209,7 +209,8 @@ class SqlJobRepository:
 def _columns(job: Job) -> dict[str, Any]:
     state = _JOB.dump_python(job, mode="json")
     columns = {column.key: state.pop(column.key) for column in _COLUMNS}
-    return {**columns, "model": job.spec.model.name_or_path, "labels": dict(job.spec.metadata), "state": state}
+    found_by = {"model": job.spec.model.name_or_path, "labels": dict(job.spec.metadata), "finished_at": job.finished_at}
+    return {**columns, **found_by, "state": state}
 
 
 def _job(row: JobRow) -> Job:

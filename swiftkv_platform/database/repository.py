@@ -40,6 +40,7 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
 _LIVE = [status.value for status in JobStatus if not status.is_terminal]
+_OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
 _WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 _EVERYTHING = JobFilter()
 NOBODY_ELSE = recipients(NO_LIMITS)
@@ -140,6 +141,12 @@ class SqlJobRepository:
             found = {str(status): int(count) for status, count in session.execute(query)}
         return {status: found.get(status.value, 0) for status in JobStatus}
 
+    def on_cluster(self) -> Mapping[str, int | None]:
+        # A status that another version of this program has stored counts as one with an attempt.
+        query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
+        with self._database.reading() as session:
+            return {job_id: _attempt_number(state) for job_id, state in session.execute(query)}
+
     def update(
         self,
         job: Job,
@@ -219,6 +226,12 @@ def _job(row: JobRow) -> Job:
         return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
     except (ValidationError, TypeError) as error:
         raise unreadable("job", row.id, error) from error
+
+
+def _attempt_number(state: Any) -> int | None:
+    attempt = state.get("attempt") if isinstance(state, dict) else None
+    number = attempt.get("number") if isinstance(attempt, dict) else None
+    return number if isinstance(number, int) else None
 
 
 def _step(cursor: str) -> int:

@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     """A larger body is answered with 413."""
     max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20
     """Kept of the log of an attempt that has ended: its first and its last half, with a line between that says what is
-    left out. The control plane holds half of it in memory while it saves one."""
+    left out. While one is saved, temporary files take up to one and a half times as much."""
     sweep_interval_s: Annotated[float, Field(gt=0.0)] = 3600.0
     """Pause between two rounds of the sweeper, which removes what the settings below keep no longer; in all of them 0
     keeps it for ever, and what is deployed, promoted, resumable or read by a job that has not ended stays anyway."""

@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 LINE = b"step 00000000 loss 1.2345 and so on, sixty-four bytes in a line\n"
 
 SAVE = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.cluster.ray_jobs import RayJobs
@@ -41,7 +41,8 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 cluster, attempts = RayJobs(sys.argv[1]), AttemptStore(LocalObjectStore(Path(sys.argv[2])))
 attempts.save_logs(AttemptId("job_1", 1), cluster.logs("job_1-small"))

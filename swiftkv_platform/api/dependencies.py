@@ -99,7 +99,7 @@ def prices(settings: Settings) -> Prices:
 
 
 def retention(settings: Settings) -> Retention:
-    """How long things are kept."""
+    """Times for which things are kept."""
     return Retention(
         ended_jobs={kind: getattr(settings, f"retention_{kind}_days") for kind in Kind},
         metric_points=settings.retention_metric_points,

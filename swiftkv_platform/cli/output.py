@@ -90,7 +90,7 @@ def print_fields(fields: Mapping[str, object]) -> None:
 
 
 def print_deleted(identifier: str, *, json: bool) -> None:
-    """What has been deleted."""
+    """Say that something has been deleted."""
     if json:
         print_json({"id": identifier, "deleted": True})
     else:

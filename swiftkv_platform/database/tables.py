@@ -41,7 +41,7 @@ class JobRow(Base):
     """Every other field of `Job`."""
     version: Mapped[int]
     finished_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
-    """As in `state`, for retention."""
+    """The same as in `state`, for retention to select by."""
     swept: Mapped[int] = mapped_column(server_default="0", default=0)
     """Kinds of data that retention has removed since the job ended, one bit each."""
 

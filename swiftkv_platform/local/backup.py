@@ -45,7 +45,7 @@ class ListedFile(FrozenModel):
 
 
 class Backup(FrozenModel):
-    """What a backup holds."""
+    """Summary of a backup."""
 
     format_version: Literal[1] = 1
     created_at: float

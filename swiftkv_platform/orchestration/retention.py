@@ -1,4 +1,4 @@
-"""How long what jobs leave behind is kept, and what holds a job or model back from deletion. Knows rules, no I/O."""
+"""Rules on how long the data of jobs is kept, and on what holds a job or model back from deletion. No I/O."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KEEP_ALL = Retention()
 
 @dataclass(frozen=True)
 class Swept:
-    """What has been removed, or would be."""
+    """Amount of one kind that has been removed, or would be."""
 
     kind: str
     rows: int = 0
@@ -86,7 +86,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Holders:
-    """What needs a job's objects or its model."""
+    """Users of a job's objects or its model."""
 
     status: JobStatus
     model: str | None = None

@@ -140,7 +140,7 @@ class _Tail:
             piece = piece[len(part) :]
 
     def blocks(self) -> Iterator[bytes]:
-        """What is kept, in pieces of at most `_BLOCK` bytes."""
+        """The bytes that are kept, in pieces of at most `_BLOCK` bytes."""
         present, before = self._sizes
         skipped = max(present + before - self.room, 0)
         for file, size, start in ((self._files[1], before, min(skipped, before)), (self._files[0], present, 0)):

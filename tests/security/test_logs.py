@@ -114,7 +114,7 @@ except StorageError as error:
 
 
 def test_what_is_kept_of_a_log_is_not_held_in_memory(tmp_path: Path) -> None:
-    """Of 290 MiB, 128 are kept: half of them are the end, which is not known before the log's end."""
+    """128 of 290 MiB are kept: half of them are the end, which is not known before the log's end."""
     done = subprocess.run(
         [sys.executable, "-c", KEEP, tmp_path], capture_output=True, text=True, timeout=120, check=False
     )

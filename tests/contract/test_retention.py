@@ -209,3 +209,13 @@ def test_what_holds_a_job_is_named(database: Database, rows: SqlRetention, jobs:
         with pytest.raises(ConflictError, match=reason):
             rows.delete_model(model_id, by="ann", now=400)
     assert rows.count_rows() == before
+
+
+def test_jobs_that_ended_before_there_was_retention_are_found(
+    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+) -> None:
+    waiting, job = store(jobs, make_job()), ended(jobs)
+    database.downgrade("0007")
+    database.upgrade()
+    assert rows.ended_jobs(Kind.LOGS, before=100, limit=9, after=None) == [job.id]
+    assert jobs.get(waiting.id, tenant=TENANT) == waiting

@@ -16,6 +16,9 @@ def default_home() -> Path:
     return Path.home() / ".swiftkv"
 
 
+Days = Annotated[float, Field(ge=0.0)]
+
+
 class Settings(BaseSettings):
     """Settings of the control plane and of the command line."""
 
@@ -83,7 +86,38 @@ class Settings(BaseSettings):
     """A larger body is answered with 413."""
     max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20
     """Kept of the log of an attempt that has ended: its first and its last half, with a line between that says what is
-    left out. The control plane holds half of it in memory while it saves one."""
+    left out. While one is saved, temporary files take up to one and a half times as much."""
+    sweep_interval_s: Annotated[float, Field(gt=0.0)] = 3600.0
+    """Pause between two rounds of the sweeper, which removes what the settings below keep no longer; in all of them 0
+    keeps it for ever, and what is deployed, promoted, resumable or read by a job that has not ended stays anyway."""
+    retention_events_days: Days = 30.0
+    """Days from a job's end to that of its events in the database; those of its changes of status stay."""
+    retention_metrics_days: Days = 30.0
+    """Days from a job's end until its time series is thinned out to `retention_metric_points`."""
+    retention_metric_points: Annotated[int, Field(ge=2)] = 500
+    """Points that are left of the time series of an old job."""
+    retention_event_objects_days: Days = 1.0
+    """Days from a job's end to that of its event objects in the store, all of which the database has read."""
+    retention_prepared_data_days: Days = 1.0
+    """Days from a job's end to that of prepared rows, starts and answers that its own end has left behind."""
+    retention_checkpoints_days: Days = 7.0
+    """Days from a job's end to that of its checkpoints; a paused job has not ended."""
+    retention_logs_days: Days = 90.0
+    """Days from a job's end to that of its attempts' logs."""
+    retention_tracking_days: Days = 30.0
+    """Days from a job's end to that of W&B's files of offline runs."""
+    retention_deliveries_days: Days = 30.0
+    """Days that a webhook's delivery is kept once it has been delivered or given up."""
+    retention_idempotency_keys_days: Days = 30.0
+    """Days that an `Idempotency-Key` stands for its job."""
+    retention_promotions_days: Days = 365.0
+    """Days of an alias's history, of which the `retention_rollbacks` newest models stay however old they are."""
+    retention_rollbacks: Annotated[int, Field(ge=1)] = 5
+    """Models that an alias can always stand for, the present one included; they are held back from deletion."""
+    retention_models_days: Days = 0.0
+    """Days from when a newer model of the same name came to the deletion of one that nothing holds."""
+    retention_jobs_days: Days = 365.0
+    """Days from a job's end to the deletion of its record and of all that it has left; one with a model stays."""
     requests_per_minute: Annotated[int, Field(ge=1)] = 3000
     """Requests of one API key, at one control plane; a tenth of them may come at once, more are answered with 429."""
     session_lifetime_s: Annotated[int, Field(ge=60, le=30 * 86400)] = 12 * 3600

@@ -14,27 +14,39 @@ from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.api import error_handlers
-from swiftkv_platform.api.dependencies import Components, build_components, prices, source_rules, webhook_rules
+from swiftkv_platform.api.dependencies import (
+    Components,
+    build_components,
+    prices,
+    retention,
+    source_rules,
+    webhook_rules,
+)
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
 from swiftkv_platform.api.instruments import ControlPlaneHistograms
 from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.sessions import Sessions
+from swiftkv_platform.api.sweeper_metrics import SweeperMetrics
 from swiftkv_platform.api.webhook_sender import send_webhook
+from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.leadership import Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
+from swiftkv_platform.orchestration.orphans import Orphans
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
+from swiftkv_platform.orchestration.sweeper import Sweeper
 from swiftkv_platform.orchestration.tenants import Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
+from swiftkv_platform.storage.sweeping import StoredObjects
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PageFiles, RequestTimes
 from swiftkv_platform.web.problems import Problem
@@ -45,7 +57,7 @@ _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30
 """Sign-ins of one address in a minute."""
 _SIGN_INS_AT_ONCE = 10
-LOOPS = ("jobs", "deployments", "webhooks")
+LOOPS = ("jobs", "deployments", "webhooks", "retention")
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
@@ -71,7 +83,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
         deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
         reconciler = _reconciler(settings, parts, histograms)
-        loops = _loops(settings, parts, leaderships, reconciler, deliverer, histograms)
+        orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
+        sweeper = _sweeper(settings, parts, orphans)
+        loops = _loops(settings, parts, leaderships, reconciler, deliverer, sweeper, histograms)
         app.state.settings = settings
         app.state.key_ring = key_ring
         app.state.sessions = key_ring and Sessions(
@@ -85,6 +99,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         files = _operator_files(key_ring, parts.policies)
         app.state.readiness = health.Readiness(parts, loops)
         app.state.metrics = health.metrics_registry(parts, loops, lambda: reconciler.jobs_put_off, files, histograms)
+        app.state.metrics.register(SweeperMetrics(sweeper, orphans))
         for loop in loops:
             loop.start()
         try:
@@ -142,12 +157,24 @@ def _reconciler(settings: Settings, parts: Components, histograms: ControlPlaneH
     )
 
 
+def _sweeper(settings: Settings, parts: Components, orphans: Orphans) -> Sweeper:
+    return Sweeper(
+        SqlRetention(parts.database),
+        StoredObjects(parts.objects),
+        retention(settings),
+        parts.clock,
+        interval_s=settings.sweep_interval_s,
+        also=orphans.tick,
+    )
+
+
 def _loops(
     settings: Settings,
     parts: Components,
     leaderships: Mapping[str, Leadership],
     reconciler: Reconciler,
     deliverer: Deliverer,
+    sweeper: Sweeper,
     histograms: ControlPlaneHistograms,
 ) -> list[ControlLoop]:
     """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
@@ -155,6 +182,7 @@ def _loops(
         "jobs": reconciler.tick,
         "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,
         "webhooks": deliverer.tick,
+        "retention": sweeper.tick,
     }
     interval_s = settings.reconcile_interval_s
     return [

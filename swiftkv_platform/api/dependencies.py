@@ -18,6 +18,7 @@ from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
 from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
@@ -25,6 +26,7 @@ from swiftkv_platform.orchestration.job_limits import JobLimits
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.orchestration.registry import Registry, RegistryService
+from swiftkv_platform.orchestration.retention import Kind, Retention
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
@@ -96,6 +98,24 @@ def build_components(settings: Settings) -> Components:
 
 def prices(settings: Settings) -> Prices:
     return Prices(settings.gpu_hour_price, settings.cpu_hour_price)
+
+
+def retention(settings: Settings) -> Retention:
+    """Times for which things are kept."""
+    return Retention(
+        ended_jobs={kind: getattr(settings, f"retention_{kind}_days") for kind in Kind},
+        metric_points=settings.retention_metric_points,
+        deliveries=settings.retention_deliveries_days,
+        idempotency_keys=settings.retention_idempotency_keys_days,
+        promotions=settings.retention_promotions_days,
+        rollbacks=settings.retention_rollbacks,
+        models=settings.retention_models_days,
+        jobs=settings.retention_jobs_days,
+    )
+
+
+def retained_rows(request: Request) -> SqlRetention:
+    return SqlRetention(get_components(request).database)
 
 
 def job_limits(settings: Settings) -> JobLimits:
@@ -190,6 +210,7 @@ def oldest_first(
 
 
 Parts = Annotated[Components, Depends(get_components)]
+Deletions = Annotated[SqlRetention, Depends(retained_rows)]
 TheSettings = Annotated[Settings, Depends(get_settings)]
 Reader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_READ])]
 Writer = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, plan, quota, registry, serving
+from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, maintenance, plan, quota, registry, serving
 from swiftkv_platform.cli.deployments import deployments_app
 from swiftkv_platform.cli.doctor.command import doctor
 from swiftkv_platform.cli.jobs import jobs_app
@@ -36,3 +36,6 @@ app.command()(convert.export)
 app.command()(serving.deploy)
 app.command()(serving.generate)
 app.command()(quota.quota)
+app.command()(maintenance.sweep)
+app.command()(maintenance.backup)
+app.command()(maintenance.restore)

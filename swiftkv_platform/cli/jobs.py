@@ -15,7 +15,17 @@ from swiftkv_platform.cli import job_outputs
 from swiftkv_platform.cli.context import Json, SpecFile, Url, connect, read_spec
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.cli.ids import JobId
-from swiftkv_platform.cli.output import err, local_time, out, print_fields, print_json, print_schema, print_table, say
+from swiftkv_platform.cli.output import (
+    err,
+    local_time,
+    out,
+    print_deleted,
+    print_fields,
+    print_json,
+    print_schema,
+    print_table,
+    say,
+)
 from swiftkv_platform.client import Client, Estimate, Job
 from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.local.units import count, duration
@@ -165,6 +175,14 @@ def resume(
     """Queue a paused job again; it goes on from its last checkpoint."""
     with connect(url) as client:
         _print_status(client.jobs.resume(job_id, cost_cap=cost_cap), json=json)
+
+
+@jobs_app.command()
+def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
+    """Delete a job that has ended, with its model, checkpoints and logs; refused while something needs it."""
+    with connect(url) as client:
+        client.jobs.delete(job_id)
+    print_deleted(job_id, json=json)
 
 
 @jobs_app.command()

@@ -89,6 +89,14 @@ def print_fields(fields: Mapping[str, object]) -> None:
         out().print(f"[bold]{escape(name):<{width}}[/]  {escape(text)}", highlight=False, soft_wrap=True)
 
 
+def print_deleted(identifier: str, *, json: bool) -> None:
+    """Say that something has been deleted."""
+    if json:
+        print_json({"id": identifier, "deleted": True})
+    else:
+        say(f"{identifier} is deleted.")
+
+
 def local_time(seconds: float | None) -> str | None:
     """Unix seconds as the clock on the wall shows them."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,4 +1,4 @@
-"""`swiftkv models lineage`, `compare`, `promote`, `rollback` and `aliases`: which model is in use, and why."""
+"""`swiftkv models lineage`, `compare`, `promote`, `rollback`, `delete` and `aliases`: which models are in use, why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect
 from swiftkv_platform.cli.ids import ModelId, complete_model
-from swiftkv_platform.cli.output import local_time, print_fields, print_json, print_table, say
+from swiftkv_platform.cli.output import local_time, print_deleted, print_fields, print_json, print_table, say
 from swiftkv_platform.cli.serving import models_app
 
 __all__ = ["models_app"]
@@ -71,6 +71,14 @@ def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, j
         print_json(promotion)
     else:
         say(f"{promotion.alias} is {promotion.model} again.")
+
+
+@models_app.command()
+def delete(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+    """Delete a model, whose job stays; refused while it is deployed, promoted or read by a job."""
+    with connect(url) as client:
+        client.models.delete(model_id)
+    print_deleted(model_id, json=json)
 
 
 @models_app.command()

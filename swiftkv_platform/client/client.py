@@ -7,6 +7,7 @@ import functools
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal, Self, overload
 
 import httpx
@@ -190,6 +191,15 @@ class Models:
             repeatable=version is None,
         )
         return Promotion.model_validate(response.json())
+
+    def delete(self, model_id: str) -> None:
+        """Delete a model; its job stays. Deleting what is gone already is no error.
+
+        Raises:
+            RequestConflictError: it is held by what the message names.
+        """
+        with suppress(ResourceNotFoundError):
+            self._transport.request("DELETE", f"/models/{model_id}", repeatable=True)
 
     def aliases(self) -> builtins.list[Alias]:
         """List the model that each alias stands for, and its history."""

@@ -14,7 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 from ulid import ULID
 
-from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, WaitTimeoutError
+from swiftkv_platform.client.errors import (
+    ResourceNotFoundError,
+    ServiceUnavailableError,
+    UnreachableError,
+    WaitTimeoutError,
+)
 from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint
 from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
@@ -75,6 +80,15 @@ class Jobs:
         """
         body = None if cost_cap is None else {"cost_cap": cost_cap}
         return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/resume", json=body, repeatable=True).json())
+
+    def delete(self, job_id: str) -> None:
+        """Delete a job that has ended, with its model and its logs; deleting what is gone already is no error.
+
+        Raises:
+            RequestConflictError: it is held by what the message names.
+        """
+        with suppress(ResourceNotFoundError):
+            self._transport.request("DELETE", f"/jobs/{job_id}", repeatable=True)
 
     def wait(self, job_id: str, timeout: float | None = None, *, poll_interval: float = 1.0) -> Job:
         """Block until the job has finished, well or not, and return it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from urllib.parse import quote
 
@@ -10,7 +10,7 @@ import httpx
 
 from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
 from swiftkv_platform.cluster.log_text import LogText
-from swiftkv_platform.orchestration.ports import Submission, SubmissionStatus
+from swiftkv_platform.orchestration.ports import RunningSubmission, Submission, SubmissionStatus
 
 _TIMEOUT_S = 15.0
 _ALL_LINES = -1
@@ -49,6 +49,16 @@ class RayJobs:
             return None
         document = self._dashboard.document(response, f"look up {submission_id}")
         return Submission(SubmissionStatus(document["status"]), document.get("message") or "")
+
+    def running(self) -> Sequence[RunningSubmission]:
+        response = self._dashboard.request("GET", "/api/jobs/")
+        self._dashboard.check(response, "list its jobs")
+        return [
+            RunningSubmission(job["submission_id"], job["entrypoint"])
+            for job in response.json()
+            # Drivers that connected by themselves are listed as well, and have no submission.
+            if job.get("submission_id") and not SubmissionStatus(job["status"]).is_terminal
+        ]
 
     def stop(self, submission_id: str) -> None:
         response = self._dashboard.request("POST", f"{_path(submission_id)}/stop")

@@ -12,6 +12,7 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from swiftkv_platform.database.metric_events import with_points, without_points
 from swiftkv_platform.database.outbox import delivery_rows
 from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, unreadable
 from swiftkv_platform.database.session import Database
@@ -39,6 +40,7 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
 _LIVE = [status.value for status in JobStatus if not status.is_terminal]
+_OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
 _WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 _EVERYTHING = JobFilter()
 NOBODY_ELSE = recipients(NO_LIMITS)
@@ -139,6 +141,12 @@ class SqlJobRepository:
             found = {str(status): int(count) for status, count in session.execute(query)}
         return {status: found.get(status.value, 0) for status in JobStatus}
 
+    def on_cluster(self) -> Mapping[str, int | None]:
+        # A status that another version of this program has stored counts as one with an attempt.
+        query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
+        with self._database.reading() as session:
+            return {job_id: _attempt_number(state) for job_id, state in session.execute(query)}
+
     def update(
         self,
         job: Job,
@@ -157,7 +165,8 @@ class SqlJobRepository:
                     field="version",
                     value=job.version,
                 )
-            self._add_events(session, updated, events)
+            steps = {point.step for point in points}
+            self._add_events(session, updated, [without_points(event, steps) for event in events])
             _replace_points(session, job.id, points)
             if model is not None:
                 session.add(ModelRow(**vars(model)))
@@ -174,7 +183,7 @@ class SqlJobRepository:
             rows = fetch(
                 session, select(EventRow).where(EventRow.job_id == job_id), EventRow.sequence, page, after=after
             )
-            return Slice([_event(row) for row in rows.items], rows.has_more)
+            return Slice(with_points(session, job_id, [_event(row) for row in rows.items]), rows.has_more)
 
     def points(self, job_id: str, page: Page) -> Slice[MetricPoint]:
         after = None if page.after is None else _step(page.after)
@@ -207,7 +216,8 @@ class SqlJobRepository:
 def _columns(job: Job) -> dict[str, Any]:
     state = _JOB.dump_python(job, mode="json")
     columns = {column.key: state.pop(column.key) for column in _COLUMNS}
-    return {**columns, "model": job.spec.model.name_or_path, "labels": dict(job.spec.metadata), "state": state}
+    found_by = {"model": job.spec.model.name_or_path, "labels": dict(job.spec.metadata), "finished_at": job.finished_at}
+    return {**columns, **found_by, "state": state}
 
 
 def _job(row: JobRow) -> Job:
@@ -216,6 +226,12 @@ def _job(row: JobRow) -> Job:
         return _JOB.validate_python({**row.state, **{column.key: getattr(row, column.key) for column in _COLUMNS}})
     except (ValidationError, TypeError) as error:
         raise unreadable("job", row.id, error) from error
+
+
+def _attempt_number(state: Any) -> int | None:
+    attempt = state.get("attempt") if isinstance(state, dict) else None
+    number = attempt.get("number") if isinstance(attempt, dict) else None
+    return number if isinstance(number, int) else None
 
 
 def _step(cursor: str) -> int:

@@ -40,6 +40,10 @@ class JobRow(Base):
     state: Mapped[dict[str, Any]] = mapped_column(Document)
     """Every other field of `Job`."""
     version: Mapped[int]
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
+    """The same as in `state`, for retention to select by."""
+    swept: Mapped[int] = mapped_column(server_default="0", default=0)
+    """Kinds of data that retention has removed since the job ended, one bit each."""
 
     __table_args__ = (Index(None, "tenant", "id"), Index(None, "tenant", "status", "id"))
 
@@ -163,6 +167,16 @@ class SessionRow(Base):
     created_at: Mapped[float] = mapped_column(Float(53))
     expires_at: Mapped[float] = mapped_column(Float(53), index=True)
     """Unix seconds."""
+
+
+class DeletionRow(Base):
+    """A prefix of the store that no row speaks of any more, until its objects are gone."""
+
+    __tablename__ = "deletions"
+
+    prefix: Mapped[str] = mapped_column(String(200), primary_key=True)
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    by: Mapped[str] = mapped_column(String(200))
 
 
 class LeaseRow(Base):

@@ -103,6 +103,10 @@ class JobRepository(Protocol):
 
     def count_by_status(self) -> Mapping[JobStatus, int]: ...
 
+    def on_cluster(self) -> Mapping[str, int | None]:
+        """Number of the present attempt of each job that may have one on the cluster; None where it cannot be read."""
+        ...
+
     def update(
         self,
         job: Job,
@@ -214,6 +218,15 @@ class Submission:
     """Ray's own explanation."""
 
 
+@dataclass(frozen=True)
+class RunningSubmission:
+    """A submission that has not ended."""
+
+    submission_id: str
+    entrypoint: str
+    """Its command, as it was submitted."""
+
+
 class JobCluster(Protocol):
     """The cluster on which attempts run. Every method raises `ClusterUnavailableError` when it does not answer."""
 
@@ -223,6 +236,10 @@ class JobCluster(Protocol):
 
     def status(self, submission_id: str) -> Submission | None:
         """Return the submission as it stands; None where the cluster does not know the id."""
+        ...
+
+    def running(self) -> Sequence[RunningSubmission]:
+        """Return all submissions that have not ended, whoever submitted them."""
         ...
 
     def stop(self, submission_id: str) -> None:

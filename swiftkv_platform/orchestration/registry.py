@@ -227,6 +227,22 @@ def _stack(history: Sequence[Promotion]) -> list[str]:
     return stack
 
 
+def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
+    """Number of promotions, from the first on, that are older than `before` and not needed to roll back.
+
+    Args:
+        keep: newest models that the alias has stood for, the present one included, which it can go back to afterwards.
+    """
+    stack: list[int] = []
+    for place, promotion in enumerate(history):
+        if promotion.action == "promote":
+            stack.append(place)
+        else:
+            stack.pop()
+    needed = stack[-keep:][0] if stack else 0
+    return next((place for place in range(needed) if history[place].created_at > before), needed)
+
+
 def _no_model(name: str) -> InvalidInputError:
     return InvalidInputError(
         f"model is {name!r}: there is no such model; a `mdl_` id, the `job_` id of a job that succeeded, or an alias "

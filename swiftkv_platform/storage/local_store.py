@@ -90,6 +90,10 @@ class LocalObjectStore:
         with _storage_errors("delete", key):
             self._path(key).unlink(missing_ok=True)
 
+    def delete_many(self, keys: builtins.list[str]) -> None:
+        for key in keys:
+            self.delete(key)
+
     def delete_prefix(self, prefix: str) -> None:
         trimmed = validate_prefix(prefix)
         if not trimmed:

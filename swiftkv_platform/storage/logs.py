@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from swiftkv_platform.errors import ObjectNotFoundError
+from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.storage.object_store import ObjectStore
 
@@ -38,12 +37,12 @@ class Layout(FrozenModel):
 def keep(store: ObjectStore, key: str, pieces: Iterable[bytes], *, most: int) -> None:
     """Store a log at `key`, and its layout beside it; of more than `most` bytes the middle is left out.
 
-    Half of `most` is held in memory.
+    Temporary files take up to one and a half times `most`. Raises `StorageError`, also where the disk is full.
     """
-    with tempfile.TemporaryDirectory(prefix="swiftkv-log-") as directory:
-        path = Path(directory) / "log"
-        with path.open("wb") as file:
-            layout = _write(file, pieces, most - _NOTICE_BYTES)
+    with _storage_errors(key), tempfile.TemporaryDirectory(prefix="swiftkv-log-") as directory:
+        path, room = Path(directory) / "log", most - _NOTICE_BYTES
+        with path.open("wb") as file, _Tail(Path(directory), room - room // 2) as tail:
+            layout = _write(file, pieces, room // 2, tail)
         # The layout first: a log that is there has one.
         store.put_bytes(_layout_key(key), layout.model_dump_json().encode())
         store.upload_file(path, key)
@@ -109,47 +108,87 @@ def _layout_key(key: str) -> str:
     return f"{key.removesuffix('.txt')}.json"
 
 
-def _write(file: IO[bytes], pieces: Iterable[bytes], most: int) -> Layout:
-    """Head to the file, tail in memory; then, where more came than is kept, what was left out, and the tail."""
-    iterator = iter(pieces)
-    size, over = 0, b""
-    for piece in iterator:
-        size += len(piece)
-        file.write(piece[: len(piece) - max(size - most // 2, 0)])
-        if size > most // 2:
-            over = piece[len(piece) - (size - most // 2) :]
-            break
-    head, tail, room = min(size, most // 2), deque[bytes](), most - most // 2
-    held = left_out = 0
-    for piece in chain([over], iterator):
-        tail.append(piece)
-        held += len(piece)
-        while tail and held - len(tail[0]) >= room:
-            gone = len(tail.popleft())
-            held, left_out = held - gone, left_out + gone
-    if held > room:
-        cut = held - room
-        tail[0] = tail[0][cut:]
-        held, left_out = room, left_out + cut
+class _Tail:
+    """The last bytes of what is added, in two files: one is filled while the other is kept."""
+
+    def __init__(self, directory: Path, room: int) -> None:
+        self.room = room
+        """Bytes that are kept, and the size of each file."""
+        self._files = [(directory / name).open("w+b") for name in ("tail-a", "tail-b")]
+        self._sizes = [0, 0]
+        self.added = 0
+
+    def __enter__(self) -> _Tail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            file.close()
+
+    def add(self, piece: bytes) -> None:
+        self.added += len(piece)
+        while piece:
+            if self._sizes[0] == self.room:
+                self._files.reverse()
+                self._sizes.reverse()
+                self._files[0].seek(0)
+                self._files[0].truncate()
+                self._sizes[0] = 0
+            part = piece[: self.room - self._sizes[0]]
+            self._files[0].write(part)
+            self._sizes[0] += len(part)
+            piece = piece[len(part) :]
+
+    def blocks(self) -> Iterator[bytes]:
+        """The bytes that are kept, in pieces of at most `_BLOCK` bytes."""
+        present, before = self._sizes
+        skipped = max(present + before - self.room, 0)
+        for file, size, start in ((self._files[1], before, min(skipped, before)), (self._files[0], present, 0)):
+            file.seek(start)
+            left = size - start
+            while left > 0 and (block := file.read(min(_BLOCK, left))):
+                left -= len(block)
+                yield block
+
+
+def _write(file: IO[bytes], pieces: Iterable[bytes], most_of_head: int, tail: _Tail) -> Layout:
+    """Head to the file, the rest to the tail; then, where more came than is kept, what was left out, and the tail."""
+    head = 0
+    for piece in pieces:
+        to_head = piece[: most_of_head - head]
+        file.write(to_head)
+        head += len(to_head)
+        tail.add(piece[len(to_head) :])
+    blocks = tail.blocks()
+    first = next(blocks, b"")
+    left_out = max(tail.added - tail.room, 0)
+    kept = tail.added - left_out
     if left_out:
-        head, left_out = _cut_at_lines(file, head, tail, left_out)
+        head, cut = _cut_at_lines(file, head, first)
+        first, kept = first[cut:], kept - cut
+        left_out = tail.added - kept + (most_of_head - head)
         file.write(f"[... {left_out} bytes of this log are left out here ...]\n".encode())
-    file.writelines(tail)
-    return Layout(size=head + left_out + sum(map(len, tail)), head=head, left_out=left_out)
+    file.writelines(chain([first], blocks))
+    return Layout(size=head + left_out + kept, head=head, left_out=left_out)
 
 
-def _cut_at_lines(file: IO[bytes], head: int, tail: deque[bytes], left_out: int) -> tuple[int, int]:
-    """Let head and tail end and begin with whole lines, where those are not very long."""
+def _cut_at_lines(file: IO[bytes], head: int, tail: bytes) -> tuple[int, int]:
+    """Let head and tail end and begin with whole lines, where those are not very long: the head's size, and the bytes
+    that go from the beginning of the tail."""
     file.flush()
     with Path(file.name).open("rb") as written:
         written.seek(max(head - _BLOCK, 0))
         end = written.read().rfind(b"\n")
     if end != -1:
-        whole = max(head - _BLOCK, 0) + end + 1
-        left_out += head - whole
-        head = whole
+        head = max(head - _BLOCK, 0) + end + 1
         file.truncate(head)
         file.seek(head)
-    begin = tail[0].find(b"\n") + 1
-    tail[0] = tail[0][begin:]
-    return head, left_out + begin
+    return head, tail.find(b"\n") + 1
+
+
+@contextmanager
+def _storage_errors(key: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot keep the log {key}: {error}", field="key", value=key) from error

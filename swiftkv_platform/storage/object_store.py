@@ -73,6 +73,9 @@ class ObjectStore(Protocol):
     def delete(self, key: str) -> None:
         """Remove the object; a missing one is no error."""
 
+    def delete_many(self, keys: builtins.list[str]) -> None:
+        """Remove these objects; missing ones are no error."""
+
     def delete_prefix(self, prefix: str) -> None:
         """Remove every object below `prefix`, which must not be empty."""
 

@@ -173,18 +173,20 @@ class S3ObjectStore:
         with self._errors("delete", key):
             self._client.delete_object(Bucket=self._bucket, Key=self._key(key))
 
+    def delete_many(self, keys: builtins.list[str]) -> None:
+        for start in range(0, len(keys), _DELETE_BATCH):
+            batch = keys[start : start + _DELETE_BATCH]
+            with self._errors("delete", batch[0]):
+                answer = self._client.delete_objects(
+                    Bucket=self._bucket, Delete={"Objects": [{"Key": self._key(key)} for key in batch], "Quiet": True}
+                )
+            for failed in answer.get("Errors", ()):
+                raise StorageError(f"cannot delete {failed.get('Key')!r} in {self.uri}: {failed.get('Code')}")
+
     def delete_prefix(self, prefix: str) -> None:
         if not validate_prefix(prefix):
             raise InvalidInputError("delete_prefix needs a prefix that is not empty", field="prefix", value=prefix)
-        keys = [self._key(info.key) for info in self.list(prefix)]
-        with self._errors("delete", prefix):
-            for start in range(0, len(keys), _DELETE_BATCH):
-                batch = keys[start : start + _DELETE_BATCH]
-                answer = self._client.delete_objects(
-                    Bucket=self._bucket, Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True}
-                )
-                for failed in answer.get("Errors", ()):
-                    raise StorageError(f"cannot delete {failed.get('Key')!r} in {self.uri}: {failed.get('Code')}")
+        self.delete_many([info.key for info in self.list(prefix)])
 
     def presigned_url(self, key: str, expires_s: int) -> str | None:
         with self._errors("presign", key):

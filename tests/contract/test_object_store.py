@@ -214,6 +214,13 @@ def test_more_objects_than_one_answer_carries(rclone_server: RcloneServer, monke
     assert keys(store.list("many")) == []
 
 
+def test_deletes_the_objects_that_are_named(store: ObjectStore) -> None:
+    put_all(store, "d/1", "d/2", "d/3")
+    store.delete_many(["d/1", "d/3", "d/never"])
+    store.delete_many([])
+    assert keys(store.list("")) == ["d/2"]
+
+
 def test_ping_leaves_nothing_behind(store: ObjectStore) -> None:
     store.ping()
     assert keys(store.list("")) == []

@@ -215,3 +215,13 @@ def test_of_many_jobs_at_once_the_queue_takes_as_many_as_the_quota_says(jobs: Sq
         thread.join()
     assert len(jobs.list(Page(), tenant=TENANT).items) == 3
     assert refused == ["max_queued_jobs"] * 5
+
+
+def test_jobs_on_the_cluster_are_told_with_their_attempt(jobs: SqlJobRepository) -> None:
+    store(jobs, make_job())
+    on_it = store(jobs, replace(make_job(), attempt=Attempt(number=3)))
+    started, event = start(on_it, now=101)
+    jobs.update(started, events=[event])
+    paused, event = transition(store(jobs, make_job()), JobStatus.PAUSED, now=102)
+    jobs.update(paused, events=[event])
+    assert jobs.on_cluster() == {on_it.id: 3}

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.orchestration.ports import Submission, SubmissionStatus
+from swiftkv_platform.orchestration.ports import RunningSubmission, Submission, SubmissionStatus
 from swiftkv_platform.redaction import redact
 
 _POLL_S = 0.05
@@ -40,6 +40,14 @@ class FakeCluster:
         self.check()
         found = self.submissions.get(submission_id)
         return None if found is None else found.state
+
+    def running(self) -> list[RunningSubmission]:
+        self.check()
+        return [
+            RunningSubmission(name, found.entrypoint)
+            for name, found in self.submissions.items()
+            if not found.state.status.is_terminal
+        ]
 
     def stop(self, submission_id: str) -> None:
         self.check()

@@ -72,6 +72,10 @@ class InMemoryObjectStore:
         with self._lock:
             self._objects.pop(validate_key(key), None)
 
+    def delete_many(self, keys: builtins.list[str]) -> None:
+        for key in keys:
+            self.delete(key)
+
     def delete_prefix(self, prefix: str) -> None:
         if not validate_prefix(prefix):
             raise InvalidInputError("delete_prefix needs a prefix that is not empty", field="prefix", value=prefix)

@@ -180,8 +180,10 @@ def test_cluster_contract_a_failure_says_so(cluster: JobCluster) -> None:
 
 def test_cluster_contract_a_stopped_submission_ends(cluster: JobCluster) -> None:
     cluster.submit("stopped", "sleep 1000", {})
+    assert ("stopped", "sleep 1000") in {(each.submission_id, each.entrypoint) for each in cluster.running()}
     cluster.stop("stopped")
     assert ended(cluster, "stopped") is SubmissionStatus.STOPPED
+    assert "stopped" not in {each.submission_id for each in cluster.running()}
 
 
 def test_cluster_contract_an_unknown_id_is_none_and_harmless(cluster: JobCluster) -> None:

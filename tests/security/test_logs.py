@@ -32,7 +32,7 @@ PATIENCE_S = 30.0
 LINE = b"step 00000000 loss 1.2345 and so on, sixty-four bytes in a line\n"
 
 SAVE = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.cluster.ray_jobs import RayJobs
@@ -41,7 +41,8 @@ from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 cluster, attempts = RayJobs(sys.argv[1]), AttemptStore(LocalObjectStore(Path(sys.argv[2])))
 attempts.save_logs(AttemptId("job_1", 1), cluster.logs("job_1-small"))
@@ -77,6 +78,61 @@ def test_the_log_of_an_attempt_that_has_ended_passes_through_in_pieces(ray: Fake
     [notice] = [line for line in log.splitlines() if b"left out" in line]
     left_out = next(int(word) for word in notice.split() if word.isdigit())
     assert left_out == large.size - (len(log) - len(notice) - 1), "head, tail and what is left out are the whole"
+
+
+KEEP = """
+import sys
+from pathlib import Path
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.local_store import LocalObjectStore
+
+def peak():  # that of `getrusage` is the parent's, where that was greater
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1])
+
+attempts = AttemptStore(LocalObjectStore(Path(sys.argv[1])), max_log_bytes=128 << 20)
+before = peak()
+attempts.save_logs(AttemptId("job_1", 1), (b"line %06d " % number * 1024 * 86 + b"\\n" for number in range(300)))
+print(peak() - before)
+"""
+FULL = """
+import resource, sys
+from pathlib import Path
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.local_store import LocalObjectStore
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+attempts = AttemptStore(LocalObjectStore(Path(sys.argv[1])))
+try:
+    attempts.save_logs(AttemptId("job_1", 1), iter([b"a" * 65536] * 100))
+except StorageError as error:
+    print(error.message)
+"""
+
+
+def test_what_is_kept_of_a_log_is_not_held_in_memory(tmp_path: Path) -> None:
+    """128 of 290 MiB are kept: half of them are the end, which is not known before the log's end."""
+    done = subprocess.run(
+        [sys.executable, "-c", KEEP, tmp_path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 32 * 1024, "KiB"
+    assert 120 * MIB < len(kept(tmp_path)) <= 128 * MIB
+    assert kept(tmp_path).startswith(b"line 000000 ")
+    assert kept(tmp_path).endswith(b"line 000299 \n")
+
+
+def test_a_full_disk_is_a_store_that_fails(tmp_path: Path) -> None:
+    """The job then waits for it, as for any store; another error would give the job up after a few tries."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cannot keep the log jobs/job_1/attempts/1/logs.txt" in done.stdout
+    assert not (tmp_path / "jobs/job_1/attempts/1/logs.txt").exists()
 
 
 @dataclass

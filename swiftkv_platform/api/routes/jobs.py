@@ -1,4 +1,4 @@
-"""`/jobs`: submit, validate, list, get, cancel, pause, resume."""
+"""`/jobs`: submit, validate, list, get, cancel, pause, resume, delete."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response, status
 from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.api.dependencies import (
+    Deletions,
     NewestFirst,
     Parts,
     Reader,
@@ -136,3 +137,13 @@ def resume_job(
 ) -> JobAnswer:
     """Queue a paused job again; it goes on from its last checkpoint. `cost_cap` replaces `limits.cost_cap`."""
     return present(service.resume(job_id, caller, cost_cap=None if body is None else body.cost_cap))
+
+
+@router.delete("/{job_id}", status_code=status.HTTP_204_NO_CONTENT)
+def delete_job(job_id: str, deletions: Deletions, parts: Parts, caller: Writer) -> None:
+    """Delete a job that has ended, with its model and all that it has left; its objects go in the sweeper's next round.
+
+    A job that is resumable, whose model is deployed or promoted, or from which another one reads is kept: the 409 names
+    what holds it.
+    """
+    deletions.delete_job(job_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)

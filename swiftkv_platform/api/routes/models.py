@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Response
+from fastapi import APIRouter, Depends, Path, Response, status
 
 from swiftkv_platform.api.catalog_schemas import ModelAnswer
-from swiftkv_platform.api.dependencies import Deployer, NewestFirst, Parts, Reader, registry_service
+from swiftkv_platform.api.dependencies import Deletions, Deployer, NewestFirst, Parts, Reader, registry_service
 from swiftkv_platform.api.preconditions import IfMatch, tag
 from swiftkv_platform.api.registry_schemas import (
     AliasAnswer,
@@ -72,6 +72,15 @@ def promote_model(
     )
     tag(response, promotion.version)
     return PromotionAnswer.of(promotion)
+
+
+@router.delete("/models/{model_id}", status_code=status.HTTP_204_NO_CONTENT)
+def delete_model(model_id: str, deletions: Deletions, parts: Parts, caller: Deployer) -> None:
+    """Delete a model; its job stays, and its objects go with the next round of the sweeper.
+
+    A model that is deployed, in the history of an alias, or read by a job is kept: the 409 names what holds it.
+    """
+    deletions.delete_model(model_id, by=caller.name, now=parts.clock(), tenant=caller.tenant)
 
 
 @router.get("/aliases")

@@ -67,7 +67,7 @@ def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader) -> S
 
 def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:
     """Files by path, the manifest itself included."""
-    if job.status is not JobStatus.SUCCEEDED:
+    if job.status is not JobStatus.SUCCEEDED or job.artifact_uri is None:  # its model may have been deleted
         return {}
     manifest = read_manifest(parts.objects, job.attempt_id.artifact_prefix)
     itself = parts.objects.head(f"{job.attempt_id.artifact_prefix}/{MANIFEST}")

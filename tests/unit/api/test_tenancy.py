@@ -52,6 +52,8 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "/jobs/{job_id}/cancel"): None,
     ("POST", "/jobs/{job_id}/pause"): None,
     ("POST", "/jobs/{job_id}/resume"): None,
+    ("DELETE", "/jobs/{job_id}"): None,
+    ("DELETE", "/models/{model_id}"): None,
     ("POST", "/models/{model_id}/promote"): {"alias": "stolen", "reason": "mine now"},
     ("POST", "/aliases/{alias}/rollback"): {"reason": "mine now"},
     ("POST", "/deployments"): {"model": "{model_id}", "route_prefix": "/stolen"},

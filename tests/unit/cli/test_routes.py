@@ -96,6 +96,11 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         lambda client, ids: client.deployments.delete(ids["deployment"]),
         "deployments delete {deployment}",
     ),
+    "DELETE /models/{model_id}": (
+        lambda client, ids: client.models.delete(ids["spare_model"]),
+        "models delete {spare_model}",
+    ),
+    "DELETE /jobs/{job_id}": (lambda client, ids: client.jobs.delete(ids["spare"]), "jobs delete {spare}"),
     "GET /quota": (lambda client, _: client.quota(), "quota"),
 }
 """By route: the client's method, and the command. None: probes and Prometheus ask that, no person."""
@@ -153,12 +158,15 @@ def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
             server.serving.become(deployment["id"], DeploymentStatus.RUNNING, replicas=1)
             server.tick()
             other = server.succeed(name="other")
+            spare = server.succeed(name="spare")
             client.post(f"/models/{done['distilled_model']}/promote", json={"reason": "first"}).raise_for_status()
             spec = tmp_path / "spec.yaml"
             spec.write_text(yaml.safe_dump(SPEC))
             ids = {"done": done["id"], "job": server.submit()["id"], "model": done["distilled_model"]}
             ids |= {
                 "other": other["distilled_model"],
+                "spare": spare["id"],
+                "spare_model": spare["distilled_model"],
                 "deployment": deployment["id"],
                 "spec": str(spec),
                 "fresh": str(tmp_path / "fresh"),

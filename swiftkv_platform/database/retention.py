@@ -1,0 +1,273 @@
+"""Rows that are kept for a time, and deletion of jobs and models with what holds them. Knows no objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, String, cast, delete, func, insert, or_, select, update
+from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.database.outbox import PENDING
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.tables import (
+    Base,
+    DeletionRow,
+    DeliveryRow,
+    DeploymentRow,
+    EventRow,
+    IdempotencyRow,
+    JobRow,
+    ModelRow,
+    PointRow,
+    PromotionRow,
+    SessionRow,
+)
+from swiftkv_platform.errors import NotFoundError
+from swiftkv_platform.orchestration.job import JobStatus
+from swiftkv_platform.orchestration.registry import Promotion, superseded
+from swiftkv_platform.orchestration.retention import Holders, Kind, check_unheld
+
+_ENDED = [status.value for status in JobStatus if status.is_terminal]
+_OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, ModelRow)
+"""Tables with rows of a job, in the order in which they can be removed."""
+
+
+class SqlRetention:
+    """`RetainedRows` on a `Database`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        query = _ended(before).where(JobRow.swept.op("&")(kind.bit) == 0)
+        return self._page(query, JobRow.id, limit, after)
+
+    def mark_swept(self, job_id: str, kind: Kind) -> None:
+        swept = JobRow.swept.op("|")(kind.bit)
+        with self._database.writing() as session:
+            session.execute(update(JobRow).where(JobRow.id == job_id).values(swept=swept))
+
+    def remove_events(self, job_id: str, *, limit: int) -> int:
+        with self._database.writing() as session:
+            found = select(EventRow.sequence).where(*_telling(job_id)).order_by(EventRow.sequence).limit(limit)
+            return _removed(session, EventRow, EventRow.sequence, session.scalars(found).all())
+
+    def count_events(self, job_id: str) -> int:
+        return self._count(EventRow, *_telling(job_id))
+
+    def thin_points(self, job_id: str, *, most: int, limit: int) -> int:
+        with self._database.writing() as session:
+            of_job = PointRow.job_id == job_id
+            summary = select(func.count(), func.min(PointRow.step), func.max(PointRow.step)).where(of_job)
+            number, first, last = session.execute(summary).one()
+            if number <= most:
+                return 0
+            # First and last stay, so that the ranges are the same after a part of the points has gone.
+            share = (PointRow.step - first) * max(most - 1, 1) // (last - first + 1)
+            kept = select(func.min(PointRow.step)).where(of_job).group_by(share)
+            spare = select(PointRow.step).where(of_job, PointRow.step != last, PointRow.step.not_in(kept)).limit(limit)
+            steps = session.scalars(spare).all()
+            return _delete(session, PointRow, of_job, PointRow.step.in_(steps)) if steps else 0
+
+    def count_points(self, job_id: str) -> int:
+        return self._count(PointRow, PointRow.job_id == job_id)
+
+    def remove_deliveries(self, *, before: float, limit: int, dry_run: bool) -> int:
+        over = (DeliveryRow.status != PENDING, DeliveryRow.created_at <= before)
+        return self._remove(DeliveryRow, DeliveryRow.sequence, over, limit=limit, dry_run=dry_run)
+
+    def remove_idempotency_keys(self, *, before: float, limit: int, dry_run: bool) -> int:
+        old = select(JobRow.id).where(JobRow.created_at <= before)
+        of_old_jobs = (IdempotencyRow.job_id.in_(old),)
+        return self._remove(IdempotencyRow, IdempotencyRow.job_id, of_old_jobs, limit=limit, dry_run=dry_run)
+
+    def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
+        ended = (SessionRow.expires_at <= now,)
+        return self._remove(SessionRow, SessionRow.id_sha256, ended, limit=limit, dry_run=dry_run)
+
+    def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
+        with self._database.reading() as session:
+            oldest = select(PromotionRow.tenant, PromotionRow.alias).where(PromotionRow.created_at <= before)
+            aliases = [(tenant, alias) for tenant, alias in session.execute(oldest.distinct())]
+        return sum(self._trim_alias(tenant, alias, before, keep, dry_run=dry_run) for tenant, alias in aliases)
+
+    def _trim_alias(self, tenant: str, alias: str, before: float, keep: int, *, dry_run: bool) -> int:
+        with self._database.writing() as session:
+            self._await_turn(session, tenant)
+            query = select(PromotionRow).where(PromotionRow.tenant == tenant, PromotionRow.alias == alias)
+            rows = session.scalars(query.order_by(PromotionRow.sequence)).all()
+            history = [Promotion(**{name: getattr(row, name) for name in _PROMOTION}) for row in rows]
+            number = superseded(history, before=before, keep=keep)
+            return (
+                number
+                if dry_run
+                else _removed(session, PromotionRow, PromotionRow.sequence, [r.sequence for r in rows[:number]])
+            )
+
+    def superseded_models(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        newer = aliased(ModelRow)
+        came = select(newer.id).where(
+            newer.tenant == ModelRow.tenant,
+            newer.name == ModelRow.name,
+            newer.id > ModelRow.id,
+            newer.created_at <= before,
+        )
+        promoted = select(PromotionRow.sequence).where(PromotionRow.model == ModelRow.id)
+        return self._page(select(ModelRow.id).where(came.exists(), ~promoted.exists()), ModelRow.id, limit, after)
+
+    def expired_jobs(self, *, before: float, limit: int, after: str | None) -> Sequence[str]:
+        has_model = select(ModelRow.id).where(ModelRow.job_id == JobRow.id).exists()
+        return self._page(_ended(before).where(~has_model), JobRow.id, limit, after)
+
+    def count_job(self, job_id: str) -> int:
+        return 1 + sum(self._count(table, table.job_id == job_id) for table in _OF_A_JOB)
+
+    def model_prefix(self, model_id: str) -> str:
+        with self._database.reading() as session:
+            return _artifact_prefix(_model(session, model_id, None))
+
+    def check_model(self, model_id: str) -> None:
+        with self._database.reading() as session:
+            _check_model(session, _model(session, model_id, None))
+
+    def check_job(self, job_id: str) -> None:
+        with self._database.reading() as session:
+            _check_job(session, _job(session, job_id, None))
+
+    def delete_job(self, job_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
+        with self._database.writing() as session:
+            row = _job(session, job_id, tenant)
+            self._await_turn(session, row.tenant)
+            _check_job(session, row)
+            number = sum(_delete(session, table, table.job_id == job_id) for table in _OF_A_JOB)
+            number += _delete(session, JobRow, JobRow.id == job_id)
+            _note_deletion(session, f"jobs/{job_id}", by, now)
+            return number
+
+    def delete_model(self, model_id: str, *, by: str, now: float, tenant: str | None = None) -> int:
+        with self._database.writing() as session:
+            model = _model(session, model_id, tenant)
+            self._await_turn(session, model.tenant)
+            _check_model(session, model)
+            job = session.get_one(JobRow, model.job_id, with_for_update=True)
+            job.state = {**job.state, "distilled_model": None, "artifact_uri": None}
+            job.version += 1
+            _note_deletion(session, _artifact_prefix(model), by, now)
+            return _delete(session, ModelRow, ModelRow.id == model_id)
+
+    def deletions(self, *, limit: int, after: str | None) -> Sequence[str]:
+        return self._page(select(DeletionRow.prefix), DeletionRow.prefix, limit, after)
+
+    def forget_deletion(self, prefix: str) -> None:
+        with self._database.writing() as session:
+            session.execute(delete(DeletionRow).where(DeletionRow.prefix == prefix))
+
+    def count_rows(self) -> Mapping[str, int]:
+        with self._database.reading() as session:
+            return {
+                table.name: session.scalar(select(func.count()).select_from(table)) or 0
+                for table in Base.metadata.sorted_tables
+            }
+
+    def _await_turn(self, session: Session, tenant: str) -> None:
+        """Wait until no other transaction changes the tenant's deployments or aliases, as `SqlCatalog` does."""
+        self._database.take_turns(session, f"deployments of {tenant}")
+
+    def _page(
+        self, query: Select[str], key: InstrumentedAttribute[str], limit: int, after: str | None
+    ) -> Sequence[str]:
+        if after is not None:
+            query = query.where(key > after)
+        with self._database.reading() as session:
+            return session.scalars(query.order_by(key).limit(limit)).all()
+
+    def _count(self, table: type[Base], *where: ColumnElement[bool]) -> int:
+        with self._database.reading() as session:
+            return session.scalar(select(func.count()).select_from(table).where(*where)) or 0
+
+    def _remove(
+        self,
+        table: type[Base],
+        key: InstrumentedAttribute[Any],
+        where: Sequence[ColumnElement[bool]],
+        *,
+        limit: int,
+        dry_run: bool,
+    ) -> int:
+        if dry_run:
+            return self._count(table, *where)
+        with self._database.writing() as session:
+            return _removed(session, table, key, session.scalars(select(key).where(*where).limit(limit)).all())
+
+
+_PROMOTION = Promotion.__dataclass_fields__
+
+
+def _ended(before: float) -> Select[str]:
+    return select(JobRow.id).where(JobRow.status.in_(_ENDED), JobRow.finished_at <= before)
+
+
+def _telling(job_id: str) -> tuple[ColumnElement[bool], ...]:
+    """Events of a job beside its changes of status."""
+    return EventRow.job_id == job_id, EventRow.type != "status"
+
+
+def _removed(
+    session: Session, table: type[Base], key: InstrumentedAttribute[Any], keys: Sequence[int] | Sequence[str]
+) -> int:
+    return _delete(session, table, key.in_(keys)) if keys else 0
+
+
+def _delete(session: Session, table: type[Base], *where: ColumnElement[bool]) -> int:
+    return session.connection().execute(delete(table).where(*where)).rowcount
+
+
+def _note_deletion(session: Session, prefix: str, by: str, now: float) -> None:
+    known = session.get(DeletionRow, prefix)
+    if known is None:
+        session.execute(insert(DeletionRow).values(prefix=prefix, created_at=int(now), by=by))
+
+
+def _artifact_prefix(model: ModelRow) -> str:
+    return AttemptId(model.job_id, model.attempt).artifact_prefix
+
+
+def _job(session: Session, job_id: str, tenant: str | None) -> JobRow:
+    row = session.get(JobRow, job_id, with_for_update=True)
+    if row is None or tenant not in (None, row.tenant):
+        raise NotFoundError(f"there is no job {job_id}; GET /jobs lists them", field="job_id", value=job_id)
+    return row
+
+
+def _model(session: Session, model_id: str, tenant: str | None) -> ModelRow:
+    row = session.get(ModelRow, model_id)
+    if row is None or tenant not in (None, row.tenant):
+        raise NotFoundError(f"there is no model {model_id}; GET /models lists them", field="model", value=model_id)
+    return row
+
+
+def _check_job(session: Session, job: JobRow) -> None:
+    model = session.scalar(select(ModelRow.id).where(ModelRow.job_id == job.id))
+    check_unheld(f"job {job.id}", _holders(session, job, model), field="job_id")
+
+
+def _check_model(session: Session, model: ModelRow) -> None:
+    job = session.get_one(JobRow, model.job_id)
+    check_unheld(f"model {model.id}", _holders(session, job, model.id), field="model")
+
+
+def _holders(session: Session, job: JobRow, model: str | None) -> Holders:
+    # A spec names objects by the address that they have, of which this is a part wherever the store is.
+    reads = or_(
+        *(cast(JobRow.spec, String).contains(name, autoescape=True) for name in (f"jobs/{job.id}/", model) if name)
+    )
+    unfinished = JobRow.status.not_in(_ENDED)
+    children = session.scalars(select(JobRow.id).where(unfinished, JobRow.id != job.id, reads).limit(1)).all()
+    if model is None:
+        return Holders(JobStatus(job.status), children=children)
+    serves = cast(DeploymentRow.spec, String).contains(model)  # as its model, or as its candidate
+    deployments = session.scalars(select(DeploymentRow.id).where(or_(DeploymentRow.model == model, serves)).limit(1))
+    aliases = session.scalars(select(PromotionRow.alias).where(PromotionRow.model == model).distinct().limit(1))
+    return Holders(JobStatus(job.status), model, deployments.all(), aliases.all(), children)

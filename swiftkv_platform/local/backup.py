@@ -1,0 +1,261 @@
+"""A copy of database and store in a directory, and the way back. Knows rows and objects, not what they mean.
+
+    backup.json             what there is, with a checksum of each list; written last, so with it a copy is complete
+    tables/{name}.jsonl     rows, as they were at one instant
+    objects.jsonl           key, size and SHA-256 of each object
+    objects/{key}           the objects themselves, unless they were left out
+
+The database is copied first: an object is written before a row names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from swiftkv_platform.database.rows import load_rows, read_rows, revision, snapshot, tables, write_rows
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.errors import (
+    ArtifactCorruptError,
+    ConflictError,
+    InvalidInputError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, PROBE_KEY, ObjectInfo, ObjectStore
+
+_SUMMARY = "backup.json"
+_OBJECTS = "objects.jsonl"
+_SHOWN = 3
+"""Missing objects that a message names."""
+
+
+class ListedFile(FrozenModel):
+    """A list of the backup."""
+
+    lines: int
+    sha256: str
+
+
+class Backup(FrozenModel):
+    """Summary of a backup."""
+
+    format_version: Literal[1] = 1
+    created_at: float
+    """Unix seconds."""
+    schema_revision: str
+    store_uri: str
+    tables: dict[str, ListedFile]
+    objects: ListedFile
+    object_bytes: int
+    has_objects: bool
+    """Whether the objects are in the backup, or only listed."""
+
+
+class ListedObject(FrozenModel):
+    key: str
+    size: int
+    sha256: str | None = None
+    """None where objects were left out."""
+
+
+def back_up(database: Database, store: ObjectStore, directory: Path, *, objects: bool = True) -> Backup:
+    """Copy all rows and objects to a new or empty directory.
+
+    Args:
+        objects: copy the objects as well; without them they are only listed, for stores that are copied otherwise.
+
+    Raises:
+        ConflictError: there is something in the directory.
+        StorageError: the store fails, or the directory cannot be written.
+        DatabaseUnavailableError: the database does not answer.
+    """
+    with _file_errors(directory):
+        if directory.exists() and any(directory.iterdir()):
+            raise ConflictError(
+                f"{directory} is not empty; name a new directory", field="directory", value=str(directory)
+            )
+        (directory / "tables").mkdir(parents=True)
+        listed: dict[str, ListedFile] = {}
+        with snapshot(database) as session:
+            schema = revision(session) or "none"
+            for name in tables():
+                path = _table(directory, name)
+                number = write_rows(session, name, path)
+                listed[name] = ListedFile(lines=number, sha256=_digest(path))
+        number, size = _copy_objects(store, directory, objects=objects)
+        backup = Backup(
+            created_at=time.time(),
+            schema_revision=schema,
+            store_uri=store.uri,
+            tables=listed,
+            objects=ListedFile(lines=number, sha256=_digest(directory / _OBJECTS)),
+            object_bytes=size,
+            has_objects=objects,
+        )
+        (directory / _SUMMARY).write_text(backup.model_dump_json(indent=2))
+    return backup
+
+
+def restore(database: Database, store: ObjectStore, directory: Path, *, allow_missing: bool = False) -> Backup:
+    """Put a backup's objects into the store, then its rows into an empty database; it can be repeated after a failure.
+
+    Nothing is written before the backup's lists have been checked, and no row before the last object.
+
+    Args:
+        allow_missing: go on where objects that were only listed are not in the store.
+
+    Raises:
+        InvalidInputError: the directory holds no complete backup, or one of another schema.
+        ArtifactCorruptError: a file differs from its checksum, or objects are missing.
+        ConflictError: the database is not empty.
+        StorageError, DatabaseUnavailableError: as `back_up`.
+    """
+    with _file_errors(directory):
+        backup = _read_summary(directory)
+        _check_lists(directory, backup)
+        with database.reading() as session:
+            present = revision(session)
+        if present != backup.schema_revision:
+            raise InvalidInputError(
+                f"the backup has schema {backup.schema_revision}, the database {present or 'none'}; restore with the "
+                "version that made the backup, and upgrade afterwards",
+                field="directory",
+                value=backup.schema_revision,
+            )
+        load_rows(database, {})  # refuses one that is not empty, before objects are copied
+        missing = [item for item in _listed(directory) if not _put_back(store, directory, backup, item)]
+        if missing and not allow_missing:
+            names = ", ".join(item.key for item in missing[:_SHOWN])
+            raise ArtifactCorruptError(
+                f"{len(missing)} objects that the backup lists are not in {store.uri} as they were ({names}); copy "
+                "them there first, or leave them out with --allow-missing",
+                field="directory",
+                value=missing[0].key,
+            )
+        load_rows(database, {name: _moved_rows(directory, name, backup.store_uri, store.uri) for name in tables()})
+    return backup
+
+
+def _copy_objects(store: ObjectStore, directory: Path, *, objects: bool) -> tuple[int, int]:
+    """Number and bytes of the objects that are listed. One that is deleted meanwhile is in no list."""
+    number = size = 0
+    with (directory / _OBJECTS).open("w", encoding="utf-8") as file:
+        for info in store.list(""):
+            if info.key == PROBE_KEY:
+                continue
+            try:
+                item = _copy(store, info, directory) if objects else ListedObject(key=info.key, size=info.size)
+            except ObjectNotFoundError:
+                continue
+            file.write(item.model_dump_json() + "\n")
+            number, size = number + 1, size + item.size
+    return number, size
+
+
+def _copy(store: ObjectStore, info: ObjectInfo, directory: Path) -> ListedObject:
+    path = directory / "objects" / info.key
+    store.download_file(info.key, path)
+    return ListedObject(key=info.key, size=path.stat().st_size, sha256=_digest(path))
+
+
+def _read_summary(directory: Path) -> Backup:
+    try:
+        return Backup.model_validate_json((directory / _SUMMARY).read_bytes())
+    except (FileNotFoundError, ValidationError) as error:
+        raise InvalidInputError(
+            f"{directory} holds no complete backup ({_SUMMARY}: {error}); name a directory that `swiftkv backup` wrote",
+            field="directory",
+            value=str(directory),
+        ) from error
+
+
+def _check_lists(directory: Path, backup: Backup) -> None:
+    for path, listed in [
+        (directory / _OBJECTS, backup.objects),
+        *((_table(directory, name), listed) for name, listed in backup.tables.items()),
+    ]:
+        if _digest(path) != listed.sha256:
+            raise _damaged(path)
+
+
+def _listed(directory: Path) -> Iterator[ListedObject]:
+    with (directory / _OBJECTS).open(encoding="utf-8") as file:
+        for line in file:
+            yield ListedObject.model_validate_json(line)
+
+
+def _put_back(store: ObjectStore, directory: Path, backup: Backup, item: ListedObject) -> bool:
+    """Whether the object is in the store as it was, after this."""
+    present = store.head(item.key)
+    if not backup.has_objects:
+        return present is not None and present.size == item.size
+    if present is not None and present.size == item.size and _digest_stored(store, item.key) == item.sha256:
+        return True
+    path = directory / "objects" / item.key
+    if _digest(path) != item.sha256:
+        raise _damaged(path)
+    store.upload_file(path, item.key)
+    return True
+
+
+def _moved_rows(directory: Path, name: str, before: str, now: str) -> Iterator[Mapping[str, Any]]:
+    for row in read_rows(_table(directory, name)):
+        yield _moved(row, before, now)
+
+
+def _moved(value: Any, before: str, now: str) -> Any:
+    """The value with the addresses of artifacts in the store that it is restored to."""
+    if isinstance(value, list):
+        return [_moved(item, before, now) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: now + item.removeprefix(before)
+        if key == "artifact_uri" and isinstance(item, str) and item.startswith(f"{before}/")
+        else _moved(item, before, now)
+        for key, item in value.items()
+    }
+
+
+def _table(directory: Path, name: str) -> Path:
+    return directory / "tables" / f"{name}.jsonl"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_stored(store: ObjectStore, key: str) -> str:
+    digest = hashlib.sha256()
+    for piece in store.stream(key, CHUNK_SIZE):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _damaged(path: Path) -> ArtifactCorruptError:
+    return ArtifactCorruptError(
+        f"{path} differs from its checksum; nothing of it was restored. Take another copy of the backup",
+        field="directory",
+        value=str(path),
+    )
+
+
+@contextmanager
+def _file_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ArtifactCorruptError(
+            f"the backup lacks {error.filename}; take another copy of it", field="directory", value=str(directory)
+        ) from error
+    except OSError as error:
+        raise StorageError(f"cannot use {directory}: {error}", field="directory", value=str(directory)) from error

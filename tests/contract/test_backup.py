@@ -1,0 +1,188 @@
+"""Backup and restore, from each kind of database into each: everything comes back, or nothing does."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.retention import SqlRetention
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.sessions import SqlSessions, StoredSession
+from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, ObjectNotFoundError
+from swiftkv_platform.local.backup import back_up, restore
+from swiftkv_platform.orchestration.job import JobStatus, MetricPoint
+from swiftkv_platform.orchestration.ports import Deployment, Idempotency, Page
+from swiftkv_platform.orchestration.registry import RegistryService
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.fakes.attempt_store import FakeWorker
+from tests.fakes.object_store import InMemoryObjectStore
+from tests.postgres import emptied
+from tests.records import TENANT, make_job, make_model, message, store
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> LocalObjectStore:
+    return LocalObjectStore(tmp_path / "store")
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, empty_database: Path) -> Database:
+    """An empty database to restore into."""
+    return Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'fresh.db')}")
+
+
+def fill(database: Database, objects: LocalObjectStore) -> tuple[str, str]:
+    """A job with a model that is deployed and promoted; returns the ids of job and deployment."""
+    jobs, registry = SqlJobRepository(database), SqlRegistry(database)
+    job = store(jobs, make_job(metadata={"team": "blau-grün"}), key="once")
+    worker = FakeWorker(objects, job.id)
+    worker.artifact()
+    worker.checkpoint(3)
+    worker.say("message", "hello")
+    uri = AttemptStore(objects).artifact_uri(job.attempt_id)
+    model = replace(make_model(job), artifact_uri=uri)
+    ended = replace(job, status=JobStatus.SUCCEEDED, finished_at=200, distilled_model=model.id, artifact_uri=uri)
+    points = [MetricPoint(step, 1, 1.5, {"loss": 0.1, "count": 3}) for step in range(700)]
+    jobs.update(ended, events=[message(job, f"line\n{number}") for number in range(3)], points=points, model=model)
+    RegistryService(registry, clock=lambda: 300.0).promote(
+        model.id, "production", tenant=TENANT, by="ann", reason="good"
+    )
+    spec = ResolvedDeployment(id="dep_1", model=model.id, artifact_uri=uri)
+    registry.create_deployment(Deployment(spec, TENANT, 300))
+    SqlSessions(database).add(StoredSession("a" * 64, "ann", "sealed", 1.0, 50.0), now=1.0)
+    return job.id, spec.id
+
+
+def test_everything_comes_back(database: Database, fresh: Database, objects: LocalObjectStore, tmp_path: Path) -> None:
+    job_id, deployment_id = fill(database, objects)
+    made = back_up(database, objects, tmp_path / "backup")
+    assert made.has_objects
+    elsewhere = LocalObjectStore(tmp_path / "elsewhere")
+    with closing(fresh):
+        restore(fresh, elsewhere, tmp_path / "backup")
+        before, after = SqlJobRepository(database), SqlJobRepository(fresh)
+        page = Page(limit=1000, order="asc")
+        assert after.events(job_id, page) == before.events(job_id, page)
+        assert after.points(job_id, page) == before.points(job_id, page)
+        restored, job = after.get(job_id, tenant=TENANT), before.get(job_id, tenant=TENANT)
+        assert replace(restored, artifact_uri=None) == replace(job, artifact_uri=None)
+        deployment = SqlRegistry(fresh).get_deployment(deployment_id, tenant=TENANT)
+        assert (
+            restored.artifact_uri == deployment.spec.artifact_uri == f"{elsewhere.uri}/{job.attempt_id.artifact_prefix}"
+        )
+        assert SqlRegistry(fresh).promotions(tenant=TENANT) == SqlRegistry(database).promotions(tenant=TENANT)
+        counts = {**SqlRetention(database).count_rows(), "sessions": 0}
+        assert SqlRetention(fresh).count_rows() == counts
+        assert after.recall(TENANT, Idempotency("once", "a")) == restored
+        assert list(elsewhere.list("")) == list(objects.list(""))
+        again = after.update(restored, events=[message(job, "goes on")])
+        assert after.events(job_id, page).items[-1].message == "goes on"
+        assert again.version == restored.version + 1
+
+
+def test_a_backup_of_sqlite_goes_into_postgresql(
+    sqlite_database: Database, postgres_url: str, objects: LocalObjectStore, tmp_path: Path
+) -> None:
+    job_id, _ = fill(sqlite_database, objects)
+    back_up(sqlite_database, objects, tmp_path / "backup")
+    with closing(Database(emptied(postgres_url))) as database:
+        database.upgrade()
+        restore(database, objects, tmp_path / "backup")
+        jobs = SqlJobRepository(database)
+        job = jobs.get(job_id, tenant=TENANT)
+        assert job == SqlJobRepository(sqlite_database).get(job_id, tenant=TENANT)
+        jobs.update(job, events=[message(job, "numbers go on after the greatest")])
+        assert len(jobs.events(job_id, Page(limit=100)).items) == 5
+
+
+def test_nothing_is_restored_over_what_is_there(database: Database, objects: LocalObjectStore, tmp_path: Path) -> None:
+    fill(database, objects)
+    back_up(database, objects, tmp_path / "backup")
+    with pytest.raises(ConflictError, match="not empty"):
+        back_up(database, objects, tmp_path / "backup")
+    elsewhere = LocalObjectStore(tmp_path / "elsewhere")
+    with pytest.raises(ConflictError, match="1 rows in jobs"):
+        restore(database, elsewhere, tmp_path / "backup")
+    assert list(elsewhere.list("")) == []
+
+
+@pytest.mark.parametrize("file", ["tables/jobs.jsonl", "objects.jsonl", "backup.json", "objects"])
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+def test_a_damaged_backup_writes_no_row(
+    sqlite_database: Database, fresh: Database, objects: LocalObjectStore, tmp_path: Path, file: str, damage: str
+) -> None:
+    fill(sqlite_database, objects)
+    directory = tmp_path / "backup"
+    back_up(sqlite_database, objects, directory)
+    path = directory / file
+    if path.is_dir():
+        path = next(path.rglob("data.bin"))
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-4])
+    with closing(fresh):
+        with pytest.raises((ArtifactCorruptError, InvalidInputError)):
+            restore(fresh, LocalObjectStore(tmp_path / "elsewhere"), directory)
+        assert set(SqlRetention(fresh).count_rows().values()) == {0}
+
+
+def test_objects_that_are_only_listed_must_be_there(
+    sqlite_database: Database, fresh: Database, objects: LocalObjectStore, tmp_path: Path
+) -> None:
+    fill(sqlite_database, objects)
+    made = back_up(sqlite_database, objects, tmp_path / "backup", objects=False)
+    assert not made.has_objects
+    assert not (tmp_path / "backup" / "objects").exists()
+    with closing(fresh):
+        with pytest.raises(ArtifactCorruptError, match="--allow-missing"):
+            restore(fresh, LocalObjectStore(tmp_path / "elsewhere"), tmp_path / "backup")
+        restore(fresh, objects, tmp_path / "backup")
+        assert SqlRetention(fresh).count_rows()["jobs"] == 1
+
+
+def test_an_interrupted_restore_is_repeated(
+    sqlite_database: Database, fresh: Database, objects: LocalObjectStore, tmp_path: Path
+) -> None:
+    fill(sqlite_database, objects)
+    back_up(sqlite_database, objects, tmp_path / "backup")
+    elsewhere = LocalObjectStore(tmp_path / "elsewhere")
+    done = next(objects.list(""))
+    elsewhere.put_bytes(done.key, b"x" * done.size)  # half-way, with an object that is not the backup's
+    with closing(fresh):
+        restore(fresh, elsewhere, tmp_path / "backup")
+    assert elsewhere.get_bytes(done.key) == objects.get_bytes(done.key)
+
+
+def test_another_schema_is_refused(sqlite_database: Database, objects: LocalObjectStore, tmp_path: Path) -> None:
+    back_up(sqlite_database, objects, tmp_path / "backup")
+    with (
+        closing(Database(f"sqlite:///{tmp_path / 'none.db'}")) as none,
+        pytest.raises(InvalidInputError, match="the database none"),
+    ):
+        restore(none, objects, tmp_path / "backup")
+
+
+class Vanishing(InMemoryObjectStore):
+    """A store of which something is deleted between the listing and the copy."""
+
+    def download_file(self, key: str, path: Path) -> None:
+        if key == "b":
+            raise ObjectNotFoundError("gone")
+        super().download_file(key, path)
+
+
+def test_an_object_that_goes_meanwhile_is_in_no_list(sqlite_database: Database, tmp_path: Path) -> None:
+    vanishing = Vanishing()
+    for key in ("a", "b", "c"):
+        vanishing.put_bytes(key, b"x")
+    made = back_up(sqlite_database, vanishing, tmp_path / "backup")
+    assert (made.objects.lines, made.object_bytes) == (2, 2)

@@ -1,0 +1,221 @@
+"""Contract of rows that are kept for a time: SQLite and PostgreSQL alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.database.outbox import SqlOutbox
+from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.retention import SqlRetention
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.sessions import SqlSessions, StoredSession
+from swiftkv_platform.errors import ConflictError, NotFoundError
+from swiftkv_platform.orchestration.job import Job, JobStatus, MetricPoint, Model, transition
+from swiftkv_platform.orchestration.ports import Deployment, Page
+from swiftkv_platform.orchestration.registry import RegistryService
+from swiftkv_platform.orchestration.retention import Kind
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.specs.webhook import WebhookSpec
+from tests.records import TENANT, make_job, make_model, message, store
+
+
+@pytest.fixture
+def rows(database: Database) -> SqlRetention:
+    return SqlRetention(database)
+
+
+def ended(jobs: SqlJobRepository, *, now: int = 100, model: Model | None = None, **spec: Any) -> Job:
+    """A job that has failed at `now`, or succeeded with a model."""
+    job = store(jobs, make_job(**spec))
+    if model is None:
+        failed, event = transition(job, JobStatus.FAILED, now=now)
+        return jobs.update(failed, events=[event])
+    succeeded = replace(
+        job, status=JobStatus.SUCCEEDED, finished_at=now, distilled_model=model.id, artifact_uri="s3://x"
+    )
+    return jobs.update(succeeded, model=replace(model, job_id=job.id, created_at=now))
+
+
+def with_model(jobs: SqlJobRepository, *, now: int = 100, **spec: Any) -> tuple[Job, str]:
+    model = make_model(make_job())
+    return ended(jobs, now=now, model=model, **spec), model.id
+
+
+def deployed(database: Database, model_id: str, **options: Any) -> str:
+    spec = ResolvedDeployment(id=f"dep_{model_id}", model=model_id, artifact_uri="s3://x", **options)
+    return SqlRegistry(database).create_deployment(Deployment(spec, TENANT, 100)).spec.id
+
+
+def test_jobs_that_ended_are_found_until_they_are_marked(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+    store(jobs, make_job())
+    first, second, _late = ended(jobs), ended(jobs), ended(jobs, now=300)
+    assert rows.ended_jobs(Kind.LOGS, before=200, limit=9, after=None) == [first.id, second.id]
+    assert rows.ended_jobs(Kind.LOGS, before=200, limit=1, after=None) == [first.id]
+    assert rows.ended_jobs(Kind.LOGS, before=200, limit=9, after=first.id) == [second.id]
+    rows.mark_swept(first.id, Kind.LOGS)
+    rows.mark_swept(first.id, Kind.EVENTS)
+    assert rows.ended_jobs(Kind.LOGS, before=200, limit=9, after=None) == [second.id]
+    assert rows.ended_jobs(Kind.TRACKING, before=200, limit=9, after=None) == [first.id, second.id]
+
+
+def test_events_go_in_parts_and_changes_of_status_stay(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+    job = ended(jobs)
+    jobs.update(job, events=[message(job, str(number)) for number in range(5)])
+    assert rows.count_events(job.id) == 5
+    assert [rows.remove_events(job.id, limit=3) for _ in range(3)] == [3, 2, 0]
+    assert [event.data["status"] for event in jobs.events(job.id, Page(order="asc")).items] == ["queued", "failed"]
+
+
+@pytest.mark.parametrize("limit", [7, 1000])
+def test_points_are_thinned_evenly_however_often(rows: SqlRetention, jobs: SqlJobRepository, limit: int) -> None:
+    job = store(jobs, make_job())
+    jobs.update(job, points=[MetricPoint(step, 1, 1.0, {"loss": 1.0}) for step in range(3, 103)])
+    gone = 0
+    while some := rows.thin_points(job.id, most=11, limit=limit):
+        assert some <= limit
+        gone += some
+    steps = [point.step for point in jobs.points(job.id, Page(limit=200, order="asc")).items]
+    assert gone == 100 - len(steps)
+    assert steps == [3, *range(13, 103, 10), 102]
+    assert rows.thin_points(job.id, most=11, limit=limit) == 0
+
+
+def test_deliveries_keys_and_sessions_go_when_they_are_old(database: Database, rows: SqlRetention) -> None:
+    hook = WebhookSpec(url="https://hooks.example.com/a", secret_ref="signing")
+    jobs = SqlJobRepository(database, lambda _job: [hook])
+    job = store(jobs, make_job(), key="once")
+    outbox = SqlOutbox(database)
+    [delivery] = outbox.claim(now=101, until=102, limit=1)
+    assert rows.remove_deliveries(before=200, limit=9, dry_run=False) == 0, "it has yet to be delivered"
+    outbox.delivered(delivery.sequence, 101)
+    assert rows.remove_deliveries(before=99, limit=9, dry_run=False) == 0
+    assert rows.remove_deliveries(before=200, limit=9, dry_run=True) == 1
+    assert rows.remove_deliveries(before=200, limit=9, dry_run=False) == 1
+    assert rows.remove_idempotency_keys(before=99, limit=9, dry_run=False) == 0
+    assert rows.remove_idempotency_keys(before=100, limit=9, dry_run=True) == 1
+    assert rows.remove_idempotency_keys(before=100, limit=9, dry_run=False) == 1
+    assert store(jobs, make_job(), key="once").id != job.id
+    SqlSessions(database).add(StoredSession("a" * 64, "ann", "sealed", 1.0, 50.0), now=1.0)
+    assert rows.remove_sessions(now=49, limit=9, dry_run=False) == 0
+    assert rows.remove_sessions(now=50, limit=9, dry_run=True) == 1
+    assert rows.remove_sessions(now=50, limit=9, dry_run=False) == 1
+
+
+def test_an_alias_keeps_what_it_can_be_rolled_back_to(
+    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+) -> None:
+    registry = SqlRegistry(database)
+    service = RegistryService(registry, clock=lambda: 100.0)
+    models = [with_model(jobs)[1] for _ in range(5)]
+    for model in models[:4]:
+        service.promote(model, "production", tenant=TENANT, by="ann", reason="better")
+    service.rollback("production", tenant=TENANT, by="ann", reason="worse")
+    service.promote(models[4], "production", tenant=TENANT, by="ann", reason="better")
+    assert rows.trim_promotions(before=99, keep=2, dry_run=False) == 0, "not old"
+    assert rows.trim_promotions(before=100, keep=2, dry_run=True) == 2
+    assert rows.trim_promotions(before=100, keep=2, dry_run=False) == 2
+    assert rows.trim_promotions(before=100, keep=2, dry_run=False) == 0
+    assert service.resolve("production", TENANT)[0].id == models[4]
+    service.rollback("production", tenant=TENANT, by="ann", reason="worse")
+    assert service.resolve("production", TENANT)[0].id == models[2]
+    with pytest.raises(ConflictError, match="no model before"):
+        service.rollback("production", tenant=TENANT, by="ann", reason="worse")
+
+
+def test_models_are_superseded_by_a_newer_one_of_their_name(
+    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+) -> None:
+    found = [with_model(jobs, now=now)[1] for now in (100, 200, 300)]
+    assert rows.superseded_models(before=199, limit=9, after=None) == []
+    assert rows.superseded_models(before=200, limit=9, after=None) == found[:1]
+    assert rows.superseded_models(before=300, limit=9, after=None) == found[:2]
+    service = RegistryService(SqlRegistry(database), clock=lambda: 100.0)
+    service.promote(found[0], "production", tenant=TENANT, by="ann", reason="good")
+    assert rows.superseded_models(before=300, limit=9, after=None) == [found[1]]
+
+
+def test_a_deleted_job_leaves_no_row_but_the_note_of_its_objects(
+    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+) -> None:
+    job, model_id = with_model(jobs)
+    jobs.update(job, events=[message(job, "x")], points=[MetricPoint(1, 1, 1.0, {})])
+    other = ended(jobs)
+    with pytest.raises(NotFoundError):
+        rows.delete_job(job.id, by="ann", now=400, tenant="another")
+    number = rows.count_job(job.id)
+    assert rows.delete_job(job.id, by="ann", now=400, tenant=TENANT) == number
+    assert rows.deletions(limit=9, after=None) == [f"jobs/{job.id}"]
+    with pytest.raises(NotFoundError):
+        jobs.get(job.id, tenant=TENANT)
+    with pytest.raises(NotFoundError):
+        SqlRegistry(database).get_model(model_id, tenant=TENANT)
+    rows.forget_deletion(f"jobs/{job.id}")
+    assert rows.deletions(limit=9, after=None) == []
+    counts = rows.count_rows()
+    assert (counts["jobs"], counts["models"], counts["metric_points"]) == (1, 0, 0)
+    assert jobs.get(other.id, tenant=TENANT) == other
+
+
+def test_a_deleted_model_leaves_its_job(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+    job, model_id = with_model(jobs)
+    assert rows.model_prefix(model_id) == f"jobs/{job.id}/attempts/1/artifact"
+    assert rows.delete_model(model_id, by="ann", now=400, tenant=TENANT) == 1
+    left = jobs.get(job.id, tenant=TENANT)
+    assert (left.status, left.distilled_model, left.artifact_uri) == (JobStatus.SUCCEEDED, None, None)
+    assert rows.deletions(limit=9, after=None) == [f"jobs/{job.id}/attempts/1/artifact"]
+    assert rows.expired_jobs(before=200, limit=9, after=None) == [job.id]
+    rows.delete_job(job.id, by="ann", now=400)
+    assert rows.deletions(limit=9, after=None) == [f"jobs/{job.id}", f"jobs/{job.id}/attempts/1/artifact"]
+
+
+def test_what_has_a_model_does_not_expire(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+    _, failed = with_model(jobs), ended(jobs)
+    store(jobs, make_job())
+    assert rows.expired_jobs(before=200, limit=9, after=None) == [failed.id]
+
+
+def test_what_holds_a_job_is_named(database: Database, rows: SqlRetention, jobs: SqlJobRepository) -> None:
+    live = store(jobs, make_job())
+    paused, event = transition(store(jobs, make_job()), JobStatus.PAUSED, now=101)
+    jobs.update(paused, events=[event])
+    (served_job, served), (shown_job, shown), (promoted_job, promoted), (parent, _), free = (
+        with_model(jobs) for _ in range(5)
+    )
+    first = deployed(database, served)
+    candidate = {"model": shown, "artifact_uri": "s3://x"}
+    deployed(database, free[1], candidate=candidate, route_prefix="/other")
+    service = RegistryService(SqlRegistry(database), clock=lambda: 100.0)
+    service.promote(promoted, "production", tenant=TENANT, by="ann", reason="good")
+    child = store(jobs, make_job(model={"name_or_path": f"s3://bucket/jobs/{parent.id}/attempts/1/artifact"}))
+    held = [
+        (live.id, "its job is queued; cancel it"),
+        (paused.id, "is paused and can be resumed"),
+        (served_job.id, f"deployment {first} serves {served}"),
+        (shown_job.id, f"serves {shown}"),
+        (promoted_job.id, "history of alias 'production'"),
+        (parent.id, f"job {child.id} reads it"),
+    ]
+    before = rows.count_rows()
+    for job_id, reason in held:
+        with pytest.raises(ConflictError, match=reason):
+            rows.check_job(job_id)
+        with pytest.raises(ConflictError, match=reason):
+            rows.delete_job(job_id, by="ann", now=400)
+    for model_id, reason in [(served, "deployment"), (shown, "deployment"), (promoted, "alias 'production'")]:
+        with pytest.raises(ConflictError, match=reason):
+            rows.delete_model(model_id, by="ann", now=400)
+    assert rows.count_rows() == before
+
+
+def test_jobs_that_ended_before_there_was_retention_are_found(
+    database: Database, rows: SqlRetention, jobs: SqlJobRepository
+) -> None:
+    waiting, job = store(jobs, make_job()), ended(jobs)
+    database.downgrade("0007")
+    database.upgrade()
+    assert rows.ended_jobs(Kind.LOGS, before=100, limit=9, after=None) == [job.id]
+    assert jobs.get(waiting.id, tenant=TENANT) == waiting

@@ -1,0 +1,90 @@
+"""`swiftkv sweep`, `backup` and `restore` on a real database and store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from swiftkv_platform.cli.app import app
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.job import JobStatus, transition
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.fakes.attempt_store import FakeWorker
+from tests.records import make_job, message, store
+
+
+def run(home: Path, *arguments: str, **environment: str) -> Result:
+    return CliRunner(env={"SWIFTKV_HOME": str(home), **environment}).invoke(app, list(arguments))
+
+
+def answer(home: Path, *arguments: str, **environment: str) -> Any:
+    result = run(home, *arguments, "--json", **environment)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+@pytest.fixture
+def home(tmp_path: Path, empty_database: Path) -> Path:
+    """The home directory of a control plane with a job that failed in 1970."""
+    directory = tmp_path / "home"
+    directory.mkdir()
+    (directory / "swiftkv.db").write_bytes(empty_database.read_bytes())
+    with closing(Database(f"sqlite:///{directory / 'swiftkv.db'}")) as database:
+        jobs = SqlJobRepository(database)
+        job = store(jobs, make_job())
+        failed, event = transition(job, JobStatus.FAILED, now=100)
+        jobs.update(failed, events=[event, message(job, "hello")])
+        FakeWorker(LocalObjectStore(directory / "store"), job.id).checkpoint(3)
+    return directory
+
+
+def jobs_in(home: Path) -> int:
+    with closing(Database(f"sqlite:///{home / 'swiftkv.db'}")) as database:
+        return sum(SqlJobRepository(database).count_by_status().values())
+
+
+def test_a_dry_run_tells_what_the_sweep_then_removes(home: Path) -> None:
+    kept = {"SWIFTKV_RETENTION_JOBS_DAYS": "0"}
+    told = answer(home, "sweep", "--dry-run", **kept)
+    assert told["dry_run"]
+    assert told["removed"]["events"] == {"rows": 1, "objects": 0, "bytes": 0}
+    assert told["removed"]["checkpoints"]["objects"] == 2
+    assert "would go" in run(home, "sweep", "--dry-run", **kept).output
+    assert answer(home, "sweep", **kept)["removed"] == told["removed"]
+    assert "Nothing is older" in run(home, "sweep", **kept).output
+    assert jobs_in(home) == 1
+    assert answer(home, "sweep")["removed"]["jobs"]["rows"] > 0
+    assert jobs_in(home) == 0
+
+
+def test_a_backup_comes_back_in_another_home(home: Path, tmp_path: Path) -> None:
+    assert "objects" in run(home, "backup", str(tmp_path / "backup")).output
+    made = answer(home, "backup", str(tmp_path / "listed"), "--no-objects")
+    assert made["tables"]["jobs"]["lines"] == 1
+    fresh = tmp_path / "fresh"
+    assert answer(fresh, "restore", str(tmp_path / "backup"))["objects"]["lines"] == 2
+    assert jobs_in(fresh) == 1
+    refused = run(fresh, "restore", str(tmp_path / "backup"))
+    assert refused.exit_code == 1
+    assert "1 rows in jobs" in " ".join(refused.output.split())
+
+
+def test_a_home_without_a_database_is_not_swept(tmp_path: Path) -> None:
+    result = run(tmp_path / "nothing", "sweep")
+    assert result.exit_code == 1
+    assert "python -m swiftkv_platform.database" in " ".join(result.output.split())
+
+
+def test_other_commands_load_no_sql() -> None:
+    code = "import sys, swiftkv_platform.cli.app; print(sorted({'sqlalchemy', 'fastapi'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

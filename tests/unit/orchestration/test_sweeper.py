@@ -1,0 +1,308 @@
+"""The sweeper: bounded steps, crashes in between, two at a time, and thirty days after which nothing has grown."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.database.retention import SqlRetention
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.orchestration.job import Event, Job, JobStatus, new_id, start, transition
+from swiftkv_platform.orchestration.ports import Deployment, Page, SubmissionStatus
+from swiftkv_platform.orchestration.reconciler import Reconciler
+from swiftkv_platform.orchestration.registry import RegistryService
+from swiftkv_platform.orchestration.retention import DAY_S, Counts, Kind, Retention, Swept
+from swiftkv_platform.orchestration.sweeper import Sweeper
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from swiftkv_platform.storage.sweeping import StoredObjects
+from tests.fakes.object_store import InMemoryObjectStore
+from tests.unit.orchestration.conftest import TENANT, Plane
+
+EVERYTHING = Retention(
+    ended_jobs=dict.fromkeys(Kind, 1.0),
+    metric_points=3,
+    deliveries=1.0,
+    idempotency_keys=1.0,
+    promotions=2.0,
+    rollbacks=2,
+    models=2.0,
+    jobs=4.0,
+)
+
+
+def sweeper(plane: Plane, retention: Retention = EVERYTHING, **options: object) -> Sweeper:
+    rows, objects = SqlRetention(plane.database), StoredObjects(plane.objects)
+    return Sweeper(rows, objects, retention, plane.clock, **options)  # type: ignore[arg-type]
+
+
+def summed(round_: Iterator[Swept]) -> dict[str, tuple[int, int, int]]:
+    found: dict[str, Swept] = {}
+    for swept in round_:
+        found[swept.kind] = found.get(swept.kind, Swept(swept.kind)) + swept
+    return {kind: (each.rows, each.objects, each.bytes) for kind, each in found.items() if each != Swept(kind)}
+
+
+def keys(plane: Plane) -> list[str]:
+    return [info.key for info in plane.objects.list("")]
+
+
+def run(plane: Plane, reconciler: Reconciler, *, well: bool = True, name: str = "test", steps: int = 10) -> Job:
+    """A job from its submission to its end, with everything that one leaves behind."""
+    job = plane.submit(name=name)
+    reconciler.tick()
+    worker, prefix = plane.worker(job), plane.get(job).attempt_id.prefix
+    worker.say("status", status="running")
+    worker.step(*range(1, steps + 1), time=plane.clock())
+    worker.checkpoint(steps)
+    for left in ("data/rows.bin", "answers/key.jsonl", "tracking/run/wandb.db"):
+        plane.objects.put_bytes(f"{prefix}/{left}", b"abc")
+    if well:
+        worker.artifact()
+    plane.cluster.submissions[f"{job.id}-1"].log = "trained\n"
+    worker.say("message", "over")
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED if well else SubmissionStatus.FAILED)
+    if not well:
+        worker.say("error", code="internal", retryable=False)
+    reconciler.tick()
+    return plane.get(job)
+
+
+def test_a_dry_run_tells_what_a_round_removes_and_removes_nothing(plane: Plane) -> None:
+    reconciler = plane.reconciler()
+    for well in (True, False, True):
+        run(plane, reconciler, well=well)
+    deleted = run(plane, reconciler, name="deleted")
+    SqlRetention(plane.database).delete_job(deleted.id, by="ann", now=plane.clock())
+    plane.clock.now += 1.5 * DAY_S
+    before, rows = keys(plane), SqlRetention(plane.database).count_rows()
+    told = summed(sweeper(plane).round(dry_run=True))
+    assert (keys(plane), SqlRetention(plane.database).count_rows()) == (before, rows)
+    assert {"events", "metrics", "event_objects", "checkpoints", "logs", "tracking", "deleted"} <= told.keys()
+    assert summed(sweeper(plane).round()) == told
+    assert len(before) - len(keys(plane)) == sum(objects for _, objects, _ in told.values())
+    assert summed(sweeper(plane).round()) == {}
+
+
+def test_an_ended_job_keeps_its_record_its_history_and_its_model(plane: Plane) -> None:
+    job = run(plane, plane.reconciler())
+    plane.clock.now += 1.5 * DAY_S
+    summed(sweeper(plane).round())
+    assert plane.get(job) == job
+    assert plane.statuses(job) == ["queued", "starting", "running", "succeeded"]
+    assert {event.type for event in plane.events(job)} == {"status"}
+    assert [point.step for point in plane.jobs.points(job.id, Page(order="asc")).items] == [1, 6, 10]
+    assert keys(plane) == [
+        f"{job.attempt_id.prefix}/artifact/data.bin",
+        f"{job.attempt_id.prefix}/artifact/manifest.json",
+        f"{job.attempt_id.prefix}/attempt.json",
+    ]
+
+
+def test_nothing_is_swept_where_retention_is_off(plane: Plane) -> None:
+    run(plane, plane.reconciler())
+    plane.clock.now += 1000 * DAY_S
+    before, rows = keys(plane), SqlRetention(plane.database).count_rows()
+    assert summed(sweeper(plane, Retention()).round()) == {}
+    assert (keys(plane), SqlRetention(plane.database).count_rows()) == (before, rows)
+
+
+def test_a_live_or_paused_job_loses_nothing(plane: Plane) -> None:
+    jobs = [plane.submit() for _ in range(3)]
+    started, event = start(plane.get(jobs[1]), now=1000)
+    plane.jobs.update(started, events=[event])
+    paused, event = transition(plane.get(jobs[2]), JobStatus.PAUSED, now=1000)
+    plane.jobs.update(paused, events=[event, Event(new_id("evt"), jobs[2].id, 1000, "message", "hello")])
+    for job in jobs:
+        plane.worker(job).checkpoint(5)
+    plane.clock.now += 1000 * DAY_S
+    before, rows = keys(plane), SqlRetention(plane.database).count_rows()
+    summed(sweeper(plane).round())
+    assert (keys(plane), SqlRetention(plane.database).count_rows()) == (before, rows)
+    assert plane.store.newest_checkpoint(jobs[2].id) is not None
+
+
+class Dying(InMemoryObjectStore):
+    """A store after whose nth change the process is gone."""
+
+    def __init__(self, objects: InMemoryObjectStore) -> None:
+        super().__init__()
+        self._objects = objects._objects
+        self.left = 10**9
+
+    def _change(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def delete(self, key: str) -> None:
+        self._change()
+        super().delete(key)
+
+    def delete_prefix(self, prefix: str) -> None:
+        self._change()
+        super().delete_prefix(prefix)
+
+
+def test_a_kill_between_any_two_changes_leaves_a_state_that_the_next_round_ends(plane: Plane) -> None:
+    reconciler = plane.reconciler()
+    old, new = run(plane, reconciler), run(plane, reconciler)
+    failed = run(plane, reconciler, well=False)
+    plane.clock.now += 5 * DAY_S
+    deaths = 0
+    for changes in itertools.count(1):
+        store = Dying(plane.objects)
+        store.left = changes
+        rows, objects = SqlRetention(plane.database), StoredObjects(store)
+        try:
+            summed(Sweeper(rows, objects, EVERYTHING, plane.clock).round())
+        except KeyboardInterrupt:
+            deaths += 1
+            # An object is gone only after the row said so: each model that is known is whole.
+            for model in plane.catalog.list_models(Page(limit=9), tenant=TENANT).items:
+                job = plane.jobs.get(model.job_id, tenant=TENANT)
+                assert plane.store.artifact_manifest(job.attempt_id) is not None
+                assert f"{job.attempt_id.prefix}/artifact/data.bin" in keys(plane)
+        else:
+            break
+    assert deaths > 3
+    assert [model.job_id for model in plane.catalog.list_models(Page(limit=9), tenant=TENANT).items] == [new.id]
+    assert {key.split("/")[1] for key in keys(plane)} == {new.id}
+    assert SqlRetention(plane.database).deletions(limit=9, after=None) == []
+    assert [job.id for job in plane.jobs.list(Page(), tenant=TENANT).items] == [new.id], (old.id, failed.id)
+
+
+def test_two_at_a_time_remove_each_thing_once(plane: Plane) -> None:
+    reconciler = plane.reconciler()
+    jobs = [run(plane, reconciler) for _ in range(4)]
+    plane.clock.now += 5 * DAY_S
+    rounds = [sweeper(plane).round(), sweeper(plane).round()]
+    while rounds:  # a step of one, a step of the other
+        for each in list(rounds):
+            if next(each, None) is None:
+                rounds.remove(each)
+    assert {key.split("/")[1] for key in keys(plane)} == {jobs[-1].id}
+    assert [job.id for job in plane.jobs.list(Page(), tenant=TENANT).items] == [jobs[-1].id]
+
+
+class Refusing(InMemoryObjectStore):
+    """A store that does not remove what lies below some jobs."""
+
+    def __init__(self, objects: InMemoryObjectStore, *refused: str) -> None:
+        super().__init__()
+        self._objects, self._refused = objects._objects, refused
+
+    def delete_prefix(self, prefix: str) -> None:
+        if any(name in prefix for name in self._refused):
+            raise StorageError("AccessDenied")
+        super().delete_prefix(prefix)
+
+
+def test_one_job_that_cannot_be_swept_keeps_no_other_from_it(plane: Plane) -> None:
+    reconciler = plane.reconciler()
+    jobs = [run(plane, reconciler) for _ in range(3)]
+    plane.clock.now += 1.5 * DAY_S
+    rows = SqlRetention(plane.database)
+    refusing = StoredObjects(Refusing(plane.objects, jobs[0].id))
+    summed(Sweeper(rows, refusing, EVERYTHING, plane.clock).round())
+    assert {key.split("/")[1] for key in keys(plane) if "checkpoints" in key} == {jobs[0].id}
+    summed(sweeper(plane).round())
+    assert [key for key in keys(plane) if "checkpoints" in key] == [], "it was tried again"
+
+
+def test_a_store_that_is_away_ends_the_round(plane: Plane) -> None:
+    reconciler = plane.reconciler()
+    jobs = [run(plane, reconciler) for _ in range(4)]
+    plane.clock.now += 1.5 * DAY_S
+    away = StoredObjects(Refusing(plane.objects, *(job.id for job in jobs)))
+    with pytest.raises(StorageError):
+        summed(Sweeper(SqlRetention(plane.database), away, EVERYTHING, plane.clock).round())
+    assert SqlRetention(plane.database).ended_jobs(Kind.EVENT_OBJECTS, before=plane.clock(), limit=9, after=None)
+
+
+def test_a_tick_is_short_and_the_next_goes_on(plane: Plane) -> None:
+    reconciler = plane.reconciler()
+    for _ in range(3):
+        run(plane, reconciler)
+    plane.clock.now += 1.5 * DAY_S
+    seconds = itertools.count()
+    slow = sweeper(plane, monotonic=lambda: float(next(seconds)))  # every step takes a second
+    before = len(keys(plane))
+    slow.tick()
+    assert len(keys(plane)) == before, "the first step removes rows"
+    ticks = 1
+    while slow.counts == Counts():
+        slow.tick()
+        ticks += 1
+    assert ticks > 10
+    assert len(keys(plane)) == 9
+    assert slow.swept["checkpoints"].objects == 6
+    assert slow.counts.rows["jobs"] == 3
+    assert slow.counts.objects == {"artifacts": 6, "other": 3}
+    assert slow.counts.bytes["artifacts"] > 0
+    again = run(plane, reconciler)
+    plane.clock.now += 3599
+    slow.tick()
+    assert slow.counts.rows["jobs"] == 3, "it pauses between rounds"
+    plane.clock.now += 2 * DAY_S
+    while slow.counts.rows["jobs"] == 3:
+        slow.tick()
+    assert not [key for key in keys(plane) if "checkpoints" in key and again.id in key]
+
+
+@pytest.mark.slow  # two jobs and a sweep a day, each transaction on a disk
+def test_thirty_days_of_traffic_end_at_a_steady_size(plane: Plane, tmp_path: Path) -> None:
+    """Each day: jobs that succeed and fail, promotions, a rollback now and then; each night a sweep."""
+    store = LocalObjectStore(tmp_path / "store")
+    plane.objects = store  # type: ignore[assignment]
+    plane.__post_init__()
+    reconciler = plane.reconciler(max_running_jobs=9)
+    registry = RegistryService(plane.catalog, clock=plane.clock)
+    pinned = run(plane, reconciler, name="pinned")
+    assert pinned.distilled_model is not None
+    spec = ResolvedDeployment(
+        id=new_id("dep"), model=pinned.distilled_model, artifact_uri="s3://x", route_prefix="/pinned"
+    )
+    plane.catalog.create_deployment(Deployment(spec, TENANT, 1000))
+    resumable = plane.submit(name="resumable")
+    started, event = start(plane.get(resumable), now=1000)
+    started = replace(started, attempt=replace(started.attempt, submitted_at=1000.0))
+    pausing, later = transition(plane.jobs.update(started, events=[event]), JobStatus.PAUSING, now=1000)
+    paused, last = transition(pausing, JobStatus.PAUSED, now=1000)
+    plane.jobs.update(paused, events=[later, last])
+    checkpoint = plane.worker(resumable).checkpoint(3)
+    sizes: list[dict[str, int]] = []
+    promoted: list[str] = []
+    for day in range(30):
+        model = run(plane, reconciler, name="chat", steps=20).distilled_model
+        run(plane, reconciler, name="chat", well=False)
+        assert model is not None
+        if day % 5 == 4:
+            registry.rollback("production", tenant=TENANT, by="ann", reason="worse")
+            promoted.pop()
+        else:
+            registry.promote(model, "production", tenant=TENANT, by="ann", reason="better")
+            promoted.append(model)
+        plane.clock.now += DAY_S
+        nightly = sweeper(plane, monotonic=lambda: 0.0)
+        nightly.tick()
+        objects = {f"objects of {kind}": number for kind, number in nightly.counts.objects.items()}
+        sizes.append({**nightly.counts.rows, **objects})
+        # Of the models that are kept for rollbacks, one has been rolled back and is not made up for.
+        in_use = promoted[-1:] if day % 5 == 4 else promoted[-EVERYTHING.rollbacks :]
+        for held in (pinned.distilled_model, *in_use):
+            found = plane.catalog.get_model(held, tenant=TENANT)
+            assert plane.store.artifact_manifest(plane.jobs.get(found.job_id, tenant=TENANT).attempt_id) is not None
+    for what in sizes[-1]:
+        of_last, of_before = (max(size.get(what, 0) for size in sizes[days]) for days in (slice(20, 30), slice(10, 20)))
+        assert of_last <= of_before, (what, [size.get(what, 0) for size in sizes])
+    assert sizes[-1]["jobs"] < 20
+    assert plane.store.newest_checkpoint(resumable.id) == checkpoint
+    assert plane.get(resumable).status is JobStatus.PAUSED
+    assert registry.resolve("production", TENANT)[0].id == promoted[-1]
+    empty = [path for path in (tmp_path / "store").rglob("*") if path.is_dir() and not any(path.iterdir())]
+    assert len(empty) < 100, "a directory store keeps no empty directories of what is gone"

@@ -8,6 +8,7 @@ an event stream. Waiting jobs belong to tenants that run as many as they may, so
 from __future__ import annotations
 
 import asyncio
+import builtins
 import json
 import logging
 import multiprocessing
@@ -73,7 +74,7 @@ class DistantStore(LocalObjectStore):
             if number % KEYS_PER_LIST == 0:
                 self._request()
 
-    def list_directories(self, prefix: str) -> list[str]:
+    def list_directories(self, prefix: str) -> builtins.list[str]:
         self._request()
         return super().list_directories(prefix)
 

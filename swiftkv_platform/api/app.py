@@ -25,7 +25,8 @@ from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
-from swiftkv_platform.orchestration.leadership import Leadership
+from swiftkv_platform.orchestration.attention import SPARING, Attention
+from swiftkv_platform.orchestration.leadership import Leadership, Lease
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
@@ -44,6 +45,8 @@ _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30
 """Sign-ins of one address in a minute."""
 _SIGN_INS_AT_ONCE = 10
+_JOBS_AT_ONCE = 16
+"""Jobs that the reconciler looks at, or submits, at the same time."""
 LOOPS = ("jobs", "deployments", "webhooks")
 
 
@@ -68,7 +71,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
         deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
-        reconciler = _reconciler(settings, parts)
+        reconciler = _reconciler(settings, parts, leaderships["jobs"])
         loops = _loops(settings, parts, leaderships, reconciler, deliverer)
         app.state.settings = settings
         app.state.key_ring = key_ring
@@ -120,7 +123,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _reconciler(settings: Settings, parts: Components) -> Reconciler:
+def _reconciler(settings: Settings, parts: Components, lease: Lease) -> Reconciler:
     return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
@@ -135,6 +138,9 @@ def _reconciler(settings: Settings, parts: Components) -> Reconciler:
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
         deployments=parts.catalog.all_deployments,
+        attention=Attention(SPARING),
+        concurrency=_JOBS_AT_ONCE,
+        lease=lease,
     )
 
 

@@ -31,7 +31,7 @@ from sqlalchemy import insert, select
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.events import MessageEvent
-from swiftkv_platform.database.repository import _columns
+from swiftkv_platform.database.repository import SqlJobRepository, _columns
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import EventRow, JobRow
 from swiftkv_platform.logs import configure_logging
@@ -256,7 +256,17 @@ def measure(url: str, running: int, waiting: int, minutes: float) -> dict[str, A
             parts.append(ours.recv())
         took = (time.monotonic() - began) / 60
         ours.send(False)
-    return figures(running, waiting, took, delays, parts)
+    return {**figures(running, waiting, took, delays, parts), "queue_decided_ms": queue_decided_ms(database)}
+
+
+def queue_decided_ms(database: Database) -> float:
+    """Median time in which the database says who is next."""
+    jobs, took = SqlJobRepository(database), []
+    for _ in range(20):
+        started = time.perf_counter()
+        jobs.standing(most=TENANTS, now=time.time())
+        took.append(1000 * (time.perf_counter() - started))
+    return round(statistics.median(took), 1)
 
 
 def figures(

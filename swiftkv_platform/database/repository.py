@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import bindparam, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
@@ -172,18 +172,21 @@ class SqlJobRepository:
         return found
 
     def standing(self, *, most: int, now: float, without: Collection[str] = ()) -> Standing:
-        place = func.row_number().over(partition_by=JobRow.tenant, order_by=(JobRow.priority, JobRow.id))
-        ready = select(JobRow.tenant, JobRow.id, JobRow.gpus, JobRow.cpus, place.label("place")).where(
-            JobRow.status == JobStatus.QUEUED.value, JobRow.not_before <= now, JobRow.id.not_in(without)
+        queued = [JobStatus.QUEUED.value]
+        ready = select(JobRow.id, JobRow.gpus, JobRow.cpus).where(
+            JobRow.status.in_(queued), JobRow.not_before <= now, JobRow.tenant == bindparam("of")
         )
-        queue = ready.subquery()
-        first = select(queue).where(queue.c.place <= most).order_by(queue.c.tenant, queue.c.place)
-        waiting: dict[str, list[Waiting]] = {}
+        if without:
+            ready = ready.where(JobRow.id.not_in(without))
+        first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
+        waiting: dict[str, builtins.list[Waiting]] = {}
         with self._database.reading() as session:
-            held = _held(session, _ON_CLUSTER)
-            total = sum((*held.values(), *_held(session, [JobStatus.QUEUED.value]).values()), Demand())
-            for row in session.execute(first):
-                waiting.setdefault(row.tenant, []).append(Waiting(row.id, Demand(1, row.gpus, row.cpus)))
+            held, asked = _held(session, _ON_CLUSTER), _held(session, queued)
+            total = sum((*held.values(), *asked.values()), Demand())
+            for tenant in asked:  # each one's first jobs stand together in the index
+                rows = session.execute(first, {"of": tenant})
+                if jobs := [Waiting(row.id, Demand(1, row.gpus, row.cpus)) for row in rows]:
+                    waiting[tenant] = jobs
         return Standing(held, total, waiting)
 
     def usage(self, tenant: str) -> Usage:
@@ -226,7 +229,8 @@ class SqlJobRepository:
 
     def watch(self, job_id: str, until: float) -> None:
         with self._database.writing() as session:
-            session.execute(update(JobRow).where(JobRow.id == job_id).values(watched_until=until))
+            live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(_LIVE))
+            session.execute(live.values(watched_until=until))
 
     def count_by_status(self) -> Mapping[JobStatus, int]:
         query = select(JobRow.status, func.count()).group_by(JobRow.status)

@@ -20,6 +20,7 @@ from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
 from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.sessions import Sessions
+from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
@@ -79,7 +80,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
             SqlSessions(parts.database), key_ring, parts.clock, lifetime_s=settings.session_lifetime_s
         )
         app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
-        app.state.followers = Followers(parts.jobs.events)
+        app.state.watches = Watches(parts.jobs, parts.clock)
+        app.state.followers = Followers(app.state.watches.events)
         app.state.log_followers = LogFollowers(parts)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
@@ -154,7 +156,7 @@ def _loops(
     """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
     steps = {
         "jobs": reconciler.tick,
-        "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,
+        "deployments": DeploymentReconciler(parts.catalog, parts.serving, leaderships["deployments"]).tick,
         "webhooks": deliverer.tick,
     }
     interval_s = settings.reconcile_interval_s

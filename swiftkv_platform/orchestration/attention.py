@@ -22,7 +22,7 @@ class Pace:
     """Intervals between looks at a job, in seconds. They grow with the number of jobs, up to these."""
 
     watched_s: float = 4.0
-    busy_s: float = 5.0
+    busy_s: float = 6.0
     quiet_s: float = 30.0
     watched_for_longest: int = 200
     """Watched jobs from which on `watched_s` holds."""
@@ -50,7 +50,8 @@ class Attention:
     """Remembers when each job was looked at; another control plane that takes over looks at all of them.
 
     Args:
-        most: looks in a tick, which bounds what it takes. Those that are due longest come first.
+        most: looks in a tick, which bounds what it takes. Jobs for which a caller waits come first, three quarters of
+            them at most; then those that are due longest.
     """
 
     pace: Pace = EVERY_TICK
@@ -62,8 +63,12 @@ class Attention:
         present = {job.id for job in placed}
         self._looks = {job_id: look for job_id, look in self._looks.items() if job_id in present}
         watched = sum(job.watched_until > now for job in placed)
-        due = [(self._due_at(job, len(placed), watched, now), job.id) for job in placed]
-        return [job_id for at, job_id in sorted(due) if at <= now][: self.most]
+        due_at = {job.id: self._due_at(job, len(placed), watched, now) for job in placed}
+        due = sorted((at, job_id) for job_id, at in due_at.items() if at <= now)
+        pressing = {job.id for job in placed if self._is_pressing(job, now)}
+        first = [job_id for _, job_id in due if job_id in pressing][: self.most * 3 // 4]
+        taken = set(first)
+        return [*first, *(job_id for _, job_id in due if job_id not in taken)][: self.most]
 
     def turn(self, job_id: str) -> int:
         """Number of the job's next look."""
@@ -81,6 +86,12 @@ class Attention:
         before = self._looks.get(job_id)
         silent = 0 if heard or before is None else before.silent + 1
         self._looks[job_id] = _Look(now, version, silent, has_more, self.turn(job_id) + 1)
+
+    def _is_pressing(self, job: Placed, now: float) -> bool:
+        """Whether a caller waits for what a look brings."""
+        look = self._looks.get(job.id)
+        is_changed = look is not None and look.version != job.version
+        return is_changed or job.watched_until > now or job.status in _URGENT
 
     def _due_at(self, job: Placed, running: int, watched: int, now: float) -> float:
         look = self._looks.get(job.id)

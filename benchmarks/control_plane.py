@@ -1,6 +1,10 @@
 """Answers of the control plane with many jobs in its database, beside an empty one in the same run.
 
     python -m benchmarks.control_plane [--jobs 10000] [--requests 300] [--followers 200] [--postgres [URL]]
+    python -m benchmarks.control_plane --running 1000 [--waiting 10000] [--minutes 10] [--postgres [URL]]
+
+With `--running` it measures ticks, requests to the store and delays of events with that many jobs on the cluster
+(`benchmarks.running_jobs`) and nothing else.
 
 Two applications behind sockets, SQLite each (or two schemas of a PostgreSQL: of one started for this, or of URL, whose
 schemas `measured_*` are dropped); requests go to them in turns. Jobs in the database have ended, one in a hundred
@@ -24,6 +28,7 @@ from pathlib import Path
 import httpx
 from sqlalchemy import insert, text
 
+from benchmarks import running_jobs
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.database.repository import _columns
@@ -48,11 +53,18 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--followers", type=int, default=200)
     parser.add_argument("--postgres", nargs="?", const="", metavar="URL", help="PostgreSQL; without URL one is started")
+    parser.add_argument("--running", type=int, help="jobs on the cluster")
+    parser.add_argument("--waiting", type=int, default=0, help="jobs in the queue")
+    parser.add_argument("--minutes", type=float, default=2.0)
     options = parser.parse_args()
     configure_logging(level=logging.WARNING)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         postgres = stack.enter_context(postgres_server()) if options.postgres == "" else options.postgres
+        if options.running is not None:
+            url = database_url("running", directory, postgres)
+            print(json.dumps(running_jobs.measure(url, options.running, options.waiting, options.minutes)))
+            return
         clients = {}
         for name, jobs in (("empty", 0), ("full", options.jobs)):
             database = open_database(name, directory, postgres)
@@ -65,17 +77,21 @@ def main() -> None:
         print(json.dumps(asyncio.run(follow(url, parts, options.followers))))
 
 
-def open_database(name: str, directory: Path, postgres: str | None) -> Database:
+def database_url(name: str, directory: Path, postgres: str | None) -> str:
+    """Address of an empty database, or of an empty schema of the PostgreSQL."""
     if postgres is None:
-        database = Database(f"sqlite:///{directory / name}.db")
-    else:
-        admin, name = Database(postgres), f"measured_{name}"
-        with admin.writing() as session:
-            session.execute(text(f"DROP SCHEMA IF EXISTS {name} CASCADE"))
-            session.execute(text(f"CREATE SCHEMA {name}"))
-        admin.close()
-        separator = "&" if "?" in postgres else "?"
-        database = Database(f"{postgres}{separator}options=-csearch_path%3D{name}")
+        return f"sqlite:///{directory / name}.db"
+    admin, name = Database(postgres), f"measured_{name}"
+    with admin.writing() as session:
+        session.execute(text(f"DROP SCHEMA IF EXISTS {name} CASCADE"))
+        session.execute(text(f"CREATE SCHEMA {name}"))
+    admin.close()
+    separator = "&" if "?" in postgres else "?"
+    return f"{postgres}{separator}options=-csearch_path%3D{name}"
+
+
+def open_database(name: str, directory: Path, postgres: str | None) -> Database:
+    database = Database(database_url(name, directory, postgres))
     database.upgrade()
     return database
 

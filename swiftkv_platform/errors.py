@@ -101,6 +101,10 @@ class StaleVersionError(ConflictError):
     code = "stale_version"
 
 
+class LeaseLostError(ConflictError):
+    code = "lease_lost"
+
+
 class PreconditionFailedError(ConflictError):
     code = "precondition_failed"
 

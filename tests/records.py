@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from swiftkv_platform.database.repository import SqlJobRepository
-from swiftkv_platform.orchestration.job import Event, Job, Model, new_id, status_event
-from swiftkv_platform.orchestration.ports import Idempotency
+from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.fair_queue import PRIORITIES, held_by
+from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Model, new_id, status_event
+from swiftkv_platform.orchestration.ports import Idempotency, Standing, Waiting
 from swiftkv_platform.specs import JobSpec
 
 TENANT = "acme"
@@ -41,3 +44,15 @@ def make_model(job: Job) -> Model:
         lineage={"teacher": "tiny"},
         metrics={"kl": 0.1},
     )
+
+
+def standing_of(live: Sequence[Job], *, most: int, now: float, without: Collection[str] = ()) -> Standing:
+    """The queue of these jobs: what the database says in SQL, said in Python."""
+    queued = [job for job in live if job.status is JobStatus.QUEUED]
+    ready = [job for job in queued if job.not_before <= now and job.id not in without]
+    waiting: dict[str, list[Waiting]] = {}
+    for job in sorted(ready, key=lambda job: (PRIORITIES[job.spec.limits.priority], job.id)):
+        waiting.setdefault(job.tenant, []).append(Waiting(job.id, Demand.of(job.spec)))
+    placed = [job for job in live if job.status.holds_cluster]
+    total = sum((Demand.of(job.spec) for job in [*placed, *queued]), Demand())
+    return Standing(held_by(placed), total, {tenant: jobs[:most] for tenant, jobs in waiting.items()})

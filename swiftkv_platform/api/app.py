@@ -29,13 +29,15 @@ from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.api.sweeper_metrics import SweeperMetrics
+from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
-from swiftkv_platform.orchestration.leadership import Leadership
+from swiftkv_platform.orchestration.attention import SPARING, Attention
+from swiftkv_platform.orchestration.leadership import Leadership, Lease
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.orphans import Orphans
 from swiftkv_platform.orchestration.reconciler import Reconciler
@@ -57,6 +59,8 @@ _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30
 """Sign-ins of one address in a minute."""
 _SIGN_INS_AT_ONCE = 10
+_JOBS_AT_ONCE = 16
+"""Jobs that the reconciler looks at, or submits, at the same time."""
 LOOPS = ("jobs", "deployments", "webhooks", "retention")
 
 
@@ -82,7 +86,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
         deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
-        reconciler = _reconciler(settings, parts, histograms)
+        reconciler = _reconciler(settings, parts, leaderships["jobs"], histograms)
         orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
         sweeper = _sweeper(settings, parts, orphans)
         loops = _loops(settings, parts, leaderships, reconciler, deliverer, sweeper, histograms)
@@ -92,7 +96,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
             SqlSessions(parts.database), key_ring, parts.clock, lifetime_s=settings.session_lifetime_s
         )
         app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
-        app.state.followers = Followers(parts.jobs.events)
+        app.state.watches = Watches(parts.jobs, parts.clock)
+        app.state.followers = Followers(app.state.watches.events)
         app.state.log_followers = LogFollowers(parts)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
@@ -138,7 +143,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _reconciler(settings: Settings, parts: Components, histograms: ControlPlaneHistograms) -> Reconciler:
+def _reconciler(
+    settings: Settings, parts: Components, lease: Lease, histograms: ControlPlaneHistograms
+) -> Reconciler:
     return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
@@ -153,6 +160,9 @@ def _reconciler(settings: Settings, parts: Components, histograms: ControlPlaneH
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
         deployments=parts.catalog.all_deployments,
+        attention=Attention(SPARING),
+        concurrency=_JOBS_AT_ONCE,
+        lease=lease,
         instruments=histograms.orchestration,
     )
 
@@ -180,7 +190,7 @@ def _loops(
     """Apart: bringing up the first deployment takes Ray Serve a while, and receivers of webhooks take their time."""
     steps = {
         "jobs": reconciler.tick,
-        "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,
+        "deployments": DeploymentReconciler(parts.catalog, parts.serving, leaderships["deployments"]).tick,
         "webhooks": deliverer.tick,
         "retention": sweeper.tick,
     }

@@ -11,6 +11,7 @@ from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
 from swiftkv_platform.api.sessions import Session, Sessions
+from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.database.catalog import SqlCatalog
@@ -151,6 +152,11 @@ def get_settings(request: Request) -> Settings:
     return settings
 
 
+def get_watches(request: Request) -> Watches:
+    watches: Watches = request.app.state.watches
+    return watches
+
+
 def registry_service(request: Request) -> RegistryService:
     parts = get_components(request)
     return RegistryService(parts.registry, clock=parts.clock)
@@ -211,6 +217,7 @@ def oldest_first(
 
 Parts = Annotated[Components, Depends(get_components)]
 Deletions = Annotated[SqlRetention, Depends(retained_rows)]
+TheWatches = Annotated[Watches, Depends(get_watches)]
 TheSettings = Annotated[Settings, Depends(get_settings)]
 Reader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_READ])]
 Writer = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_WRITE])]

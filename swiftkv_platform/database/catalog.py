@@ -14,6 +14,7 @@ from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, un
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
 from swiftkv_platform.errors import ConflictError, NotFoundError
+from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.job import JobStatus, Model
 from swiftkv_platform.orchestration.ports import (
     Admit,
@@ -135,13 +136,24 @@ class SqlCatalog:
 
     def _await_turn(self, session: Session, tenant: str) -> None:
         """Wait until no other transaction changes what the tenant's deployments are to be, or its aliases."""
-        self._database.take_turns(session, f"deployments of {tenant}")
+        self._database.take_turns(session, deployments_turn(tenant))
 
     def remove_deployment(self, deployment_id: str) -> None:
         with self._database.writing() as session:
             row = session.get(DeploymentRow, deployment_id)
             if row is not None:
                 session.delete(row)
+
+
+def deployments_turn(tenant: str) -> str:
+    """Name of the turn in which it is decided what a tenant's deployments are to be."""
+    return f"deployments of {tenant}"
+
+
+def deployments_demand(session: Session, tenant: str) -> Demand:
+    """Sum of what a tenant's deployments hold, as they are in this transaction."""
+    rows = session.scalars(select(DeploymentRow).where(DeploymentRow.tenant == tenant))
+    return sum((Demand.of_deployment(item.spec) for item in readable(rows, read_deployment)[0]), Demand())
 
 
 def _check_route(session: Session, wanted: Deployment) -> None:

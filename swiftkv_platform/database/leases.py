@@ -1,12 +1,17 @@
-"""Leases as rows: taken, renewed and given up in one statement each. Knows neither loops nor what is done under one."""
+"""Leases as rows: taken, renewed and given up. Knows neither loops nor what is done under one."""
 
 from __future__ import annotations
 
-from sqlalchemy import delete, insert, or_, update
+from sqlalchemy import ColumnElement, exists, insert, select, update
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
 
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import LeaseRow
+from swiftkv_platform.errors import LeaseLostError
+from swiftkv_platform.orchestration.ports import Fence
+
+_NOT_HELD = ""
 
 
 class SqlLeases:
@@ -15,17 +20,47 @@ class SqlLeases:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def take(self, name: str, holder: str, *, now: float, until: float) -> bool:
-        mine_or_over = or_(LeaseRow.holder == holder, LeaseRow.expires_at <= now)
-        renew = update(LeaseRow).where(LeaseRow.name == name, mine_or_over).values(holder=holder, expires_at=until)
+    def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
+        row = update(LeaseRow).where(LeaseRow.name == name)
+        renew = row.where(LeaseRow.holder == holder).values(expires_at=until)
+        succeed = row.where(LeaseRow.expires_at <= now).values(
+            holder=holder, expires_at=until, token=LeaseRow.token + 1
+        )
         try:
             with self._database.writing() as session:
-                if session.connection().execute(renew).rowcount == 0:
-                    session.execute(insert(LeaseRow).values(name=name, holder=holder, expires_at=until))
+                for statement in (renew, succeed):
+                    token: int | None = session.scalar(statement.returning(LeaseRow.token))
+                    if token is not None:
+                        return token
+                session.execute(insert(LeaseRow).values(name=name, holder=holder, expires_at=until, token=1))
         except IntegrityError:
-            return False  # another holder's
-        return True
+            return None  # another holder's
+        return 1
 
     def give_up(self, name: str, holder: str) -> None:
+        mine = update(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder)
         with self._database.writing() as session:
-            session.execute(delete(LeaseRow).where(LeaseRow.name == name, LeaseRow.holder == holder))
+            session.execute(mine.values(holder=_NOT_HELD, expires_at=0.0))  # the row keeps the token
+
+
+def holds(fence: Fence) -> ColumnElement[bool]:
+    """Condition that the lease has not passed on: part of the statement that it guards."""
+    return exists(
+        select(LeaseRow.name).where(
+            LeaseRow.name == fence.name, LeaseRow.holder == fence.holder, LeaseRow.token == fence.token
+        )
+    )
+
+
+def check_fence(session: Session, fence: Fence | None) -> None:
+    """Raises `LeaseLostError` if the lease has passed on."""
+    if fence is not None and not session.scalar(select(holds(fence))):
+        raise lease_lost(fence.name)
+
+
+def lease_lost(name: str) -> LeaseLostError:
+    return LeaseLostError(
+        f"the lease {name!r} is not held by this control plane any more; the one that holds it goes on",
+        field="lease",
+        value=name,
+    )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import bindparam, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from swiftkv_platform.database.catalog import deployments_demand, deployments_turn
+from swiftkv_platform.database.leases import check_fence, holds
 from swiftkv_platform.database.metric_events import with_points, without_points
 from swiftkv_platform.database.outbox import delivery_rows
 from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, unreadable
@@ -23,8 +25,21 @@ from swiftkv_platform.errors import (
     QuotaExceededError,
     StaleVersionError,
 )
+from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.fair_queue import PRIORITIES
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
-from swiftkv_platform.orchestration.ports import Idempotency, JobFilter, Page, Slice
+from swiftkv_platform.orchestration.ports import (
+    Claim,
+    Fence,
+    Idempotency,
+    JobFilter,
+    Page,
+    Placed,
+    Slice,
+    Standing,
+    Usage,
+    Waiting,
+)
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
 from swiftkv_platform.orchestration.webhooks import Recipients, recipients
 
@@ -40,6 +55,7 @@ _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
 )
 """Fields of `Job` that have a column of their own; the others are in `state`."""
 _LIVE = [status.value for status in JobStatus if not status.is_terminal]
+_ON_CLUSTER = [status.value for status in JobStatus if status.holds_cluster]
 _OFF_CLUSTER = [status.value for status in JobStatus if not status.holds_cluster]
 _WAITING = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 _EVERYTHING = JobFilter()
@@ -47,7 +63,7 @@ NOBODY_ELSE = recipients(NO_LIMITS)
 """A job's own webhook alone."""
 _DIGITS_OF_A_STEP = 18
 """Most digits of a step; a column holds every number of this length."""
-_STEPS_PER_DELETE = 500
+_PARAMETERS = 500
 """Databases limit the number of parameters of a statement."""
 
 
@@ -135,13 +151,96 @@ class SqlJobRepository:
             jobs, _ = readable(session.scalars(query), _job)
             return jobs
 
+    def on_cluster(self) -> Sequence[Placed]:
+        query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
+        with self._database.reading() as session:
+            rows = session.execute(query.where(JobRow.status.in_(_ON_CLUSTER)).order_by(JobRow.id))
+            return [Placed(row.id, JobStatus(row.status), row.version, row.watched_until) for row in rows]
+
+    def load(self, ids: Sequence[str]) -> Sequence[Job]:
+        found: dict[str, Job] = {}
+        with self._database.reading() as session:
+            for part in _parts(ids):
+                rows = session.scalars(select(JobRow).where(JobRow.id.in_(part)))
+                found |= {job.id: job for job in readable(rows, _job)[0]}
+        return [found[job_id] for job_id in ids if job_id in found]
+
+    def live_among(self, ids: Collection[str]) -> set[str]:
+        found: set[str] = set()
+        with self._database.reading() as session:
+            for part in _parts(sorted(ids)):
+                live = select(JobRow.id).where(JobRow.id.in_(part), JobRow.status.in_(_LIVE))
+                found.update(session.scalars(live))
+        return found
+
+    def standing(self, *, most: int, now: float, without: Collection[str] = ()) -> Standing:
+        queued = [JobStatus.QUEUED.value]
+        ready = select(JobRow.id, JobRow.gpus, JobRow.cpus).where(
+            JobRow.status.in_(queued), JobRow.not_before <= now, JobRow.tenant == bindparam("of")
+        )
+        if without:
+            ready = ready.where(JobRow.id.not_in(without))
+        first = ready.order_by(JobRow.priority, JobRow.id).limit(most)
+        waiting: dict[str, builtins.list[Waiting]] = {}
+        with self._database.reading() as session:
+            held, asked = _held(session, _ON_CLUSTER), _held(session, queued)
+            total = sum((*held.values(), *asked.values()), Demand())
+            for tenant in asked:  # each one's first jobs stand together in the index
+                rows = session.execute(first, {"of": tenant})
+                if jobs := [Waiting(row.id, Demand(1, row.gpus, row.cpus)) for row in rows]:
+                    waiting[tenant] = jobs
+        return Standing(held, total, waiting)
+
+    def usage(self, tenant: str) -> Usage:
+        waiting = select(func.count()).where(JobRow.tenant == tenant, JobRow.status.in_(_WAITING))
+        with self._database.reading() as session:
+            held = _held(session, _ON_CLUSTER, tenants=[tenant])
+            return Usage(session.scalar(waiting) or 0, held.get(tenant, Demand()))
+
+    def claim(
+        self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
+    ) -> Sequence[Job]:
+        tenants = sorted({job.tenant for job, _ in starts})
+        claimed: list[Job] = []
+        refused: set[str] = set()
+        with self._database.writing() as session:
+            self._database.take_turns(session, "places on the cluster")
+            for tenant in tenants:
+                self._database.take_turns(session, deployments_turn(tenant))
+            check_fence(session, fence)
+            held = _held(session, _ON_CLUSTER)
+            room = most - sum(demand.jobs for demand in held.values())
+            for tenant in tenants:
+                held[tenant] = held.get(tenant, Demand()) + deployments_demand(session, tenant)
+            for job, event in starts:
+                demand = Demand.of(job.spec)
+                if room <= 0 or job.tenant in refused:
+                    continue
+                if not fits(job.tenant, held[job.tenant], demand):
+                    refused.add(job.tenant)
+                    continue
+                updated = replace(job, version=job.version + 1)
+                guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
+                if session.scalar(guarded.values(**_columns(updated)).returning(JobRow.id)) is None:
+                    continue  # cancelled, or paused, since it was chosen
+                self._add_events(session, updated, [event])
+                claimed.append(updated)
+                room -= 1
+                held[job.tenant] += demand
+        return claimed
+
+    def watch(self, job_id: str, until: float) -> None:
+        with self._database.writing() as session:
+            live = update(JobRow).where(JobRow.id == job_id, JobRow.status.in_(_LIVE))
+            session.execute(live.values(watched_until=until))
+
     def count_by_status(self) -> Mapping[JobStatus, int]:
         query = select(JobRow.status, func.count()).group_by(JobRow.status)
         with self._database.reading() as session:
             found = {str(status): int(count) for status, count in session.execute(query)}
         return {status: found.get(status.value, 0) for status in JobStatus}
 
-    def on_cluster(self) -> Mapping[str, int | None]:
+    def attempts_on_cluster(self) -> Mapping[str, int | None]:
         # A status that another version of this program has stored counts as one with an attempt.
         query = select(JobRow.id, JobRow.state).where(JobRow.status.not_in(_OFF_CLUSTER))
         with self._database.reading() as session:
@@ -154,12 +253,16 @@ class SqlJobRepository:
         events: Sequence[Event] = (),
         points: Sequence[MetricPoint] = (),
         model: Model | None = None,
+        fence: Fence | None = None,
     ) -> Job:
         updated = replace(job, version=job.version + 1)
         guarded = update(JobRow).where(JobRow.id == job.id, JobRow.version == job.version)
+        if fence is not None:
+            guarded = guarded.where(holds(fence))
         with self._database.writing() as session:
             changed = session.execute(guarded.values(**_columns(updated)).returning(JobRow.id))
             if changed.scalar_one_or_none() is None:
+                check_fence(session, fence)
                 raise StaleVersionError(
                     f"job {job.id} has been changed since version {job.version} was read; read it again",
                     field="version",
@@ -216,8 +319,18 @@ class SqlJobRepository:
 def _columns(job: Job) -> dict[str, Any]:
     state = _JOB.dump_python(job, mode="json")
     columns = {column.key: state.pop(column.key) for column in _COLUMNS}
-    found_by = {"model": job.spec.model.name_or_path, "labels": dict(job.spec.metadata), "finished_at": job.finished_at}
-    return {**columns, **found_by, "state": state}
+    demand = Demand.of(job.spec)
+    return {
+        **columns,
+        "model": job.spec.model.name_or_path,
+        "labels": dict(job.spec.metadata),
+        "state": state,
+        "finished_at": job.finished_at,
+        "priority": PRIORITIES[job.spec.limits.priority],
+        "not_before": job.not_before,
+        "gpus": demand.gpus,
+        "cpus": demand.cpus,
+    }
 
 
 def _job(row: JobRow) -> Job:
@@ -232,6 +345,21 @@ def _attempt_number(state: Any) -> int | None:
     attempt = state.get("attempt") if isinstance(state, dict) else None
     number = attempt.get("number") if isinstance(attempt, dict) else None
     return number if isinstance(number, int) else None
+
+
+def _held(session: Session, statuses: Sequence[str], *, tenants: Sequence[str] | None = None) -> dict[str, Demand]:
+    """Sum of what jobs in these statuses ask for, by tenant."""
+    query = select(JobRow.tenant, func.count(), func.sum(JobRow.gpus), func.sum(JobRow.cpus))
+    query = query.where(JobRow.status.in_(statuses)).group_by(JobRow.tenant)
+    if tenants is not None:
+        query = query.where(JobRow.tenant.in_(tenants))
+    return {tenant: Demand(jobs, gpus, cpus) for tenant, jobs, gpus, cpus in session.execute(query)}
+
+
+def _parts(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    """The ids in parts that one statement takes."""
+    for start in range(0, len(ids), _PARAMETERS):
+        yield ids[start : start + _PARAMETERS]
 
 
 def _step(cursor: str) -> int:
@@ -249,7 +377,7 @@ def _event(row: EventRow) -> Event:
 def _replace_points(session: Session, job_id: str, points: Sequence[MetricPoint]) -> None:
     newest = {point.step: point for point in points}
     steps = builtins.list(newest)
-    for start in range(0, len(steps), _STEPS_PER_DELETE):
-        part = steps[start : start + _STEPS_PER_DELETE]
+    for start in range(0, len(steps), _PARAMETERS):
+        part = steps[start : start + _PARAMETERS]
         session.execute(delete(PointRow).where(PointRow.job_id == job_id, PointRow.step.in_(part)))
     session.add_all([PointRow(job_id=job_id, **vars(point)) for point in newest.values()])

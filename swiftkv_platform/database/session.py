@@ -22,6 +22,8 @@ from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_TIMEOUT_S = 10.0
+_LONGEST_IDLE_S = 60
+"""Seconds after which PostgreSQL ends a transaction in which nothing is asked."""
 _WRITES = "swiftkv_writes"
 
 
@@ -137,7 +139,10 @@ def _open_engine(url: str) -> Engine:
     try:
         parsed = make_url(url)
         if parsed.get_backend_name() != "sqlite":
-            return create_engine(parsed, pool_pre_ping=True, json_serializer=_to_json, json_deserializer=_from_json)
+            engine = create_engine(parsed, pool_pre_ping=True, json_serializer=_to_json, json_deserializer=_from_json)
+            if parsed.get_backend_name() == "postgresql":
+                event.listen(engine, "connect", _configure_postgresql)
+            return engine
         engine = create_engine(
             parsed, connect_args={"timeout": _BUSY_TIMEOUT_S}, json_serializer=_to_json, json_deserializer=_from_json
         )
@@ -165,6 +170,13 @@ def _from_json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
+
+
+def _configure_postgresql(connection: Any, _: object) -> None:
+    # A process that is frozen in a transaction holds its locks: another control plane would wait for it for ever.
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET idle_in_transaction_session_timeout = '{_LONGEST_IDLE_S}s'")
+    connection.commit()
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

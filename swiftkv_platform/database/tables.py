@@ -44,8 +44,22 @@ class JobRow(Base):
     """The same as in `state`, for retention to select by."""
     swept: Mapped[int] = mapped_column(server_default="0", default=0)
     """Kinds of data that retention has removed since the job ended, one bit each."""
+    priority: Mapped[int] = mapped_column(server_default="1")
+    """Rank of `limits.priority`; the lowest goes first."""
+    not_before: Mapped[float] = mapped_column(Float(53), server_default="0")
+    """`Job.not_before`."""
+    gpus: Mapped[float] = mapped_column(Float(53), server_default="0")
+    """GPUs that the job holds while it is on the cluster."""
+    cpus: Mapped[float] = mapped_column(Float(53), server_default="0")
+    watched_until: Mapped[float] = mapped_column(Float(53), server_default="0")
+    """Unix seconds until which its events are to be read often. Changing it is no change of the job."""
 
-    __table_args__ = (Index(None, "tenant", "id"), Index(None, "tenant", "status", "id"))
+    __table_args__ = (
+        Index(None, "tenant", "id"),
+        Index(None, "tenant", "status", "id"),
+        # Everything that deciding the queue reads.
+        Index("ix_jobs_queue", "status", "tenant", "priority", "id", "not_before", "gpus", "cpus"),
+    )
 
 
 class IdempotencyRow(Base):
@@ -186,3 +200,5 @@ class LeaseRow(Base):
     holder: Mapped[str] = mapped_column(String(64))
     expires_at: Mapped[float] = mapped_column(Float(53))
     """Unix seconds."""
+    token: Mapped[int] = mapped_column(BigInteger, server_default="1")
+    """Rises each time that another holder takes it."""

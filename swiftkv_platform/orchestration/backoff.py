@@ -26,9 +26,13 @@ class Backoff:
         self._not_before[name] = now + delay
         return delay
 
-    def failing(self, name: str) -> bool:
-        """Whether it has failed and not succeeded since."""
-        return name in self._failures
+    def names(self) -> set[str]:
+        """Those that have failed and not succeeded since."""
+        return set(self._failures)
+
+    def resting(self, now: float) -> set[str]:
+        """Those whose next try is not due."""
+        return {name for name, due in self._not_before.items() if now < due}
 
     def succeeded(self, name: str) -> None:
         self._failures.pop(name, None)
@@ -36,5 +40,5 @@ class Backoff:
 
     def keep(self, names: Set[str]) -> None:
         """Forget all others."""
-        for name in self._failures.keys() - names:
+        for name in [*(self._failures.keys() - names)]:
             self.succeeded(name)

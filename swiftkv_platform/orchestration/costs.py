@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swiftkv_platform.orchestration.fair_queue import Demand
+from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.job import Job, Speed
 from swiftkv_platform.orchestration.tenants import TenantPolicy
 from swiftkv_platform.specs import JobSpec

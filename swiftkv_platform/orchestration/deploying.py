@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from swiftkv_platform.errors import InvalidInputError, StaleVersionError
+from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
 from swiftkv_platform.orchestration.engine_options import check_engine_options
-from swiftkv_platform.orchestration.fair_queue import Demand
 from swiftkv_platform.orchestration.job import new_id
 from swiftkv_platform.orchestration.merge_patch import contradicted, merged
 from swiftkv_platform.orchestration.ports import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
-from swiftkv_platform.orchestration.fair_queue import Demand
+from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 

@@ -52,7 +52,7 @@ class Orphans:
         running = self._cluster.running()
         if not running:
             return
-        wanted = self._jobs.on_cluster()
+        wanted = self._jobs.attempts_on_cluster()
         for submission in running:
             attempt = attempt_of(submission, self._store_uri)
             if attempt is None or (attempt.job_id in wanted and wanted[attempt.job_id] in (None, attempt.number)):

@@ -6,7 +6,7 @@ Every method may raise the errors its docstring names and no other; network and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Literal, Protocol, TypeVar
@@ -14,6 +14,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import AttemptEvent
+from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
@@ -68,6 +69,62 @@ class Idempotency:
     body_hash: str
 
 
+@dataclass(frozen=True)
+class Fence:
+    """Mark of a lease as it was held. What is stored with it is refused once the lease is another's."""
+
+    name: str
+    holder: str
+    token: int
+    """Rises each time that another holder takes the lease."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A job that may have an attempt on the cluster, as the columns of its row tell."""
+
+    id: str
+    status: JobStatus
+    version: int
+    watched_until: float
+    """Unix seconds until which somebody follows it."""
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A job of the queue."""
+
+    id: str
+    demand: Demand
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The queue, and what is held of the cluster."""
+
+    held: Mapping[str, Demand]
+    """Sum over each tenant's jobs on the cluster."""
+    total: Demand
+    """Sum over all jobs on the cluster and in the queue."""
+    waiting: Mapping[str, Sequence[Waiting]]
+    """First jobs of each tenant that may start now: by priority, then by age."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Jobs of one tenant that have not ended."""
+
+    waiting: int
+    """Jobs that wait or are paused."""
+    held: Demand
+
+
+class Claim(Protocol):
+    def __call__(self, tenant: str, held: Demand, demand: Demand, /) -> bool:
+        """Whether a tenant that holds this much of the cluster may have this much more."""
+        ...
+
+
 class JobRepository(Protocol):
     """Jobs with their events and metrics. Each method is one transaction."""
 
@@ -101,9 +158,52 @@ class JobRepository(Protocol):
         """All tenants' jobs that are not in a final status, oldest first; a row that cannot be read is left out."""
         ...
 
+    def on_cluster(self) -> Sequence[Placed]:
+        """All tenants' jobs that may have an attempt on the cluster, oldest first; no spec is read."""
+        ...
+
+    def load(self, ids: Sequence[str]) -> Sequence[Job]:
+        """These jobs, in this order; one that is gone, or cannot be read, is left out."""
+        ...
+
+    def live_among(self, ids: Collection[str]) -> set[str]:
+        """Those of the ids whose jobs are not in a final status."""
+        ...
+
+    def standing(self, *, most: int, now: float, without: Collection[str] = ()) -> Standing:
+        """The queue as it is now, decided by columns alone.
+
+        Args:
+            most: jobs of each tenant that are named.
+            now: retries that are due later are not named.
+            without: ids of jobs that are not named.
+        """
+        ...
+
+    def usage(self, tenant: str) -> Usage: ...
+
+    def claim(
+        self, starts: Sequence[tuple[Job, Event]], *, most: int, fits: Claim, fence: Fence | None = None
+    ) -> Sequence[Job]:
+        """Give waiting jobs their places on the cluster, counted anew while no other control plane does the same.
+
+        Args:
+            starts: jobs in the status `starting`, of the version that they were read at, with the event that says so.
+            most: jobs on the cluster at the same time.
+            fits: whether a tenant may have this much more beside its jobs and deployments.
+
+        Returns the jobs that have got a place. One that has changed since, or has none, is left out; of a tenant whose
+        first job has none no other gets one. Raises `LeaseLostError`.
+        """
+        ...
+
+    def watch(self, job_id: str, until: float) -> None:
+        """Have the job's events read often until then. Its version stays."""
+        ...
+
     def count_by_status(self) -> Mapping[JobStatus, int]: ...
 
-    def on_cluster(self) -> Mapping[str, int | None]:
+    def attempts_on_cluster(self) -> Mapping[str, int | None]:
         """Number of the present attempt of each job that may have one on the cluster; None where it cannot be read."""
         ...
 
@@ -114,10 +214,12 @@ class JobRepository(Protocol):
         events: Sequence[Event] = (),
         points: Sequence[MetricPoint] = (),
         model: Model | None = None,
+        fence: Fence | None = None,
     ) -> Job:
         """Replace the row of the version that `job` was read at, and add what happened, all or nothing.
 
-        Returns the job with its new version. Raises `StaleVersionError` if the row has moved on.
+        Returns the job with its new version. Raises `StaleVersionError` if the row has moved on, and `LeaseLostError`
+        if the lease of `fence` is another's.
         """
         ...
 
@@ -185,8 +287,11 @@ class Catalog(Protocol):
 class Leases(Protocol):
     """Rights that one process at a time holds, until a time. Both methods raise `DatabaseUnavailableError`."""
 
-    def take(self, name: str, holder: str, *, now: float, until: float) -> bool:
-        """Take or renew a lease; False while another holder's has not run out."""
+    def take(self, name: str, holder: str, *, now: float, until: float) -> int | None:
+        """Take or renew a lease; returns its token, None while another holder's has not run out.
+
+        The token is at least 1, rises each time that another holder takes the lease, and stays with a renewal.
+        """
         ...
 
     def give_up(self, name: str, holder: str) -> None:
@@ -284,8 +389,16 @@ class AttemptStore(Protocol):
         """Ask the attempt to checkpoint and end; asking again changes nothing."""
         ...
 
-    def read_events(self, attempt: AttemptId, cursor: Mapping[str, int]) -> Sequence[StoredEvent]:
-        """Events after `cursor` (last sequence number read, by writer), each writer's in order and without gaps."""
+    def read_events(
+        self, attempt: AttemptId, cursor: Mapping[str, int], most: int | None = None, turn: int | None = None
+    ) -> Sequence[StoredEvent]:
+        """Events after `cursor` (last sequence number read, by writer), each writer's in order and without gaps.
+
+        Args:
+            most: events read; what is beyond comes with the next cursor.
+            turn: number of the look, by which it is one request that lists a part: every part has its turn. None
+                lists all.
+        """
         ...
 
     def newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:

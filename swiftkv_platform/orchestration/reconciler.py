@@ -8,13 +8,19 @@ can be asked for afterwards, and each step is harmless when repeated:
 A `starting` job that was not seen submitted is submitted again under the same id if Ray does not know it; Ray refuses
 an id it knows. Events are read after Ray's status, so that all of an ended attempt's are there, and the cursor is
 stored together with what was read, so that each counts once.
+
+A tick's work is bounded: jobs on the cluster are looked at when `attention` says so, several at a time, and so many
+events of each are read. The queue is decided by columns of the database, and places are claimed there.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
@@ -24,6 +30,7 @@ from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,
     DatabaseUnavailableError,
+    LeaseLostError,
     ObjectNotFoundError,
     StaleVersionError,
     StorageError,
@@ -31,11 +38,13 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import DEFAULT_LIMITS, AttemptLimits
 from swiftkv_platform.orchestration.attempt_outcome import AttemptOutcomes
+from swiftkv_platform.orchestration.attention import Attention
 from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.fair_queue import FairQueue
 from swiftkv_platform.orchestration.instruments import NO_INSTRUMENTS, Instruments
-from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, start, transition
+from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, start, transition
+from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
 from swiftkv_platform.orchestration.ports import (
     AttemptStore,
     Clock,
@@ -54,6 +63,10 @@ _CLUSTER = "cluster"
 _MOST_SURPRISES = 5
 """Unexpected failures in a row after which a job is given up: some 15 seconds with the default interval."""
 _LONGEST_CAUSE = 500
+_MOST_STARTS = 64
+"""Jobs that a tick submits."""
+_MOST_EVENTS = 256
+"""Events of a job that a look reads."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,9 @@ class Reconciler:
         limits: how long attempts may take.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
         deployments: all tenants', whose replicas count against quotas as jobs do.
+        attention: choice of the jobs that a tick looks at; without one it looks at all.
+        concurrency: jobs that are looked at, or submitted, at the same time.
+        lease: the right to change anything; without one there is no other control plane.
         instruments: are told of waits and lags.
     """
 
@@ -106,6 +122,9 @@ class Reconciler:
         limits: AttemptLimits = DEFAULT_LIMITS,
         retry_delay_s: float = 1.0,
         deployments: Callable[[], Sequence[Deployment]] = tuple,
+        attention: Attention | None = None,
+        concurrency: int = 1,
+        lease: Lease = UNDISPUTED,
         instruments: Instruments = NO_INSTRUMENTS,
     ) -> None:
         self._jobs = jobs
@@ -123,6 +142,10 @@ class Reconciler:
         self._instruments = instruments
         self._limits = limits
         self._backoff = Backoff(first_s=interval_s, longest_s=_LONGEST_BACKOFF_S)
+        self._attention = attention or Attention()
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="jobs") if concurrency > 1 else None
+        self._lease = lease
+        self._lock = Lock()
         self._surprises: dict[str, list[str]] = {}
         """Unexpected failures in a row, by job."""
         self.jobs_put_off = 0
@@ -130,37 +153,98 @@ class Reconciler:
         self._log = get_logger(loop="jobs")
 
     def tick(self) -> None:
-        """Do the next thing for each job. Raises `DatabaseUnavailableError`."""
-        live = [self._attend(job, self._follow) if job.status.holds_cluster else job for job in self._jobs.live()]
-        for job in self._next_in_queue([job for job in live if not job.status.is_terminal]):
-            self._attend(job, self._start)
-        self._forget_ended([job for job in live if not job.status.is_terminal])
-        self.jobs_put_off = sum(self._backoff.failing(job.id) for job in live)
+        """Do the next thing for each job that is due. Raises `DatabaseUnavailableError` and `LeaseLostError`."""
+        placed, now = self._jobs.on_cluster(), self._clock()
+        if self._backoff.ready(_CLUSTER, now):
+            due = [job_id for job_id in self._attention.due(placed, now) if self._backoff.ready(job_id, now)]
+            after = self._each(self._loaded(due), self._look)
+            ended = sum(not job.status.holds_cluster for job in after)
+            self._start_waiting(self._max_running_jobs - len(placed) + ended)
+        self._forget_ended()
 
-    def _next_in_queue(self, live: Sequence[Job]) -> Sequence[Job]:
-        """Jobs to start, as room allows. A job that is left alone after a failure takes no other job's place."""
-        now = self._clock()
-        room = self._max_running_jobs - sum(job.status.holds_cluster for job in live)
-        ready = [job for job in live if job.status.holds_cluster or self._backoff.ready(job.id, now)]
-        waiting = room > 0 and any(job.status is JobStatus.QUEUED for job in ready)
-        return self._queue.next(ready, room=room, now=now, deployments=self._deployments() if waiting else ())
+    def _look(self, job: Job) -> Job:
+        return self._attend(job, self._follow)
+
+    def _loaded(self, ids: Sequence[str]) -> Sequence[Job]:
+        """Read these jobs. One that cannot be read is left alone for a while."""
+        jobs = self._jobs.load(ids) if ids else ()
+        for job_id in {*ids} - {job.id for job in jobs}:
+            self._backoff.failed(job_id, self._clock())
+        return jobs
+
+    def _each(self, jobs: Sequence[Job], step: Callable[[Job], Job]) -> list[Job]:
+        """The jobs as the step leaves them, several at a time; the first error that it raised once all are done."""
+        if self._threads is None or len(jobs) < 2:
+            return [step(job) for job in jobs]
+        tasks = [self._threads.submit(step, job) for job in jobs]
+        wait(tasks)
+        return [task.result() for task in tasks]
+
+    def _start_waiting(self, room: int) -> None:
+        """Start jobs of the queue, as room allows. One that is left alone after a failure takes no other's place."""
+        room = min(room, _MOST_STARTS)
+        while room > 0:
+            now = self._clock()
+            standing = self._jobs.standing(most=room, now=now, without=self._backoff.resting(now))
+            waits = any(standing.waiting.values())
+            queue = self._queue.next(standing, room=room, deployments=self._deployments() if waits else ())
+            jobs = self._loaded([job.id for job in queue])
+            room -= self._start(jobs)
+            if len(jobs) == len(queue):
+                return
+
+    def _start(self, jobs: Sequence[Job]) -> int:
+        """Claim a place for each job that is prepared for it, and submit it; returns how many have got one."""
+        starts: dict[str, tuple[Job, Event]] = {}
+
+        def prepare(job: Job) -> Job:
+            starts[job.id] = self._prepared(job)
+            return job
+
+        self._each(jobs, lambda job: self._attend(job, prepare))
+        if not starts:
+            return 0
+        self._lease.check()
+        claimed = self._jobs.claim(
+            [starts[job.id] for job in jobs if job.id in starts],
+            most=self._max_running_jobs,
+            fits=self._queue.fits,
+            fence=self._lease.fence,
+        )
+        waited = {job.id: job for job in jobs}
+        for job in claimed:
+            self._instruments.started(waited[job.id], self._clock())
+        self._each(claimed, lambda job: self._attend(job, self._submit))
+        return len(claimed)
+
+    def _prepared(self, job: Job) -> tuple[Job, Event]:
+        """The job as it starts, not stored yet, and the event that says so."""
+        self._cluster.check()  # while Ray is away, a job keeps its place in the queue
+        number = job.attempt.number
+        resume_from = self._store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
+        return start(job, now=int(self._clock()), resume_from=resume_from)
 
     def _attend(self, job: Job, step: Callable[[Job], Job]) -> Job:
         """The job as its step leaves it; unchanged while it or the cluster is left alone after a failure.
 
-        One job's failure, whatever it is, does not stop the others; a cluster that is away stops all. What is away
-        comes back, so a job waits for it. Any other failure is a mistake of ours, or a job made to cause one: after a
-        few tries in a row that job has failed.
+        One job's failure, whatever it is, does not stop the others; a cluster that is away stops all, and so does a
+        lease that is lost. What is away comes back, so a job waits for it. Any other failure is a mistake of ours, or a
+        job made to cause one: after a few tries in a row that job has failed.
         """
+        self._lease.check()
         now = self._clock()
         if not (self._backoff.ready(_CLUSTER, now) and self._backoff.ready(job.id, now)):
             return job
         try:
             after = self._give_up(job) if self._is_hopeless(job) else step(job)
+        except LeaseLostError:
+            raise
         except StaleVersionError as error:
             self._log.info("changed by somebody else; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
-            self._put_off(_CLUSTER, job, error)
+            with self._lock:  # of several calls that fail together one counts
+                if self._backoff.ready(_CLUSTER, self._clock()):
+                    self._put_off(_CLUSTER, job, error)
         except Exception as error:
             self._put_off(job.id, job, error)
             if not _will_pass(error):
@@ -182,31 +266,33 @@ class Reconciler:
         if latest.status.is_terminal:
             return latest
         if latest.status.holds_cluster and latest.attempt.submission_id is not None:
-            self._cluster.stop(latest.attempt.submission_id)
+            self._stop(latest.attempt.submission_id)
         causes = self._surprises[job.id]
         message = f"the control plane failed to handle this job {len(causes)} times in a row: {causes[-1]}"
         reason = Reason(ReasonCode.INTERNAL, message)
         failed, event = transition(latest, JobStatus.FAILED, now=int(self._clock()), reason=reason)
         self._log.error("given up", job_id=job.id, causes=causes)
-        return self._jobs.update(failed, events=[event])
+        return self._store_change(failed, events=[event])
 
-    def _forget_ended(self, live: Sequence[Job]) -> None:
-        ids = {job.id for job in live}
-        self._surprises = {job_id: causes for job_id, causes in self._surprises.items() if job_id in ids}
-        self._backoff.keep({_CLUSTER, *ids})
+    def _store_change(self, job: Job, **told: Any) -> Job:
+        """Store what became of a job, unless another control plane leads by now."""
+        return self._jobs.update(job, fence=self._lease.fence, **told)
+
+    def _stop(self, submission_id: str) -> None:
+        self._lease.check()
+        self._cluster.stop(submission_id)
+
+    def _forget_ended(self) -> None:
+        """Forget the failures of jobs that have ended."""
+        failing = self._backoff.names() - {_CLUSTER}
+        live = self._jobs.live_among(failing | self._surprises.keys()) if failing or self._surprises else set()
+        self._surprises = {job_id: causes for job_id, causes in self._surprises.items() if job_id in live}
+        self._backoff.keep({_CLUSTER, *live})
+        self.jobs_put_off = len(failing & live)
 
     def _put_off(self, name: str, job: Job, error: Exception) -> None:
         delay = self._backoff.failed(name, self._clock())
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
-
-    def _start(self, job: Job) -> Job:
-        self._cluster.check()  # while Ray is away, a job keeps its place in the queue
-        number = job.attempt.number
-        resume_from = self._store.newest_checkpoint(job.id, before_attempt=number) if number > 1 else None
-        started, event = start(job, now=int(self._clock()), resume_from=resume_from)
-        stored = self._jobs.update(started, events=[event])
-        self._instruments.started(job, self._clock())
-        return self._submit(stored)
 
     def _submit(self, job: Job) -> Job:
         attempt = job.attempt
@@ -224,8 +310,9 @@ class Reconciler:
             )
         )
         command = self._entrypoint.shell(job.attempt_id)
+        self._lease.check()  # another control plane may have submitted it while the request was written
         self._cluster.submit(_submission_id(job), command, self._entrypoint.env)
-        submitted = self._jobs.update(self._seen_by_ray(job))
+        submitted = self._store_change(self._seen_by_ray(job))
         self._log.info("submitted", job_id=job.id, submission_id=attempt.submission_id)
         return submitted
 
@@ -234,19 +321,24 @@ class Reconciler:
         if submission is None and job.attempt.submitted_at is None and job.status is JobStatus.STARTING:
             return self._submit(job)
         seen = job if submission is None else self._seen_by_ray(job)
-        stored = self._store.read_events(job.attempt_id, job.attempt.cursor)
+        # All of an attempt that is over is listed, so that what is not among it will never be.
+        over = submission is None or submission.status.is_terminal
+        turn = None if over else self._attention.turn(job.id)
+        stored = self._store.read_events(job.attempt_id, job.attempt.cursor, _MOST_EVENTS, turn)
         reading = read(seen, stored, now=int(self._clock()))
         self._instruments.read(stored, self._clock())
-        if submission is None or submission.status.is_terminal:
-            return self._finish(reading, submission)
-        return self._keep(job, reading)
+        has_more = len(stored) == _MOST_EVENTS
+        after = self._finish(reading, submission) if over and not has_more else self._keep(job, reading)
+        self._attention.looked(job.id, now=self._clock(), version=after.version, heard=bool(stored), has_more=has_more)
+        return after
 
     def _finish(self, reading: Reading, submission: Submission | None) -> Job:
         ended = reading.job
+        self._lease.check()
         if submission is not None:
             self._store.save_logs(ended.attempt_id, self._cluster.logs(_submission_id(ended)))
         model = self._outcomes.decide(reading, submission)
-        settled = self._jobs.update(reading.job, events=reading.events, points=reading.points, model=model)
+        settled = self._store_change(reading.job, events=reading.events, points=reading.points, model=model)
         self._log.info("attempt over", job_id=ended.id, attempt=ended.attempt.number, status=settled.status.value)
         if settled.status.is_terminal:
             self._tidy_up(ended.id)
@@ -266,13 +358,14 @@ class Reconciler:
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, stopping=reason))
         self._cap_cost(reading)
         if reading.job.status is JobStatus.PAUSING and not reading.job.attempt.pause_requested:
+            self._lease.check()
             self._store.request_pause(reading.job.attempt_id)
             reading.job = replace(reading.job, attempt=replace(reading.job.attempt, pause_requested=True))
         job = reading.job
         if job != before:
-            job = self._jobs.update(job, events=reading.events, points=reading.points)
+            job = self._store_change(job, events=reading.events, points=reading.points)
         if _is_to_end(job):
-            self._cluster.stop(_submission_id(job))
+            self._stop(_submission_id(job))
         return job
 
     def _cap_cost(self, reading: Reading) -> None:

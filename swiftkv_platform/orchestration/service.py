@@ -11,8 +11,8 @@ from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
 from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap
+from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.estimates import Estimate
-from swiftkv_platform.orchestration.fair_queue import Demand
 from swiftkv_platform.orchestration.job import (
     Event,
     Job,

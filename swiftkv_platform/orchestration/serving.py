@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
 from swiftkv_platform.orchestration.ports import (
     Catalog,
     Deployment,
@@ -17,16 +18,22 @@ _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has 
 
 
 class DeploymentReconciler:
-    """Applies the set of wanted deployments whenever it, or what is served, has changed."""
+    """Applies the set of wanted deployments whenever it, or what is served, has changed.
 
-    def __init__(self, catalog: Catalog, cluster: ServeCluster) -> None:
+    Args:
+        lease: the right to change anything; without one there is no other control plane.
+    """
+
+    def __init__(self, catalog: Catalog, cluster: ServeCluster, lease: Lease = UNDISPUTED) -> None:
         self._catalog = catalog
         self._cluster = cluster
+        self._lease = lease
         self._applied: Sequence[ResolvedDeployment] | None = None
         """Deployments that this process last applied; None before it has applied any."""
 
     def tick(self) -> None:
-        """Raises `ClusterUnavailableError` and `DatabaseUnavailableError`; the next tick makes up for it."""
+        """Raises `ClusterUnavailableError`, `DatabaseUnavailableError` and `LeaseLostError`; the next tick makes up for
+        it."""
         deployments = self._catalog.all_deployments()
         if not deployments and not self._applied:
             return
@@ -37,6 +44,7 @@ class DeploymentReconciler:
             # What the cluster has said is no word on what it is only now told to serve.
             stale = [spec for spec in wanted if spec not in (self._applied or ())]
             self._applied = None
+            self._lease.check()  # another control plane may have applied something newer
             self._cluster.apply(wanted)
             self._applied = wanted
         for deployment in deployments:
@@ -44,6 +52,7 @@ class DeploymentReconciler:
                 self._store_state(deployment, states.get(deployment.spec.id))
 
     def _store_state(self, deployment: Deployment, state: DeploymentState | None) -> None:
+        self._lease.check()
         deleting = deployment.state.status is DeploymentStatus.DELETING
         if state is None and deleting:
             self._catalog.remove_deployment(deployment.spec.id)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import heapq
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 
 from pydantic import ValidationError
 
@@ -21,6 +24,12 @@ from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
 _EVENT_NAME = re.compile(r"(\d{8,})\.json")
+_READERS = 16
+"""Events of one store that are read at a time."""
+_KEYS_PER_LIST = 1000
+"""Keys that S3 names in one answer."""
+_KNOWN_PER_PART = 800
+"""Events in a part that have been read; one answer holds them, and some that have not."""
 
 
 @dataclass(frozen=True)
@@ -101,23 +110,43 @@ class AttemptStore:
         """Whether the attempt's machines are taken away."""
         return self._store.head(attempt.preempt_key) is not None
 
-    def read_events(self, attempt: AttemptId, cursor: Mapping[str, int]) -> list[StoredEvent]:
+    def read_events(
+        self, attempt: AttemptId, cursor: Mapping[str, int], most: int | None = None, turn: int | None = None
+    ) -> list[StoredEvent]:
         """Events after `cursor` (writer -> last sequence seen), merged by time, each writer's own order kept.
 
         A writer's events are returned up to the first missing number; one that cannot be understood is a warning.
+
+        Args:
+            most: events read, of the first writers first where there are more.
+            turn: number of the look. A look is one request for a list, which most attempts fit in; of one that has
+                more, the part in which most was said has every other turn. None lists everything.
         """
-        writers = self._store.list_directories(attempt.events_prefix)
-        streams = [self._writer_events(attempt, writer, cursor.get(writer, 0)) for writer in writers]
+        parts, listed = _unread_parts(attempt, cursor), None
+        if turn is not None:
+            parts, listed = [_in_turn(parts, turn)], _KEYS_PER_LIST
+        keys: dict[str, list[str]] = {}
+        left = most
+        for part in parts:
+            for writer, key in islice(_unread(self._store, attempt, part, cursor, listed), left):
+                keys.setdefault(writer, []).append(key)
+            left = None if most is None else most - sum(map(len, keys.values()))
+        return self._fetch(keys, cursor)
+
+    def _fetch(self, keys: Mapping[str, Sequence[str]], cursor: Mapping[str, int]) -> list[StoredEvent]:
+        """The events at these keys, by writer, several read at a time."""
+        flat = [key for own in keys.values() for key in own]
+        read = map(self._store.get_bytes, flat) if len(flat) < 2 else self._readers.map(self._store.get_bytes, flat)
+        events = iter([parse_event(data, name=key, now=time.time()) for key, data in zip(flat, read, strict=True)])
+        streams = [
+            [StoredEvent(writer, number, next(events)) for number, _ in enumerate(own, cursor.get(writer, 0) + 1)]
+            for writer, own in keys.items()
+        ]
         return list(heapq.merge(*streams, key=lambda stored: stored.event.time))
 
-    def _writer_events(self, attempt: AttemptId, writer: str, last_seen: int) -> Iterator[StoredEvent]:
-        expected = last_seen + 1
-        for sequence, key in _event_keys(self._store, attempt, writer, after=last_seen):
-            if sequence != expected:
-                return
-            expected += 1
-            event = parse_event(self._store.get_bytes(key), name=key, now=time.time())
-            yield StoredEvent(writer, sequence, event)
+    @cached_property
+    def _readers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_READERS, thread_name_prefix="events")
 
     def discard_inputs(self, job_id: str) -> None:
         """Delete the prepared rows, calibrated starts and written answers of every attempt of a job that has ended."""
@@ -221,6 +250,60 @@ class EventWriter:
         self._store.put_bytes(key, redact(event.model_dump_json()).encode(), if_absent=True)
         self._last = sequence
         return sequence
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Keys between which events may lie that have not been read, with few in between that have."""
+
+    after: str | None = None
+    """Key after which it begins; None for the first one."""
+    before: str | None = None
+    """Prefix at which it ends; None for the last one."""
+    said: int = 0
+    """Most events that one of its writers has said so far."""
+
+
+def _unread_parts(attempt: AttemptId, cursor: Mapping[str, int]) -> list[_Part]:
+    """Parts that cover every place of an unread event, those of new writers too; each takes one request to list."""
+    parts, known = [_Part()], 0
+    for writer in sorted(cursor, key=lambda name: f"{name}/"):
+        said = cursor[writer]
+        if known + said > _KNOWN_PER_PART:
+            parts[-1] = replace(parts[-1], before=f"{attempt.events_prefix}/{writer}/")
+            parts.append(_Part(after=attempt.event_key(writer, said)))
+            known = 0
+        else:
+            known += said
+        parts[-1] = replace(parts[-1], said=max(parts[-1].said, said))
+    return parts
+
+
+def _in_turn(parts: Sequence[_Part], turn: int) -> _Part:
+    """The part that is listed at this turn."""
+    busiest = max(parts, key=lambda part: part.said)
+    others = [part for part in parts if part is not busiest]
+    return busiest if turn % 2 == 0 or not others else others[turn // 2 % len(others)]
+
+
+def _unread(
+    store: ObjectStore, attempt: AttemptId, part: _Part, cursor: Mapping[str, int], listed: int | None
+) -> Iterator[tuple[str, str]]:
+    """Writers and keys of the part's events after the cursor, each writer's ascending, up to its first gap.
+
+    Args:
+        listed: keys looked at.
+    """
+    seen = dict(cursor)
+    start = len(attempt.events_prefix) + 1
+    for info in islice(store.list(attempt.events_prefix, start_after=part.after), listed):
+        if part.before is not None and info.key >= part.before:
+            return
+        writer, _, name = info.key[start:].rpartition("/")
+        match = _EVENT_NAME.fullmatch(name)
+        if match and int(match.group(1)) == seen.get(writer, 0) + 1:
+            seen[writer] = seen.get(writer, 0) + 1
+            yield writer, info.key
 
 
 def _event_keys(store: ObjectStore, attempt: AttemptId, writer: str, *, after: int) -> Iterator[tuple[int, str]]:

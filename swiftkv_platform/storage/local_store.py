@@ -65,7 +65,7 @@ class LocalObjectStore:
         trimmed = validate_prefix(prefix)
         directory = f"{trimmed}/" if trimmed else ""
         with _storage_errors("list", prefix):
-            names = [name.removesuffix("/") for name, _ in self._entries(directory) if name.endswith("/")]
+            names = [name.removesuffix("/") for name in self._entries(directory) if name.endswith("/")]
             return sorted(name for name in names if any(self._walk(f"{directory}{name}/", None)))
 
     def upload_file(self, path: Path, key: str) -> None:
@@ -123,28 +123,29 @@ class LocalObjectStore:
 
     def _walk(self, directory: str, start_after: str | None) -> Iterator[ObjectInfo]:
         """Objects below `directory` (empty, or with a trailing slash) in key order, from `start_after` on."""
-        for name, size in self._entries(directory):
+        for name in self._entries(directory, start_after):
             key = directory + name
             if name.endswith("/"):
-                if start_after is None or key > start_after or start_after.startswith(key):
-                    yield from self._walk(key, start_after)
-            elif start_after is None or key > start_after:
-                yield ObjectInfo(key, size)
+                yield from self._walk(key, start_after)
+            else:
+                with suppress(FileNotFoundError):  # deleted since the scan saw it
+                    yield ObjectInfo(key, (self._root / key).stat().st_size)
 
-    def _entries(self, directory: str) -> builtins.list[tuple[str, int]]:
-        """Names in `directory` with their sizes. A trailing slash marks a directory, and gives the order S3 has."""
-        entries: list[tuple[str, int]] = []
+    def _entries(self, directory: str, start_after: str | None = None) -> builtins.list[str]:
+        """Names in `directory` that may lead to keys after `start_after`; no file is looked at. A trailing slash marks
+        a directory, and gives the order S3 has."""
+        names: builtins.list[str] = []
         try:
             with os.scandir(self._root / directory) as scan:
                 for entry in scan:
-                    if entry.is_dir():
-                        entries.append((f"{entry.name}/", 0))
-                    elif not entry.name.startswith(TEMPORARY_PREFIX):
-                        with suppress(FileNotFoundError):  # deleted since the scan saw it
-                            entries.append((entry.name, entry.stat().st_size))
+                    name = f"{entry.name}/" if entry.is_dir() else entry.name
+                    key = directory + name
+                    is_later = start_after is None or key > start_after
+                    if is_later or (name.endswith("/") and start_after is not None and start_after.startswith(key)):
+                        names.append(name)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(entries)
+        return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX) or name.endswith("/"))
 
 
 @contextmanager

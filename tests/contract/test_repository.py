@@ -224,4 +224,4 @@ def test_jobs_on_the_cluster_are_told_with_their_attempt(jobs: SqlJobRepository)
     jobs.update(started, events=[event])
     paused, event = transition(store(jobs, make_job()), JobStatus.PAUSED, now=102)
     jobs.update(paused, events=[event])
-    assert jobs.on_cluster() == {on_it.id: 3}
+    assert jobs.attempts_on_cluster() == {on_it.id: 3}

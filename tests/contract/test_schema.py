@@ -62,6 +62,26 @@ def test_aliases_from_before_versions_are_numbered(database: Database, jobs: Sql
     assert registry.promotions(tenant=TENANT) == before
 
 
+def test_the_queue_of_before_its_columns_is_decided_as_before(database: Database, jobs: SqlJobRepository) -> None:
+    resources = {"num_workers": 2, "gpus_per_worker": 1, "cpus_per_worker": 3}
+    late, urgent = (store(jobs, make_job(limits={"priority": name}, resources=resources)) for name in ("low", "high"))
+    retry = jobs.update(replace(store(jobs, make_job()), not_before=50.0))
+    damaged = store(jobs, make_job())
+    before = jobs.standing(most=9, now=40.0, without=[damaged.id])
+    assert [item.id for item in before.waiting[TENANT]] == [urgent.id, late.id]
+    with database.writing() as session:
+        session.execute(text("UPDATE jobs SET spec = '7' WHERE id = :id"), {"id": damaged.id})
+    database.downgrade("0007")
+    database.upgrade()
+    after = jobs.standing(most=9, now=40.0, without=[damaged.id])
+    assert after.waiting == before.waiting
+    assert [item.id for item in jobs.standing(most=9, now=60.0).waiting[TENANT]] == [
+        urgent.id,
+        *sorted([retry.id, damaged.id]),
+        late.id,
+    ]
+
+
 def test_the_way_back_is_a_command_that_refuses_what_there_is_not(database: Database) -> None:
     database.upgrade()
     database.downgrade("0005")

@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
-from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
+from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader, TheWatches
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.job_logs import LogFollowers, read_logs, read_tail
 from swiftkv_platform.api.schemas import EventAnswer, ListAnswer, MetricPointAnswer, list_answer
@@ -34,11 +34,13 @@ def list_events(
     job_id: str,
     parts: Parts,
     caller: Reader,
+    watches: TheWatches,
     page: OldestFirst,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> ListAnswer[EventAnswer] | Response:
     """A job's events. With `Accept: text/event-stream` they are followed live, from after `Last-Event-ID` on."""
     parts.jobs.get(job_id, tenant=caller.tenant)
+    watches.note(job_id)
     if "text/event-stream" not in request.headers.get("accept", ""):
         return list_answer(parts.jobs.events(job_id, page), EventAnswer.of, lambda event: event.id)
     after = last_event_id or page.after
@@ -63,9 +65,12 @@ async def _follow_events(
 
 
 @router.get("/metrics")
-def list_metrics(job_id: str, parts: Parts, caller: Reader, page: OldestFirst) -> ListAnswer[MetricPointAnswer]:
+def list_metrics(
+    job_id: str, parts: Parts, caller: Reader, watches: TheWatches, page: OldestFirst
+) -> ListAnswer[MetricPointAnswer]:
     """The time series, by ascending step; `after` is a step."""
     parts.jobs.get(job_id, tenant=caller.tenant)
+    watches.note(job_id)
     return list_answer(parts.jobs.points(job_id, page), MetricPointAnswer.of, lambda point: str(point.step))
 
 

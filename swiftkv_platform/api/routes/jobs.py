@@ -15,6 +15,7 @@ from swiftkv_platform.api.dependencies import (
     Parts,
     Reader,
     TheSettings,
+    TheWatches,
     Writer,
     job_limits,
     prices,
@@ -114,9 +115,12 @@ def _metadata_asked_for(request: Request) -> dict[str, str]:
 
 
 @router.get("/{job_id}")
-def get_job(job_id: str, parts: Parts, caller: Reader, present: Present) -> JobAnswer:
+def get_job(job_id: str, parts: Parts, caller: Reader, watches: TheWatches, present: Present) -> JobAnswer:
     """One job."""
-    return present(parts.jobs.get(job_id, tenant=caller.tenant))
+    job = parts.jobs.get(job_id, tenant=caller.tenant)
+    if not job.status.is_terminal:
+        watches.note(job_id)
+    return present(job)
 
 
 @router.post("/{job_id}/cancel")

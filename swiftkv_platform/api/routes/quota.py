@@ -8,8 +8,8 @@ from fastapi import APIRouter
 
 from swiftkv_platform.api.dependencies import Parts, Reader
 from swiftkv_platform.api.schemas import Answer
-from swiftkv_platform.orchestration.fair_queue import Demand, held_by
-from swiftkv_platform.orchestration.job import JobStatus
+from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.fair_queue import held_by
 
 router = APIRouter(tags=["operations"])
 
@@ -55,9 +55,9 @@ class QuotaAnswer(Answer):
 @router.get("/quota")
 def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
     """Quota of the caller's tenant, and its use."""
-    live = [job for job in parts.jobs.live() if job.tenant == caller.tenant]
+    usage = parts.jobs.usage(caller.tenant)
     deployed = [item for item in parts.catalog.all_deployments() if item.tenant == caller.tenant]
-    jobs, deployments = (held.get(caller.tenant, Demand()) for held in (held_by(live), held_by((), deployed)))
+    jobs, deployments = usage.held, held_by((), deployed).get(caller.tenant, Demand())
     held, policy = jobs + deployments, parts.policies.policy(caller.tenant)
     return QuotaAnswer(
         tenant=caller.tenant,
@@ -67,7 +67,7 @@ def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
         max_gpus=policy.max_gpus,
         max_cpus=policy.max_cpus,
         max_replicas=policy.max_replicas,
-        queued_jobs=sum(job.status in (JobStatus.QUEUED, JobStatus.PAUSED) for job in live),
+        queued_jobs=usage.waiting,
         running_jobs=held.jobs,
         replicas=held.replicas,
         gpus=held.gpus,

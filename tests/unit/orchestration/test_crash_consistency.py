@@ -21,7 +21,7 @@ from tests.unit.orchestration.conftest import TENANT, Plane
 
 ANN = Caller(TENANT, "ann")
 Moment = Literal["before", "after"]
-EFFECTS = frozenset({"update", "write_request", "request_pause", "submit", "stop", "save_logs"})
+EFFECTS = frozenset({"claim", "update", "write_request", "request_pause", "submit", "stop", "save_logs"})
 """A kill at any other call is the same as one before the next of these."""
 
 

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.fair_queue import Demand, FairQueue, held_by
+from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.fair_queue import FairQueue, held_by
 from swiftkv_platform.orchestration.job import Job, JobStatus, new_id
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.tenants import TenantPolicy, Tenants
 from swiftkv_platform.specs import JobSpec
+from tests.records import standing_of
 from tests.unit.orchestration.conftest import Plane
 
 
@@ -39,19 +41,26 @@ def workers(count: int, gpus: float = 0, cpus: float = 1) -> dict[str, Any]:
     return {"num_workers": count, "gpus_per_worker": gpus, "cpus_per_worker": cpus}
 
 
+def choose(queue: FairQueue, live: list[Job], *, room: int, now: float = 0) -> list[Job]:
+    """The queue's choice of these jobs, which stand as the database would say (`tests/contract/test_queue.py`)."""
+    chosen = queue.next(standing_of(live, most=len(live), now=now), room=room)
+    by_id = {item.id: item for item in live}
+    return [by_id[item.id] for item in chosen]
+
+
 def tenants(jobs: list[Job]) -> list[str]:
     return [job.tenant for job in jobs]
 
 
 def test_a_tenant_with_many_jobs_does_not_keep_another_waiting() -> None:
     live = [job("first") for _ in range(5)] + [job("late")]
-    assert tenants(FairQueue(Granted()).next(live, room=3, now=0)) == ["first", "late", "first"]
+    assert tenants(choose(FairQueue(Granted()), live, room=3)) == ["first", "late", "first"]
 
 
 def test_one_at_a_time_tenants_take_turns() -> None:
     queue, live, started = FairQueue(Granted()), [job("a") for _ in range(4)] + [job("b") for _ in range(2)], []
     for _ in range(6):
-        [chosen] = queue.next(live, room=1, now=0)
+        [chosen] = choose(queue, live, room=1)
         live.remove(chosen)
         started.append(chosen.tenant)
     assert started == ["a", "b", "a", "b", "a", "a"]
@@ -60,20 +69,20 @@ def test_one_at_a_time_tenants_take_turns() -> None:
 def test_a_weight_of_two_gets_twice_as_much() -> None:
     granted = Granted({"heavy": TenantPolicy(weight=2)})
     live = [job(tenant) for tenant in ("heavy", "light") for _ in range(20)]
-    assert tenants(FairQueue(granted).next(live, room=12, now=0)).count("heavy") == 8
+    assert tenants(choose(FairQueue(granted), live, room=12)).count("heavy") == 8
 
 
 def test_what_a_tenant_holds_most_of_counts() -> None:
     """One job with all GPUs in play weighs more than two of the many CPU jobs."""
     live = [job("gpu", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
     live += [job("cpu", status=JobStatus.RUNNING) for _ in range(2)] + [job("gpu"), *(job("cpu") for _ in range(5))]
-    assert tenants(FairQueue(Granted()).next(live, room=2, now=0)) == ["cpu", "cpu"]
+    assert tenants(choose(FairQueue(Granted()), live, room=2)) == ["cpu", "cpu"]
 
 
 def test_priorities_count_within_a_tenant_alone() -> None:
     a_low, b = job("a", limits={"priority": "low"}), job("b")
     a_high, b_high = job("a", limits={"priority": "high"}), job("b", limits={"priority": "high"})
-    assert FairQueue(Granted()).next([a_low, b, a_high, b_high], room=4, now=0) == [a_high, b_high, a_low, b]
+    assert choose(FairQueue(Granted()), [a_low, b, a_high, b_high], room=4) == [a_high, b_high, a_low, b]
 
 
 @pytest.mark.parametrize(
@@ -88,21 +97,21 @@ def test_priorities_count_within_a_tenant_alone() -> None:
 def test_jobs_beyond_a_quota_wait(policy: TenantPolicy, expected: int) -> None:
     live = [job("a", status=JobStatus.RUNNING, resources=workers(2, gpus=1))]
     live += [job("a", resources=workers(2, gpus=1)) for _ in range(4)]
-    assert len(FairQueue(Granted({"a": policy})).next(live, room=10, now=0)) == expected
+    assert len(choose(FairQueue(Granted({"a": policy})), live, room=10)) == expected
 
 
 def test_a_job_that_waits_for_its_quota_is_not_overtaken_by_its_tenants_smaller_ones() -> None:
     granted = Granted({"a": TenantPolicy(max_gpus=4)})
     live = [job("a", status=JobStatus.PAUSING, resources=workers(2, gpus=1))]
     live += [job("a", resources=workers(4, gpus=1)), job("a"), job("b")]
-    assert tenants(FairQueue(granted).next(live, room=4, now=0)) == ["b"]
+    assert tenants(choose(FairQueue(granted), live, room=4)) == ["b"]
 
 
 def test_a_retry_that_is_not_due_stops_nobody() -> None:
     later = replace(job("a"), not_before=10.0)
     other = job("a")
-    assert FairQueue(Granted()).next([later, other], room=1, now=9.0) == [other]
-    assert FairQueue(Granted()).next([later, other], room=1, now=10.0) == [later]
+    assert choose(FairQueue(Granted()), [later, other], room=1, now=9.0) == [other]
+    assert choose(FairQueue(Granted()), [later, other], room=1, now=10.0) == [later]
 
 
 def test_an_elastic_job_and_a_sweep_count_with_their_most() -> None:
@@ -122,7 +131,7 @@ def test_whatever_waits_no_quota_is_passed_and_no_room_wasted(jobs: list[tuple[s
         candidate = job(tenant, status=JobStatus.RUNNING, **spec)
         fits = (held_by([*live, candidate])[tenant]).exceeded_limit(granted.policy(tenant)) is None
         live.append(candidate if running and fits else replace(candidate, status=JobStatus.QUEUED))
-    chosen = FairQueue(granted).next(live, room=room, now=0)
+    chosen = choose(FairQueue(granted), live, room=room)
     after = [replace(item, status=JobStatus.RUNNING) if item in chosen else item for item in live]
     for tenant, held in held_by(after).items():
         assert held.exceeded_limit(granted.policy(tenant)) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
@@ -325,3 +327,50 @@ def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
     assert "points" in warnings[0].message
     [point] = plane.jobs.points(job.id, Page()).items
     assert point.values == {"loss": None, "name": "ab"}
+
+
+def test_an_attempt_that_has_ended_is_settled_when_all_its_events_are_read(plane: Plane) -> None:
+    """More of them than a look reads: after an hour in which the store was away, say."""
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    worker = plane.worker(job)
+    worker.say("status", status="running")
+    for number in range(300):
+        worker.say("message", str(number), time=float(number))
+    worker.artifact()
+    plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.RUNNING
+    reconciler.tick()
+    assert plane.get(job).status is JobStatus.SUCCEEDED
+    told = [event.message for event in plane.events(job) if event.type == "message"]
+    assert told == [str(number) for number in range(300)]
+
+
+class _Meeting:
+    """The attempt store, whose reader waits until as many others read."""
+
+    def __init__(self, store: object, readers: int) -> None:
+        self._store = store
+        self._barrier = threading.Barrier(readers, timeout=60)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def read_events(self, *arguments: object) -> object:
+        self._barrier.wait()
+        return self._store.read_events(*arguments)  # type: ignore[attr-defined]
+
+
+def test_jobs_are_looked_at_several_at_a_time(plane: Plane) -> None:
+    jobs = [plane.submit() for _ in range(8)]
+    reconciler = plane.reconciler(max_running_jobs=8, concurrency=4, store=_Meeting(plane.store, 4))
+    reconciler.tick()
+    assert sorted(plane.cluster.started) == sorted(f"{job.id}-1" for job in jobs)
+    for job in jobs:
+        plane.worker(job).artifact()
+        plane.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    reconciler.tick()
+    assert {plane.get(job).status for job in jobs} == {JobStatus.SUCCEEDED}
+    assert len(plane.cluster.started) == 8

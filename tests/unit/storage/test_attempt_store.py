@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import random
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest, write_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore, EventWriter
+from swiftkv_platform.storage.object_store import ObjectInfo
 from tests.fakes.object_store import InMemoryObjectStore
 
 JOB = "job_1"
@@ -88,6 +93,73 @@ def test_events_come_after_the_cursor_in_order_of_time(store: InMemoryObjectStor
     assert read(attempts, {"rank-0": 1, "driver": 2}) == [("rank-0", 2)]
     assert attempts.read_events(FIRST, {"rank-0": 1, "driver": 2})[0].event == event(3.0, "hello")
     assert read(attempts, {"rank-0": 2, "driver": 2}) == []
+
+
+class Counted(InMemoryObjectStore):
+    """Counts requests for lists, of 1,000 keys each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lists = 0
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        self.lists += 1
+        for number, info in enumerate(super().list(prefix, start_after=start_after), start=1):
+            yield info
+            if number % 1000 == 0:
+                self.lists += 1
+
+    def list_directories(self, prefix: str) -> builtins.list[str]:
+        raise AssertionError(f"a second list, of {prefix}")
+
+
+def test_looks_at_a_growing_attempt_list_once_each_and_miss_nothing() -> None:
+    """Writers come and go, some before and some behind those that are there; each event is read once."""
+    store, rng = Counted(), random.Random(3)
+    attempts, cursor, written = AttemptStore(store), dict[str, int](), list[tuple[str, int]]()
+    counts = Counter[str]()
+
+    def write(writer: str, number: int) -> None:
+        for _ in range(number):
+            counts[writer] += 1
+            data = event(float(len(written))).model_dump_json().encode()
+            store.put_bytes(FIRST.event_key(writer, counts[writer]), data)
+            written.append((writer, counts[writer]))
+
+    found: list[tuple[str, int]] = []
+    for turn in range(60):
+        write(rng.choice(["driver", "evaluation", "rank0-a", "rank0-b", f"z{turn}"][: 2 + turn // 10]), 100)
+        before = store.lists
+        for stored in attempts.read_events(FIRST, cursor, 256, turn):
+            cursor[stored.writer] = stored.sequence
+            found.append((stored.writer, stored.sequence))
+        assert store.lists == before + 1
+    while more := attempts.read_events(FIRST, cursor, 256):
+        found += [(stored.writer, stored.sequence) for stored in more]
+        cursor |= {stored.writer: stored.sequence for stored in more}
+    assert sorted(found) == sorted(written)
+    assert len(set(found)) == len(found)
+
+
+def test_an_event_of_the_writer_that_says_most_waits_for_one_look_at_most() -> None:
+    store = Counted()
+    attempts, cursor = AttemptStore(store), {"driver": 20, "rank0": 30_000}
+    for turn in range(0, 20, 2):
+        number = cursor["rank0"] + 1
+        store.put_bytes(FIRST.event_key("rank0", number), event(1.0).model_dump_json().encode())
+        [stored] = attempts.read_events(FIRST, cursor, 256, turn)
+        assert (stored.writer, stored.sequence) == ("rank0", number)
+        cursor["rank0"] = number
+    store.put_bytes(FIRST.event_key("driver", 21), event(1.0).model_dump_json().encode())
+    assert attempts.read_events(FIRST, cursor, 256, 20) == []
+    assert len(attempts.read_events(FIRST, cursor, 256, 21)) == 1
+
+
+def test_at_most_so_many_events_are_read(store: InMemoryObjectStore, attempts: AttemptStore) -> None:
+    for writer in ("driver", "rank-0"):
+        for sequence in (1, 2, 3):
+            store.put_bytes(FIRST.event_key(writer, sequence), event(sequence).model_dump_json().encode())
+    assert [len(attempts.read_events(FIRST, {}, most)) for most in (1, 4, 6, 9)] == [1, 4, 6, 6]
 
 
 @pytest.mark.parametrize("data", [b"{", b'{"time": 1.0, "type": "telepathy", "message": "hm"}'])

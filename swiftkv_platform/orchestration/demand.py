@@ -1,0 +1,75 @@
+"""Resources that jobs and deployments hold or ask for, and a tenant's limits on them. Knows no rows and no cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swiftkv_platform.contract.autoscaling import replica_resources
+from swiftkv_platform.orchestration.tenants import TenantPolicy
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Share of the cluster that jobs and deployments hold, or ask for, counted with the most they may grow to."""
+
+    jobs: int = 0
+    gpus: float = 0.0
+    cpus: float = 0.0
+    replicas: int = 0
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Demand:
+        trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
+        workers = spec.resources.max_workers * trials
+        return cls(1, workers * spec.resources.gpus_per_worker, workers * spec.resources.cpus_per_worker)
+
+    @classmethod
+    def of_deployment(cls, spec: ResolvedDeployment) -> Demand:
+        resources, replicas = replica_resources(spec.engine), spec.max_replicas
+        return cls(0, replicas * resources["num_gpus"], replicas * resources["num_cpus"], replicas)
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(
+            self.jobs + other.jobs,
+            self.gpus + other.gpus,
+            self.cpus + other.cpus,
+            self.replicas + other.replicas,
+        )
+
+    def beyond(self, other: Demand) -> Demand:
+        """Return what this has more than `other`; nothing of what it has less."""
+        return Demand(
+            max(self.jobs - other.jobs, 0),
+            max(self.gpus - other.gpus, 0.0),
+            max(self.cpus - other.cpus, 0.0),
+            max(self.replicas - other.replicas, 0),
+        )
+
+    def exceeded_limit(self, policy: TenantPolicy, *, adding: Demand | None = None) -> tuple[str, float, float] | None:
+        """Name, demand and limit of the first of a tenant's limits that this is above; None if it is within all.
+
+        Args:
+            adding: the part of this that is new. A limit of something that it has nothing of does not stop it, though
+                what was there before is above.
+        """
+        limits = (
+            ("max_running_jobs", self.jobs, policy.max_running_jobs, adding is None or adding.jobs > 0),
+            ("max_gpus", self.gpus, policy.max_gpus, adding is None or adding.gpus > 0),
+            ("max_cpus", self.cpus, policy.max_cpus, adding is None or adding.cpus > 0),
+            ("max_replicas", self.replicas, policy.max_replicas, adding is None or adding.replicas > 0),
+        )
+        return next(
+            (
+                (name, asked, most)
+                for name, asked, most, counts in limits
+                if counts and most is not None and asked > most
+            ),
+            None,
+        )
+
+    def share(self, total: Demand) -> float:
+        """The largest of its parts of `total`."""
+        parts = ((self.jobs, total.jobs), (self.gpus, total.gpus), (self.cpus, total.cpus))
+        return max((part / whole for part, whole in parts if whole), default=0.0)

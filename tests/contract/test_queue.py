@@ -1,0 +1,128 @@
+"""Contract of a database for the queue: what waits, what is held, places given once. SQLite and PostgreSQL alike."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+
+from swiftkv_platform.database.leases import SqlLeases
+from swiftkv_platform.database.repository import SqlJobRepository
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.errors import LeaseLostError
+from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.job import Event, Job, JobStatus, start, transition
+from swiftkv_platform.orchestration.ports import Claim, Fence
+from tests.records import TENANT, make_job, standing_of, store
+
+
+def anything_fits(_tenant: str, _held: Demand, _demand: Demand) -> bool:
+    return True
+
+
+def at_most(limit: int) -> Claim:
+    """Let a tenant have that many jobs."""
+    return lambda _tenant, held, demand: held.jobs + demand.jobs <= limit
+
+
+def random_jobs(jobs: SqlJobRepository, number: int) -> list[Job]:
+    """Jobs of three tenants in every status, with demands of their own."""
+    rng, made = random.Random(7), []
+    for _ in range(number):
+        resources = {"num_workers": rng.randint(1, 4), "gpus_per_worker": rng.choice([0, 1]), "cpus_per_worker": 2}
+        training, priority = {"batch_size": 12}, rng.choice(["low", "normal", "high"])
+        spec = {"resources": resources, "training": training, "limits": {"priority": priority}}
+        job = store(jobs, make_job(tenant=rng.choice("abc"), **spec))
+        status = rng.choice([JobStatus.QUEUED, JobStatus.QUEUED, *JobStatus])
+        made.append(jobs.update(replace(job, status=status, not_before=rng.choice([0.0, 0.0, 50.0]))))
+    return made
+
+
+def test_the_queue_is_what_the_jobs_say(jobs: SqlJobRepository) -> None:
+    made = random_jobs(jobs, 60)
+    left_alone = [job.id for job in made if job.status is JobStatus.QUEUED][:3]
+    for now, without, most in ((40.0, [], 60), (60.0, left_alone, 60), (60.0, [], 2)):
+        found = jobs.standing(most=most, now=now, without=without)
+        assert found == standing_of(made, most=most, now=now, without=without)
+    for tenant in "abc":
+        usage = jobs.usage(tenant)
+        own = [job for job in made if job.tenant == tenant]
+        assert usage.waiting == sum(job.status in (JobStatus.QUEUED, JobStatus.PAUSED) for job in own)
+        assert usage.held == found.held.get(tenant, Demand())
+    assert [item.id for item in jobs.on_cluster()] == sorted(job.id for job in made if job.status.holds_cluster)
+    ids = [job.id for job in made]
+    assert jobs.live_among(ids) == {job.id for job in made if not job.status.is_terminal}
+    assert jobs.load(ids[::-1]) == made[::-1]
+
+
+def starting(waiting: list[Job]) -> list[tuple[Job, Event]]:
+    return [start(job, now=101) for job in waiting]
+
+
+def test_of_many_who_claim_at_once_no_more_get_a_place_than_there_are(jobs: SqlJobRepository) -> None:
+    """Each wants other jobs, as planes do whose views of the queue differ."""
+    waiting = [store(jobs, make_job(tenant=f"t{number % 2}")) for number in range(16)]
+    start_line, claimed = threading.Barrier(4), list[Job]()
+
+    def claim(number: int) -> None:
+        start_line.wait()
+        for job in waiting[number::4]:
+            claimed.extend(jobs.claim(starting([job]), most=6, fits=at_most(4)))
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claimed) == 6
+    assert {job.id for job in claimed} == {item.id for item in jobs.on_cluster()}
+    assert max(demand.jobs for demand in jobs.standing(most=1, now=0.0).held.values()) <= 4
+
+
+def test_a_claim_takes_neither_what_has_changed_nor_what_follows_a_job_that_does_not_fit(
+    jobs: SqlJobRepository,
+) -> None:
+    first, cancelled, large, small = (store(jobs, make_job(tenant=tenant)) for tenant in ("a", "a", "b", "b"))
+    gone, event = transition(cancelled, JobStatus.CANCELLING, now=100)
+    jobs.update(gone, events=[event])
+
+    def fits(tenant: str, _held: Demand, _demand: Demand) -> bool:
+        return tenant == "a"
+
+    claimed = jobs.claim(starting([first, cancelled, large, small]), most=10, fits=fits)
+    assert [job.id for job in claimed] == [first.id]
+    assert jobs.get(first.id, tenant="a").status is JobStatus.STARTING
+    assert jobs.get(cancelled.id, tenant="a").status is JobStatus.CANCELLING
+    assert jobs.claim(starting([large]), most=1, fits=anything_fits) == [], "two are on the cluster"
+
+
+def test_nothing_is_stored_under_a_lease_that_is_anothers(database: Database, jobs: SqlJobRepository) -> None:
+    leases, job = SqlLeases(database), store(jobs, make_job())
+    token = leases.take("jobs", "a", now=100.0, until=105.0)
+    assert token is not None
+    fence = Fence("jobs", "a", token)
+    job = jobs.update(job, fence=fence)
+    assert leases.take("jobs", "a", now=104.0, until=109.0) == token, "renewed"
+    assert leases.take("jobs", "b", now=110.0, until=115.0) == token + 1
+    for _ in range(2):  # also once the other has given it up
+        with pytest.raises(LeaseLostError):
+            jobs.update(job, fence=fence)
+        with pytest.raises(LeaseLostError):
+            jobs.claim(starting([job]), most=1, fits=anything_fits, fence=fence)
+        leases.give_up("jobs", "b")
+    assert jobs.get(job.id, tenant=TENANT) == job
+    assert leases.take("jobs", "a", now=111.0, until=116.0) == token + 2
+    with pytest.raises(LeaseLostError):
+        jobs.update(job, fence=fence)
+
+
+def test_watching_a_job_is_no_change_of_it(jobs: SqlJobRepository) -> None:
+    job = store(jobs, make_job())
+    jobs.watch(job.id, 300.0)
+    [placed_job] = jobs.claim(starting([job]), most=1, fits=anything_fits)
+    [placed] = jobs.on_cluster()
+    assert (placed.version, placed.watched_until) == (placed_job.version, 300.0)
+    jobs.update(placed_job)
+    assert jobs.on_cluster()[0].watched_until == 300.0

@@ -15,12 +15,12 @@ from swiftkv_platform.api.refused_fields import most_telling, place_of, unknown_
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.web.hostile_json import Place, dotted
+from swiftkv_platform.web.openai_errors import error_response
 from swiftkv_platform.web.problems import (
     FieldProblem,
     make_problem,
     problem_headers,
     problem_of,
-    problem_response,
     short_value,
 )
 
@@ -39,7 +39,7 @@ def install(app: FastAPI) -> None:
 def _on_our_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SwiftKVError)
     problem = problem_of(error, request.url.path)
-    return problem_response(problem, problem_headers(problem.status, error))
+    return error_response(problem, problem_headers(problem.status, error))
 
 
 def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
@@ -48,19 +48,19 @@ def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     found = most_telling([(place_of(item, body), item) for item in error.errors()])
     errors = [_field_problem(place, item, body) for place, item in found[:_MOST_FIELDS]]
     detail = "; ".join(f"{item.field}: {item.message}" if item.field else item.message for item in errors)
-    return problem_response(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))
+    return error_response(make_problem(request.url.path, 422, InvalidInputError.code, detail, errors))
 
 
 def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).name.lower()
-    return problem_response(make_problem(request.url.path, error.status_code, code, str(error.detail)), error.headers)
+    return error_response(make_problem(request.url.path, error.status_code, code, str(error.detail)), error.headers)
 
 
 def _on_bug(request: Request, error: Exception) -> JSONResponse:
     get_logger().error("unhandled error", path=request.url.path, exc_info=error)
     detail = "the control plane made a mistake; its log says more"
-    return problem_response(make_problem(request.url.path, 500, SwiftKVError.code, detail))
+    return error_response(make_problem(request.url.path, 500, SwiftKVError.code, detail))
 
 
 def _field_problem(place: Place, item: Mapping[str, Any], body: Any) -> FieldProblem:

@@ -14,7 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swiftkv_platform.web.problems import make_problem, problem_response
+from swiftkv_platform.web.openai_errors import error_response
+from swiftkv_platform.web.problems import make_problem
 
 
 class OriginGuard:
@@ -33,18 +34,18 @@ class OriginGuard:
         host = headers.get("host", "")
         if (urlsplit(f"//{host}").hostname or "") not in self._allowed_hosts:
             accepted = ", ".join(sorted(self._allowed_hosts))
-            return problem_response(
+            return error_response(
                 make_problem(path, 403, "host_not_allowed", f"Host is {host!r}; accepted are {accepted}")
             )
         origin = headers.get("origin")
         if origin is not None and origin != f"{scope['scheme']}://{host}":
             detail = f"Origin is {origin!r}; requests of web pages are accepted from this server's own alone"
-            return problem_response(make_problem(path, 403, "origin_not_allowed", detail))
+            return error_response(make_problem(path, 403, "origin_not_allowed", detail))
         has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if has_body and kind != "application/json":
             detail = f"Content-Type is {kind or 'missing'!r}; only application/json is accepted"
-            return problem_response(make_problem(path, 415, "content_type_not_allowed", detail))
+            return error_response(make_problem(path, 415, "content_type_not_allowed", detail))
         return None
 
 
@@ -83,4 +84,4 @@ class SecurityHeaders:
 
 def too_large(path: str, detail: str) -> Response:
     """The answer to a body that is too large."""
-    return problem_response(make_problem(path, 413, "request_entity_too_large", detail))
+    return error_response(make_problem(path, 413, "request_entity_too_large", detail))

@@ -18,18 +18,21 @@ from swiftkv_platform.api.dependencies import Components, build_components, pric
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
 from swiftkv_platform.api.job_logs import LogFollowers
-from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
+from swiftkv_platform.api.routes import dashboard, deployments, files, health, history, jobs, models, outputs, quota
 from swiftkv_platform.api.sessions import Sessions
+from swiftkv_platform.api.upload_places import UploadPlaces
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
+from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.leadership import Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.tenants import Policies, Tenants
+from swiftkv_platform.orchestration.uploading import FileSweeper
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.settings import Settings
@@ -44,7 +47,7 @@ _STOP_TIMEOUT_S = 20.0
 _SIGN_INS_PER_MINUTE = 30
 """Sign-ins of one address in a minute."""
 _SIGN_INS_AT_ONCE = 10
-LOOPS = ("jobs", "deployments", "webhooks")
+LOOPS = ("jobs", "deployments", "webhooks", "files")
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
@@ -80,9 +83,10 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.log_followers = LogFollowers(parts)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
-        files = _operator_files(key_ring, parts.policies)
+        app.state.upload_places = UploadPlaces()
+        operator_files = _operator_files(key_ring, parts.policies)
         app.state.readiness = health.Readiness(parts, loops)
-        app.state.metrics = health.metrics_registry(parts, loops, lambda: reconciler.jobs_put_off, files)
+        app.state.metrics = health.metrics_registry(parts, loops, lambda: reconciler.jobs_put_off, operator_files)
         for loop in loops:
             loop.start()
         try:
@@ -108,12 +112,17 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     )
     error_handlers.install(app)
     app.add_middleware(InputGuard)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes, refuse=too_large)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_request_bytes,
+        refuse=too_large,
+        larger={files.PATH: settings.max_file_bytes + files.FORM_BYTES},
+    )
     if key_ring is None:
-        app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
+        app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
     app.add_middleware(SecurityHeaders)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
-    for module in (jobs, history, outputs, models, deployments, quota, health, dashboard):
+    for module in (jobs, history, outputs, models, deployments, files, quota, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
     add_docs(app)
@@ -135,6 +144,7 @@ def _reconciler(settings: Settings, parts: Components) -> Reconciler:
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
         deployments=parts.catalog.all_deployments,
+        files=files_of(parts.files, parts.objects.uri),
     )
 
 
@@ -150,6 +160,7 @@ def _loops(
         "jobs": reconciler.tick,
         "deployments": DeploymentReconciler(parts.catalog, parts.serving).tick,
         "webhooks": deliverer.tick,
+        "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
     }
     interval_s = settings.reconcile_interval_s
     return [

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from swiftkv_platform.api.refused_fields import most_telling, place_of, unknown_key
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
@@ -24,6 +25,7 @@ from swiftkv_platform.web.problems import (
     short_value,
 )
 
+_CLIENT_CLOSED_REQUEST = 499
 _MOST_FIELDS = 20
 """Refused fields that an answer names."""
 
@@ -33,6 +35,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(SwiftKVError, _on_our_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -55,6 +58,10 @@ def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).name.lower()
     return error_response(make_problem(request.url.path, error.status_code, code, str(error.detail)), error.headers)
+
+
+def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
 def _on_bug(request: Request, error: Exception) -> JSONResponse:

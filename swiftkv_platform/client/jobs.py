@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 import weakref
@@ -18,7 +17,6 @@ from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableE
 from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint
 from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
-from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.specs import JobSpec
 
 _LOG = logging.getLogger(__name__)
@@ -163,27 +161,9 @@ class Jobs:
         Raises:
             ArtifactCorruptError: what came does not have the digest `sha256`, where one is given.
         """
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        partial = destination.with_name(destination.name + ".part")
-        digest = hashlib.sha256()
-        try:
-            with (
-                self._transport.stream("GET", f"/jobs/{job_id}/artifacts/{path}", follow_redirects=True) as response,
-                partial.open("wb") as file,
-            ):
-                for chunk in response.iter_bytes():
-                    file.write(chunk)
-                    digest.update(chunk)
-            if sha256 is not None and digest.hexdigest() != sha256:
-                raise ArtifactCorruptError(
-                    f"{path} of {job_id} has the digest {digest.hexdigest()} instead of {sha256}; fetch it again",
-                    field=path,
-                    value=digest.hexdigest(),
-                )
-            partial.replace(destination)
-        finally:
-            partial.unlink(missing_ok=True)
-        return destination
+        return self._transport.save(
+            f"/jobs/{job_id}/artifacts/{path}", destination, name=f"{path} of {job_id}", sha256=sha256
+        )
 
     def list(
         self,

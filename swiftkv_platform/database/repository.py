@@ -12,6 +12,7 @@ from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from swiftkv_platform.database.files import check_present, take_turn
 from swiftkv_platform.database.outbox import delivery_rows
 from swiftkv_platform.database.paging import fetch, readable, unknown_cursor, unreadable
 from swiftkv_platform.database.session import Database
@@ -26,6 +27,7 @@ from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoin
 from swiftkv_platform.orchestration.ports import Idempotency, JobFilter, Page, Slice
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
 from swiftkv_platform.orchestration.webhooks import Recipients, recipients
+from swiftkv_platform.sources.access import file_ids
 
 _JOB = TypeAdapter(Job)
 _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
@@ -69,6 +71,9 @@ class SqlJobRepository:
             with self._database.writing() as session:
                 if max_waiting is not None:
                     self._check_waiting(session, job.tenant, max_waiting)
+                if ids := file_ids(job.spec):
+                    take_turn(self._database, session, job.tenant)
+                    check_present(session, ids, job.tenant)
                 session.add(JobRow(**_columns(job)))
                 session.flush()
                 self._add_events(session, job, [event])

@@ -50,6 +50,14 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         lambda client, ids: client.jobs.download(ids["done"], "manifest.json", Path(ids["fresh"]) / "manifest.json"),
         "jobs download {done} {fresh} --file manifest.json",
     ),
+    "POST /v1/files": (lambda client, ids: client.files.upload(Path(ids["rows"])), "files upload {rows}"),
+    "GET /v1/files": (lambda client, _: client.files.list(), "files list"),
+    "GET /v1/files/{file_id}": (lambda client, ids: client.files.get(ids["file"]), "files show {file}"),
+    "GET /v1/files/{file_id}/content": (
+        lambda client, ids: client.files.download(ids["file"], Path(ids["fresh"]) / "rows.jsonl"),
+        "files download {file} {fresh}-rows.jsonl",
+    ),
+    "DELETE /v1/files/{file_id}": (lambda client, ids: client.files.delete(ids["file"]), "files delete {file}"),
     "GET /models": (lambda client, _: client.models.list(), "models list"),
     "GET /models/{model_id}": (lambda client, ids: client.models.get(ids["model"]), "models get {model}"),
     "GET /models/{model_id}/lineage": (
@@ -156,7 +164,12 @@ def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
             spec = tmp_path / "spec.yaml"
             spec.write_text(yaml.safe_dump(SPEC))
             ids = {"done": done["id"], "job": server.submit()["id"], "model": done["distilled_model"]}
+            rows = tmp_path / "rows.jsonl"
+            rows.write_text('{"text": "x"}\n')
+            with Client(url) as own:
+                ids["file"] = own.files.upload(rows).id
             ids |= {
+                "rows": str(rows),
                 "other": other["distilled_model"],
                 "deployment": deployment["id"],
                 "spec": str(spec),

@@ -18,7 +18,18 @@ from swiftkv_platform.api.dependencies import Components, build_components, pric
 from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
 from swiftkv_platform.api.job_logs import LogFollowers
-from swiftkv_platform.api.routes import dashboard, deployments, files, health, history, jobs, models, outputs, quota
+from swiftkv_platform.api.routes import (
+    dashboard,
+    deployments,
+    files,
+    fine_tuning,
+    health,
+    history,
+    jobs,
+    models,
+    outputs,
+    quota,
+)
 from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.api.upload_places import UploadPlaces
 from swiftkv_platform.api.webhook_sender import send_webhook
@@ -122,7 +133,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
     app.add_middleware(SecurityHeaders)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
-    for module in (jobs, history, outputs, models, deployments, files, quota, health, dashboard):
+    for module in (jobs, history, outputs, models, deployments, files, fine_tuning, quota, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
     add_docs(app)

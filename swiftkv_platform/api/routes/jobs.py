@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Annotated
 
@@ -105,13 +105,18 @@ def _metadata_asked_for(request: Request) -> dict[str, str]:
         for name, value in request.query_params.items()
         if name.startswith(_METADATA)
     }
-    for key in asked:
+    check_metadata_keys(asked)
+    return asked
+
+
+def check_metadata_keys(keys: Iterable[str]) -> None:
+    """Raises `InvalidInputError` for what is no key of a job's metadata."""
+    for key in keys:
         try:
             _LABEL.validate_python(key)
         except ValidationError as error:
             message = f"no job has such a key of metadata: {error.errors()[0]['msg']}"
             raise InvalidInputError(message, field=f"{_METADATA}{key}") from error
-    return asked
 
 
 @router.get("/{job_id}")

@@ -54,6 +54,10 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "/jobs/{job_id}/resume"): None,
     ("POST", "/v1/files"): {},
     ("DELETE", "/v1/files/{file_id}"): None,
+    ("POST", "/v1/fine_tuning/jobs"): {"model": "org/teacher", "training_file": "org/data"},
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): None,
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): None,
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): None,
     ("POST", "/models/{model_id}/promote"): {"alias": "stolen", "reason": "mine now"},
     ("POST", "/aliases/{alias}/rollback"): {"reason": "mine now"},
     ("POST", "/deployments"): {"model": "{model_id}", "route_prefix": "/stolen"},
@@ -181,12 +185,14 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
     for path in ("/jobs", "/jobs/validate"):
         refused = stranger.post(path, json={**SPEC, **naming})
         assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "data.sources[0].name_or_path")
+    refused = stranger.post("/v1/fine_tuning/jobs", json={"model": "org/teacher", "training_file": file})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data.sources[0].name_or_path")
     for model_name in (job["id"], "production"):
         refused = stranger.post("/deployments", json={"model": model_name, "route_prefix": "/stolen"})
         assert refused.status_code == 422, refused.text
-    for path in ("/jobs", "/models", "/deployments"):
-        foreign = {"/jobs": job["id"], "/models": model, "/deployments": deployment["id"]}[path]
-        assert stranger.get(path, params={"after": foreign}).status_code == 422, "a cursor is an id too"
+    lists = {"/jobs": job["id"], "/models": model, "/deployments": deployment["id"]}
+    for path, foreign in {**lists, "/v1/files": file, "/v1/fine_tuning/jobs": job["id"]}.items():
+        assert stranger.get(path, params={"after": foreign}).status_code in (400, 422), "a cursor is an id too"
     assert whole(as_("acme"), ids) == before
 
 

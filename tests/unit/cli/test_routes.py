@@ -58,6 +58,14 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         "files download {file} {fresh}-rows.jsonl",
     ),
     "DELETE /v1/files/{file_id}": (lambda client, ids: client.files.delete(ids["file"]), "files delete {file}"),
+    "POST /v1/fine_tuning/jobs": (None, None),
+    "GET /v1/fine_tuning/jobs": (None, None),
+    "GET /v1/fine_tuning/jobs/{job_id}": (None, None),
+    "POST /v1/fine_tuning/jobs/{job_id}/cancel": (None, None),
+    "POST /v1/fine_tuning/jobs/{job_id}/pause": (None, None),
+    "POST /v1/fine_tuning/jobs/{job_id}/resume": (None, None),
+    "GET /v1/fine_tuning/jobs/{job_id}/events": (None, None),
+    "GET /v1/fine_tuning/jobs/{job_id}/checkpoints": (None, None),
     "GET /models": (lambda client, _: client.models.list(), "models list"),
     "GET /models/{model_id}": (lambda client, ids: client.models.get(ids["model"]), "models get {model}"),
     "GET /models/{model_id}/lineage": (
@@ -105,7 +113,7 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     ),
     "GET /quota": (lambda client, _: client.quota(), "quota"),
 }
-"""By route: the client's method, and the command. None: probes and Prometheus ask that, no person."""
+"""By route: the client's method, and the command. None: probes, Prometheus and OpenAI's clients ask that."""
 
 
 @dataclass

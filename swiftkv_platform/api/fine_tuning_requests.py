@@ -48,7 +48,7 @@ class Method(FiniteModel):
     type: Literal["supervised", "swiftkv"]
     supervised: SupervisedMethod | None = None
     swiftkv: PartialSpec | None = None
-    """As `swiftkv` of the request."""
+    """The request's `swiftkv`, here instead."""
 
 
 class WandbIntegration(FiniteModel):
@@ -125,7 +125,7 @@ def _extension(asked: CreateFineTuningJob) -> tuple[_Path, PartialSpec | None]:
 
 
 def _openai_fields(asked: CreateFineTuningJob) -> dict[_Path, tuple[str, Any]]:
-    """What OpenAI's fields say of a spec: by path, the field's name and its value."""
+    """Parts of a spec that OpenAI's fields give: by path, the field's name and its value."""
     place, hyperparameters = "hyperparameters", asked.hyperparameters
     if asked.method is not None and asked.method.supervised is not None:
         place, hyperparameters = "method.supervised.hyperparameters", asked.method.supervised.hyperparameters

@@ -38,6 +38,12 @@ class OpenAIErrorBody(BaseModel):
     error: OpenAIError
 
 
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": OpenAIErrorBody, "description": "An error in OpenAI's shape"} for status in ("4XX", "default")
+}
+"""Documentation of routes below `/v1`."""
+
+
 def openai_error(problem: Problem) -> dict[str, Any]:
     """A problem in OpenAI's shape."""
     kind = "server_error" if problem.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"

@@ -21,6 +21,7 @@ from swiftkv_platform.orchestration.files import Purpose
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.uploading import FileService
+from swiftkv_platform.web.openai_errors import ERROR_RESPONSES
 
 PATH = "/v1/files"
 FORM_BYTES = 1 << 16
@@ -30,7 +31,7 @@ _LONGEST_NAME = 255
 _LONGEST_UPLOAD_S = 1800.0
 _SHORTEST_LIFE_S, _LONGEST_LIFE_S = 3600, 30 * 86400
 
-router = APIRouter(prefix=PATH, tags=["files"])
+router = APIRouter(prefix=PATH, tags=["files"], responses=ERROR_RESPONSES)
 
 
 def _service(parts: Parts, settings: TheSettings) -> FileService:

@@ -19,8 +19,9 @@ from swiftkv_platform.api.schemas import CheckpointAnswer, ListAnswer, list_answ
 from swiftkv_platform.orchestration.job import Job
 from swiftkv_platform.orchestration.ports import JobFilter, Page
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
+from swiftkv_platform.web.openai_errors import ERROR_RESPONSES
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], responses=ERROR_RESPONSES)
 
 
 def _show(present: Present) -> Callable[[Job], FineTuningJobAnswer]:

@@ -100,7 +100,7 @@ def deployed(python: str, backend: str, directory: Path) -> Iterator[Deployment]
 
 @contextmanager
 def _started(python: str, module: str, directory: Path, *arguments: str) -> Iterator[dict[str, str]]:
-    """What a module of this directory tells of itself once it is up; it ends with the block."""
+    """Start a module of this directory, and yield its own description; it ends with the block."""
     log = directory / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(

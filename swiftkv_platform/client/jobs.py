@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, J
 from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.changes import with_changes
 
 _LOG = logging.getLogger(__name__)
 _PAGE = 100
@@ -48,6 +49,19 @@ class Jobs:
         headers = {"Idempotency-Key": idempotency_key or str(ULID())}
         response = self._transport.request("POST", "/jobs", json=_document(spec), headers=headers, repeatable=True)
         return self._adopt(response.json())
+
+    def clone(self, job_id: str, changes: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
+        """Submit the spec of another job again, changed.
+
+        Args:
+            changes: values by dotted path, such as `{"training.max_steps": 100, "data.sources.0.weight": 2.0}`.
+            idempotency_key: as of `create`.
+
+        Raises:
+            InvalidRequestError: the changed spec is refused; `errors` names field, value and what is accepted.
+            InvalidInputError: a path that leads nowhere.
+        """
+        return self.create(with_changes(self.get(job_id).spec, changes or {}), idempotency_key)
 
     def validate(self, spec: JobSpec | dict[str, Any]) -> Estimate:
         """Check a spec as `create` would and estimate what it costs; stores nothing."""

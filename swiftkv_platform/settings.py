@@ -84,6 +84,10 @@ class Settings(BaseSettings):
     """`training.batch_size`, and rows of one worker's pass, that a job may ask for."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 1 << 20
     """A larger body is answered with 413."""
+    max_file_bytes: Annotated[int, Field(ge=1024)] = 512 << 20
+    """Bytes of one uploaded file; the tenants file may allow less. Uploads pass through the temporary directory."""
+    max_file_rows: Annotated[int, Field(ge=1)] = 1_000_000
+    """Rows of one uploaded file; the tenants file may allow less."""
     max_log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 30)] = 16 << 20
     """Kept of the log of an attempt that has ended: its first and its last half, with a line between that says what is
     left out. While one is saved, temporary files take up to one and a half times as much."""

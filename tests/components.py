@@ -9,6 +9,7 @@ from fastapi.routing import _IncludedRouter
 
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.files import SqlFiles
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
 from swiftkv_platform.database.registry import SqlRegistry
@@ -53,6 +54,7 @@ def make_components(
         registry=SqlRegistry(database),
         leases=SqlLeases(database),
         outbox=SqlOutbox(database),
+        files=SqlFiles(database),
         cluster=cluster or FakeCluster(),
         serving=FakeServeCluster(),
         objects=objects,

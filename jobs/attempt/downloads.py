@@ -25,7 +25,7 @@ _NOT_NEEDED = ["*.bin.index.json", "original/*", "onnx/*", "consolidated*"]
 
 def access_of(request: AttemptRequest) -> Access:
     """Sources that an attempt may read."""
-    return Access(request.allowed_roots, request.hub_organizations, request.code_tasks)
+    return Access(request.allowed_roots, request.hub_organizations, request.code_tasks, files=request.files)
 
 
 def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fetch: bool = True) -> str:
@@ -100,7 +100,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
 
 class StoreFiles:
-    """Objects at `s3://` addresses as files below `workspace`: the `RemoteFiles` of data sources."""
+    """Objects of stores as files below `workspace`: the `RemoteFiles` of data sources."""
 
     def __init__(self, workspace: Path) -> None:
         self._workspace = workspace
@@ -123,7 +123,7 @@ class StoreFiles:
 
     def path(self, uri: str) -> Path:
         """Local path of the object at `uri`, or of what lies below it."""
-        return self._workspace / uri.removeprefix("s3://").rstrip("/")
+        return self._workspace / uri.removeprefix("s3://").strip("/")
 
 
 def fetch_data(uri: str, workspace: Path) -> Path:

@@ -22,12 +22,12 @@ from serve.bodies import BodyRoute
 from serve.chat import chat_prompt
 from serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
 from serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
-from serve.problems import openai_error
 from serve.rendering import rendered
 from serve.sampling import prompts_of
 from serve.tools.answers import CallStreams, with_calls
 from serve.tools.calling import tool_calling
 from swiftkv_platform.errors import NotFoundError, SwiftKVError
+from swiftkv_platform.web.openai_errors import openai_error
 from swiftkv_platform.web.problems import problem_of
 
 if TYPE_CHECKING:

@@ -26,9 +26,21 @@ from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
 from swiftkv_platform.api.instruments import ControlPlaneHistograms
 from swiftkv_platform.api.job_logs import LogFollowers
-from swiftkv_platform.api.routes import dashboard, deployments, health, history, jobs, models, outputs, quota
+from swiftkv_platform.api.routes import (
+    dashboard,
+    deployments,
+    files,
+    fine_tuning,
+    health,
+    history,
+    jobs,
+    models,
+    outputs,
+    quota,
+)
 from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.api.sweeper_metrics import SweeperMetrics
+from swiftkv_platform.api.upload_places import UploadPlaces
 from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.retention import SqlRetention
@@ -37,6 +49,7 @@ from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.attention import SPARING, Attention
+from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.leadership import Leadership, Lease
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.orphans import Orphans
@@ -44,6 +57,7 @@ from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.sweeper import Sweeper
 from swiftkv_platform.orchestration.tenants import Policies, Tenants
+from swiftkv_platform.orchestration.uploading import FileSweeper
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.security.keys import KeyRing
 from swiftkv_platform.settings import Settings
@@ -61,7 +75,7 @@ _SIGN_INS_PER_MINUTE = 30
 _SIGN_INS_AT_ONCE = 10
 _JOBS_AT_ONCE = 16
 """Jobs that the reconciler looks at, or submits, at the same time."""
-LOOPS = ("jobs", "deployments", "webhooks", "retention")
+LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
@@ -101,9 +115,12 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.log_followers = LogFollowers(parts)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
-        files = _operator_files(key_ring, parts.policies)
+        app.state.upload_places = UploadPlaces()
+        operator_files = _operator_files(key_ring, parts.policies)
         app.state.readiness = health.Readiness(parts, loops)
-        app.state.metrics = health.metrics_registry(parts, loops, lambda: reconciler.jobs_put_off, files, histograms)
+        app.state.metrics = health.metrics_registry(
+            parts, loops, lambda: reconciler.jobs_put_off, operator_files, histograms
+        )
         app.state.metrics.register(SweeperMetrics(sweeper, orphans))
         for loop in loops:
             loop.start()
@@ -130,13 +147,18 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     )
     error_handlers.install(app)
     app.add_middleware(InputGuard)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_request_bytes, refuse=too_large)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_request_bytes,
+        refuse=too_large,
+        larger={files.PATH: settings.max_file_bytes + files.FORM_BYTES},
+    )
     if key_ring is None:
-        app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts)
+        app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
     app.add_middleware(SecurityHeaders)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestTimes, answered=histograms.answered)
-    for module in (jobs, history, outputs, models, deployments, quota, health, dashboard):
+    for module in (jobs, history, outputs, models, deployments, files, fine_tuning, quota, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
     add_docs(app)
@@ -160,6 +182,7 @@ def _reconciler(
         limits=AttemptLimits(settings.placement_timeout_s, settings.max_runtime_s),
         interval_s=settings.reconcile_interval_s,
         deployments=parts.catalog.all_deployments,
+        files=files_of(parts.files, parts.objects.uri),
         attention=Attention(SPARING),
         concurrency=_JOBS_AT_ONCE,
         lease=lease,
@@ -192,6 +215,7 @@ def _loops(
         "jobs": reconciler.tick,
         "deployments": DeploymentReconciler(parts.catalog, parts.serving, leaderships["deployments"]).tick,
         "webhooks": deliverer.tick,
+        "files": FileSweeper(parts.files, parts.objects, parts.clock).tick,
         "retention": sweeper.tick,
     }
     interval_s = settings.reconcile_interval_s

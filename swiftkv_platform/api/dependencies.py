@@ -15,6 +15,7 @@ from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.files import SqlFiles
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
 from swiftkv_platform.database.registry import SqlRegistry
@@ -23,6 +24,7 @@ from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
+from swiftkv_platform.orchestration.files import FileRepository
 from swiftkv_platform.orchestration.job_limits import JobLimits
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
@@ -30,6 +32,7 @@ from swiftkv_platform.orchestration.registry import Registry, RegistryService
 from swiftkv_platform.orchestration.retention import Kind, Retention
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
+from swiftkv_platform.orchestration.uploading import FileLimits
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
 from swiftkv_platform.security.keys import KeyRing, Scope
 from swiftkv_platform.settings import Settings
@@ -59,6 +62,7 @@ class Components:
     attempts: AttemptStore
     entrypoint: Entrypoint
     outbox: SqlOutbox
+    files: FileRepository
     policies: Policies = NO_LIMITS
     clock: Clock = time.time
 
@@ -93,6 +97,7 @@ def build_components(settings: Settings) -> Components:
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
         entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment()),
         outbox=SqlOutbox(database),
+        files=SqlFiles(database),
         policies=policies,
     )
 
@@ -121,6 +126,10 @@ def retained_rows(request: Request) -> SqlRetention:
 
 def job_limits(settings: Settings) -> JobLimits:
     return JobLimits(settings.max_workers_per_job, settings.max_batch_size, settings.max_runtime_s)
+
+
+def file_limits(settings: Settings) -> FileLimits:
+    return FileLimits(settings.max_file_bytes, settings.max_file_rows)
 
 
 def source_rules(settings: Settings) -> SourceRules:

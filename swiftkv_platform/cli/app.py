@@ -7,6 +7,7 @@ import typer
 from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, maintenance, plan, quota, registry, serving
 from swiftkv_platform.cli.deployments import deployments_app
 from swiftkv_platform.cli.doctor.command import doctor
+from swiftkv_platform.cli.files import files_app
 from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.keys import keys_app
 from swiftkv_platform.cli.output import ReportingGroup
@@ -24,6 +25,7 @@ app.command()(local.status)
 app.command()(local.demo)
 app.command()(doctor)
 app.add_typer(jobs_app, name="jobs")
+app.add_typer(files_app, name="files")
 app.add_typer(registry.models_app, name="models")
 app.add_typer(deployments_app, name="deployments")
 app.add_typer(keys_app, name="keys")

@@ -46,10 +46,17 @@ def complete_deployment(ctx: typer.Context, incomplete: str) -> Offers:
     return _begun(found, incomplete)
 
 
+def complete_file(ctx: typer.Context, incomplete: str) -> Offers:
+    """Ids of the newest files."""
+    files = _asked(ctx, lambda client: [(each.id, each.filename) for each in client.files.list(limit=_MOST)])
+    return _begun(files, incomplete)
+
+
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job (job_...).", autocompletion=complete_job)]
 ModelId = Annotated[
     str, typer.Argument(metavar="MODEL", help="Id of the model (mdl_...).", autocompletion=complete_model)
 ]
+FileId = Annotated[str, typer.Argument(metavar="FILE", help="Id of the file (file-...).", autocompletion=complete_file)]
 DeploymentId = Annotated[
     str,
     typer.Argument(metavar="DEPLOYMENT", help="Id of the deployment (dep_...).", autocompletion=complete_deployment),

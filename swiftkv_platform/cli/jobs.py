@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import typer
+import yaml
 
 from swiftkv_platform.cli import job_outputs
 from swiftkv_platform.cli.context import Json, SpecFile, Url, connect, read_spec
@@ -27,6 +28,7 @@ from swiftkv_platform.cli.output import (
     say,
 )
 from swiftkv_platform.client import Client, Estimate, Job
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.local.units import count, duration
 from swiftkv_platform.orchestration.validation import validate as validate_spec
@@ -61,6 +63,29 @@ def submit(
             print_json(job)
         else:
             say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
+
+
+@jobs_app.command()
+def clone(
+    job_id: JobId,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A field of the spec, such as training.max_steps=100; repeats."
+        ),
+    ] = None,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key submits the same job only once.")] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Submit the spec of another job again, with changes."""
+    changes = dict(map(_change, set_ or ()))
+    with connect(url) as client:
+        job = client.jobs.clone(job_id, changes, idempotency_key)
+    if json:
+        print_json(job)
+    else:
+        say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
 
 
 @jobs_app.command()
@@ -189,6 +214,20 @@ def delete(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def schema() -> None:
     """Print the JSON schema of a job spec, for editors that complete and check YAML as it is written."""
     print_schema(JobSpec)
+
+
+def _change(text: str) -> tuple[str, Any]:
+    """A field's path and its value, which is YAML. Raises `InvalidInputError`."""
+    path, equals, value = text.partition("=")
+    if not (path and equals):
+        message = f"--set is {text!r}; KEY=VALUE, such as training.max_steps=100, would do"
+        raise InvalidInputError(message, field="set", value=text)
+    try:
+        return path, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise InvalidInputError(
+            f"--set {path} is {value!r}, which is no YAML: {error}", field=path, value=value
+        ) from error
 
 
 def _print_status(job: Job, *, json: bool) -> None:

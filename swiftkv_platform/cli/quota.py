@@ -5,7 +5,7 @@ from __future__ import annotations
 from swiftkv_platform.cli.context import Json, Url, connect
 from swiftkv_platform.cli.output import print_fields, print_json
 from swiftkv_platform.client import Quota
-from swiftkv_platform.local.units import plural
+from swiftkv_platform.local.units import plural, size
 
 
 def quota(url: Url = None, json: Json = False) -> None:
@@ -26,6 +26,8 @@ def _sentences(quota: Quota) -> dict[str, str]:
         "GPUs": _held(quota, "gpus", quota.gpus, quota.max_gpus, "GPU"),
         "CPUs": _held(quota, "cpus", quota.cpus, quota.max_cpus, "CPU core"),
         "replicas": _used(quota.replicas, quota.max_replicas, "replica"),
+        "files": size(quota.stored_bytes)
+        + (", no limit" if quota.max_stored_bytes is None else f" of {size(quota.max_stored_bytes)}"),
     }
 
 

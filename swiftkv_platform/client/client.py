@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, overload
 import httpx
 
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
+from swiftkv_platform.client.files import Files
 from swiftkv_platform.client.jobs import Jobs, rows
 from swiftkv_platform.client.models import (
     Alias,
@@ -66,6 +67,7 @@ class Client:
         self._control = self._connect(base_url, when_away=_CONTROL_PLANE_AWAY)
         self._serve = self._connect(serve_url, when_away=_SERVE_AWAY) if serve_url else None
         self.jobs = Jobs(self._control, outage_s=outage_s)
+        self.files = Files(self._control)
         self.models = Models(self._control)
         self.deployments = Deployments(self._control)
 

@@ -151,8 +151,11 @@ def retry_after_of(response: httpx.Response) -> float | None:
 def _problem_of(response: httpx.Response) -> Problem:
     try:
         document = response.json()
+        if isinstance(refused := document.get("error"), dict):  # OpenAI's shape, below /v1
+            fields = [{"field": refused["param"], "message": refused["message"]}] if refused.get("param") else []
+            document = {"detail": refused["message"], "code": refused["code"], "errors": fields}
         return Problem.model_validate({"status": response.status_code, **document})
-    except (ValueError, TypeError, ValidationError):
+    except (ValueError, TypeError, KeyError, AttributeError, ValidationError):
         # A proxy in between, or Ray Serve itself, answers in plain text.
         detail = response.text[:_EXCERPT].strip()
         return Problem(status=response.status_code, title=response.reason_phrase, detail=detail)

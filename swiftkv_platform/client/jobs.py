@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from swiftkv_platform.client.errors import (
 from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint
 from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
-from swiftkv_platform.errors import ArtifactCorruptError
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs.changes import with_changes
 
 _LOG = logging.getLogger(__name__)
 _PAGE = 100
@@ -55,6 +54,19 @@ class Jobs:
         headers = {"Idempotency-Key": idempotency_key or str(ULID())}
         response = self._transport.request("POST", "/jobs", json=_document(spec), headers=headers, repeatable=True)
         return self._adopt(response.json())
+
+    def clone(self, job_id: str, changes: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
+        """Submit the spec of another job again, changed.
+
+        Args:
+            changes: values by dotted path, such as `{"training.max_steps": 100, "data.sources.0.weight": 2.0}`.
+            idempotency_key: as of `create`.
+
+        Raises:
+            InvalidRequestError: the changed spec is refused; `errors` names field, value and what is accepted.
+            InvalidInputError: a path that leads nowhere.
+        """
+        return self.create(with_changes(self.get(job_id).spec, changes or {}), idempotency_key)
 
     def validate(self, spec: JobSpec | dict[str, Any]) -> Estimate:
         """Check a spec as `create` would and estimate what it costs; stores nothing."""
@@ -177,27 +189,9 @@ class Jobs:
         Raises:
             ArtifactCorruptError: what came does not have the digest `sha256`, where one is given.
         """
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        partial = destination.with_name(destination.name + ".part")
-        digest = hashlib.sha256()
-        try:
-            with (
-                self._transport.stream("GET", f"/jobs/{job_id}/artifacts/{path}", follow_redirects=True) as response,
-                partial.open("wb") as file,
-            ):
-                for chunk in response.iter_bytes():
-                    file.write(chunk)
-                    digest.update(chunk)
-            if sha256 is not None and digest.hexdigest() != sha256:
-                raise ArtifactCorruptError(
-                    f"{path} of {job_id} has the digest {digest.hexdigest()} instead of {sha256}; fetch it again",
-                    field=path,
-                    value=digest.hexdigest(),
-                )
-            partial.replace(destination)
-        finally:
-            partial.unlink(missing_ok=True)
-        return destination
+        return self._transport.save(
+            f"/jobs/{job_id}/artifacts/{path}", destination, name=f"{path} of {job_id}", sha256=sha256
+        )
 
     def list(
         self,

@@ -116,9 +116,27 @@ class Quota(_Answer):
     gpus: float
     """GPUs of jobs and deployments together."""
     cpus: float
+    stored_bytes: int = 0
+    """Bytes of its uploaded files."""
+    max_stored_bytes: int | None = None
     held_by_jobs: dict[str, float] = {}
     """`gpus` and `cpus`."""
     held_by_deployments: dict[str, float] = {}
+
+
+class File(_Answer):
+    """An uploaded file of rows."""
+
+    id: str
+    filename: str
+    bytes: int
+    rows: int
+    format: str
+    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+    sha256: str
+    created_at: int
+    expires_at: int | None = None
+    """From then on no new job may use it."""
 
 
 class Checkpoint(_Answer):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import httpx
 
 from swiftkv_platform.client.errors import ServiceUnavailableError, UnreachableError, error_from, retry_after_of
+from swiftkv_platform.errors import ArtifactCorruptError
 
 _FIRST_BACKOFF_S = 0.25
 _LONGEST_PAUSE_S = 30.0
@@ -63,21 +66,28 @@ class Transport:
         json: Any = None,
         params: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
+        form: dict[str, str] | None = None,
+        file: tuple[str, BinaryIO] | None = None,
     ) -> httpx.Response:
         """Send one request and return its successful response.
 
         Args:
+            form: fields of a form, which is sent in the place of `json`.
+            file: name and content of the form's field `file`; read as it is sent.
             repeatable: whether a request that may have arrived can be sent again without doing its work twice.
 
         Raises:
             APIError: the server refused.
             UnreachableError: no connection, after the retries.
         """
+        files = None if file is None else {"file": file}
         for attempt in range(self._max_retries + 1):
             last = attempt == self._max_retries
             pause = _FIRST_BACKOFF_S * 2**attempt
             try:
-                response = self._http.request(method, path, json=json, params=params, headers=headers)
+                response = self._http.request(
+                    method, path, json=json, data=form, files=files, params=params, headers=headers
+                )
             except httpx.TransportError as error:
                 if last or not (repeatable or isinstance(error, _NEVER_SENT)):
                     raise self.unreachable(error) from error
@@ -118,6 +128,34 @@ class Transport:
                 yield response
         except httpx.TransportError as error:
             raise self.unreachable(error) from error
+
+    def save(self, path: str, destination: Path, *, name: str, sha256: str | None) -> Path:
+        """Write an answer's body to `destination`, whole or not at all, and return it.
+
+        Args:
+            name: name of the body in messages.
+
+        Raises:
+            ArtifactCorruptError: what came does not have the digest `sha256`, where one is given.
+        """
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        partial = destination.with_name(destination.name + ".part")
+        digest = hashlib.sha256()
+        try:
+            with self.stream("GET", path, follow_redirects=True) as response, partial.open("wb") as file:
+                for chunk in response.iter_bytes():
+                    file.write(chunk)
+                    digest.update(chunk)
+            if sha256 is not None and digest.hexdigest() != sha256:
+                raise ArtifactCorruptError(
+                    f"{name} has the digest {digest.hexdigest()} instead of {sha256}; fetch it again",
+                    field=name,
+                    value=digest.hexdigest(),
+                )
+            partial.replace(destination)
+        finally:
+            partial.unlink(missing_ok=True)
+        return destination
 
     def unreachable(self, error: Exception) -> UnreachableError:
         reason = str(error) or type(error).__name__

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.files import StoredFile
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
@@ -48,6 +49,8 @@ class AttemptRequest(FrozenModel):
     """Organisations of the hub whose models and data the tenant may name; None opens the hub."""
     code_tasks: bool = False
     """Whether tasks of the evaluation may run the code that a model writes."""
+    files: dict[str, StoredFile] = {}
+    """Uploaded files that the spec names, by id."""
 
     @property
     def attempt_id(self) -> AttemptId:

@@ -11,7 +11,8 @@ PROTOCOL = 2
 """Version of the protocol. It is raised when workers of the version before cannot do what they are asked.
 
 1: releases up to 0.1.0, whose drivers do not know `PROTOCOL_OPTION`.
-2: `attempt.json` has the tenant's rules, which workers keep (`AttemptRequest.allowed_roots` and what follows it).
+2: `attempt.json` has the tenant's rules, which workers keep (`AttemptRequest.allowed_roots` and what follows it),
+and uploaded files.
 """
 
 PROTOCOL_OPTION = "--protocol"

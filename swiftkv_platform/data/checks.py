@@ -6,39 +6,21 @@ The worker reads the same sources in full and has the last word; this tells the 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources import OPEN, Access, BuiltinSource, PathSource
+from swiftkv_platform.sources import OPEN, Access, BuiltinSource, FileSource, PathSource
 from swiftkv_platform.sources.cards import check_laid_out, check_saved
 from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
 
 _TEXT = "text"
 _TEXT_FILES = frozenset({".txt", ".py"})
-_FORMATS: dict[str, tuple[frozenset[str], ...]] = {
-    "messages": (frozenset({"messages"}),),
-    "sharegpt": (frozenset({"conversations"}),),
-    "prompt_completion": (
-        frozenset({"prompt", "completion"}),
-        frozenset({"prompt", "response"}),
-        frozenset({"question", "answer"}),
-        frozenset({"question", "answer_with_tags"}),
-        frozenset({"problem", "solution"}),
-    ),
-    "alpaca": (frozenset({"instruction", "output"}),),
-    "text": (frozenset({"text"}),),
-}
-"""Columns of each row format, any of its sets will do, in the order in which formats are tried."""
-_PROMPTS: dict[str, tuple[frozenset[str], ...]] = _FORMATS | {
-    "prompt_completion": (frozenset({"prompt"}), frozenset({"question"}), frozenset({"problem"})),
-    "alpaca": (frozenset({"instruction"}),),
-}
-"""The same for sources that the teacher completes."""
 _HEAD_BYTES = 1 << 20
 """Bytes at the beginning of a JSON file that are looked at."""
 
@@ -66,6 +48,11 @@ def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceE
             if name != BUILTIN_DATA:
                 raise _unusable(where, name, f"the only built-in data set is {BUILTIN_DATA}")
             return SourceEstimate(name, formats=("text",))
+        case FileSource():
+            assert access.files is not None, "a file without an entry there is refused by `Access.data`"
+            stored = access.files[name]
+            found = _format_of(stored.columns, "it", source, where)
+            return SourceEstimate(name, num_files=1, num_bytes=stored.size, formats=(found,))
         case PathSource(path=path):
             try:
                 return _check_path(access.boundary.check(path, field), source, where, access)
@@ -111,18 +98,21 @@ def _find_format(file: Path, source: DataSourceSpec, where: str) -> str | None:
     """The row format of the file's first row; None where its columns cannot be seen."""
     read_columns = _parquet_columns if file.suffix == ".parquet" else _json_columns
     columns = read_columns(file, source, where)
-    if columns is None:
-        return None
-    formats = _FORMATS if source.complete is None else _PROMPTS
-    wanted = formats if source.format == "auto" else {source.format: formats[source.format]}
-    for name, groups in wanted.items():
-        if any(group <= columns for group in groups):
-            return name
+    return None if columns is None else _format_of(columns, file.name, source, where)
+
+
+def _format_of(columns: Collection[str], origin: str, source: DataSourceSpec, where: str) -> str:
+    """The row format of rows with these columns."""
+    formats = FORMATS if source.complete is None else PROMPT_FORMATS
+    wanted = [each for each in formats if source.format in ("auto", each.name)]
+    for each in wanted:
+        if each.match(columns) is not None:
+            return each.name
     accepted = "; ".join(
-        f"{name}: {' or '.join(' + '.join(sorted(group)) for group in groups)}" for name, groups in wanted.items()
+        f"{each.name}: {' or '.join(' + '.join(sorted(group)) for group in each.columns)}" for each in wanted
     )
     shown = ", ".join(sorted(columns)) or "none"
-    raise _unusable(where, source.name_or_path, f"{file.name} has the columns {shown}; these would do: {accepted}")
+    raise _unusable(where, source.name_or_path, f"{origin} has the columns {shown}; these would do: {accepted}")
 
 
 def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[str] | None:

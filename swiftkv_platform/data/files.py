@@ -57,10 +57,16 @@ def _line_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterat
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.isspace():
-                yield number, _parse_line(line, file, number, field)
+                yield number, parse_line(line, str(file), number, field)
 
 
-def _parse_line(line: bytes, file: Path, number: int, field: str) -> Row:
+def parse_line(line: bytes, file: str, number: int, field: str) -> Row:
+    """Return the row in a line of JSON Lines. Raises `DataError`.
+
+    Args:
+        file: its name in messages.
+        number: line, from 1.
+    """
     try:
         row = json.loads(line.rstrip().removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -82,7 +88,7 @@ def _count_lines(file: Path, _field: str) -> int:
 def _array_rows(file: Path, _columns: Sequence[str] | None, field: str) -> Iterator[NumberedRow]:
     for number, row in enumerate(_elements(file, field), start=1):
         if not isinstance(row, dict):
-            raise _no_object(file, f"row {number}", row, field)
+            raise _no_object(str(file), f"row {number}", row, field)
         yield number, row
 
 
@@ -153,7 +159,7 @@ class _Window:
                 return value
 
     def fail(self, why: str) -> NoReturn:
-        _not_json(self._file, self._line, self._column, why, self._field)
+        _not_json(str(self._file), self._line, self._column, why, self._field)
 
     def _advance(self, end: int) -> None:
         passed = self._text[self._at : end]
@@ -181,7 +187,7 @@ def _text_chunks(file: Path, field: str) -> Iterator[str]:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 line += chunk[: max(error.start - pending, 0)].count(b"\n")
-                raise _not_utf8(file, line, begin + error.start, error.reason, field) from error
+                raise _not_utf8(str(file), line, begin + error.start, error.reason, field) from error
             line += text.count("\n")
             if text:
                 yield text
@@ -239,7 +245,7 @@ def _no_parquet(file: Path, error: Exception, field: str) -> DataError:
     return DataError(f"{field}: {file} cannot be read as parquet: {error}", field=field, value=str(file))
 
 
-def _not_json(file: Path, line: int, column: int, why: str, field: str) -> NoReturn:
+def _not_json(file: str, line: int, column: int, why: str, field: str) -> NoReturn:
     raise DataError(
         f"{field}: {file}, line {line}, column {column} is not JSON: {why}; "
         "one object a line, or one array of objects, would do",
@@ -248,7 +254,7 @@ def _not_json(file: Path, line: int, column: int, why: str, field: str) -> NoRet
     )
 
 
-def _no_object(file: Path, place: str, row: Any, field: str) -> DataError:
+def _no_object(file: str, place: str, row: Any, field: str) -> DataError:
     return DataError(
         f"{field}: {file}, {place} is {row!r:.80}, a {type(row).__name__}; an object with columns would do",
         field=field,
@@ -256,7 +262,7 @@ def _no_object(file: Path, place: str, row: Any, field: str) -> DataError:
     )
 
 
-def _not_utf8(file: Path, line: int, byte: int, reason: str, field: str) -> DataError:
+def _not_utf8(file: str, line: int, byte: int, reason: str, field: str) -> DataError:
     return DataError(
         f"{field}: {file}, line {line}, byte {byte} is not UTF-8 ({reason}); UTF-8 text would do",
         field=field,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class RowFormat:
     optional: tuple[str, ...] = ()
     """Columns read where they exist."""
 
-    def match(self, columns: Sequence[str]) -> tuple[str, ...] | None:
+    def match(self, columns: Collection[str]) -> tuple[str, ...] | None:
         return next((group for group in self.columns if set(group) <= set(columns)), None)
 
 

@@ -4,10 +4,13 @@ read row by row. Knows no tokenizer and no row format.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from swiftkv_platform.contract.files import SUFFIX, StoredFile
 from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, reader_for
 from swiftkv_platform.data.repositories import read_laid_out, read_repository, read_saved
 from swiftkv_platform.data.tables import Table
@@ -17,6 +20,7 @@ from swiftkv_platform.sources import (
     Access,
     Boundary,
     BuiltinSource,
+    FileSource,
     HubSource,
     PathSource,
     S3Source,
@@ -57,15 +61,11 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
     match named:
         case BuiltinSource():
             return _builtin(source, path)
+        case FileSource(name):
+            assert access.files is not None, "a file without an entry there is refused by `Access.data`"
+            return [_uploaded(_needed(remote, name, field), access.files[name], name, field)]
         case S3Source(name):
-            if remote is None:
-                raise InvalidInputError(
-                    f"{field} is {name!r}, but this process has no object store to fetch it from; a local path would "
-                    "do",
-                    field=field,
-                    value=name,
-                )
-            return _remote(remote, source, field)
+            return _remote(_needed(remote, name, field), source, field)
         case PathSource(name, location):
             if not location.exists():
                 raise DataError(f"{field} is {name!r}: no such file or directory", field=field, value=name)
@@ -81,6 +81,31 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
                 refuse_shadowed(name, field)
                 return [read_repository(source, path)]
             return [read_laid_out(name, source, path)]
+
+
+def _needed(remote: RemoteFiles | None, name: str, field: str) -> RemoteFiles:
+    if remote is None:
+        raise InvalidInputError(
+            f"{field} is {name!r}, but this process has no object store to fetch it from; a local path would do",
+            field=field,
+            value=name,
+        )
+    return remote
+
+
+def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) -> Table:
+    """Rows of an uploaded file, which must be those that were uploaded."""
+    file = remote.fetch(stored.uri)
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != stored.sha256:
+        raise DataError(
+            f"{field} is {name!r}, whose rows are not those that were uploaded (SHA-256 {digest} instead of "
+            f"{stored.sha256}); upload the file again",
+            field=field,
+            value=name,
+        )
+    return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
 
 
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:

@@ -13,6 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from swiftkv_platform.database.catalog import deployments_demand, deployments_turn
+from swiftkv_platform.database.files import check_present, take_turn
 from swiftkv_platform.database.leases import check_fence, holds
 from swiftkv_platform.database.metric_events import with_points, without_points
 from swiftkv_platform.database.outbox import delivery_rows
@@ -42,6 +43,7 @@ from swiftkv_platform.orchestration.ports import (
 )
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
 from swiftkv_platform.orchestration.webhooks import Recipients, recipients
+from swiftkv_platform.sources.access import file_ids
 
 _JOB = TypeAdapter(Job)
 _COLUMNS: Sequence[InstrumentedAttribute[Any]] = (
@@ -87,6 +89,9 @@ class SqlJobRepository:
             with self._database.writing() as session:
                 if max_waiting is not None:
                     self._check_waiting(session, job.tenant, max_waiting)
+                if ids := file_ids(job.spec):
+                    take_turn(self._database, session, job.tenant)
+                    check_present(session, ids, job.tenant)
                 session.add(JobRow(**_columns(job)))
                 session.flush()
                 self._add_events(session, job, [event])

@@ -193,6 +193,26 @@ class DeletionRow(Base):
     by: Mapped[str] = mapped_column(String(200))
 
 
+class FileRow(Base):
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64))
+    created_by: Mapped[str] = mapped_column(String(200))
+    created_at: Mapped[int] = mapped_column(BigInteger)
+    filename: Mapped[str] = mapped_column(String(255))
+    purpose: Mapped[str] = mapped_column(String(32))
+    size: Mapped[int] = mapped_column(BigInteger)
+    """Bytes."""
+    rows: Mapped[int] = mapped_column(BigInteger)
+    sha256: Mapped[str] = mapped_column(String(64))
+    format: Mapped[str] = mapped_column(String(32))
+    columns: Mapped[list[str]] = mapped_column(Document)
+    expires_at: Mapped[int | None] = mapped_column(BigInteger, index=True)
+
+    __table_args__ = (Index(None, "tenant", "id"),)
+
+
 class LeaseRow(Base):
     __tablename__ = "leases"
 

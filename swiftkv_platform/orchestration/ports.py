@@ -139,6 +139,7 @@ class JobRepository(Protocol):
         Raises:
             IdempotencyConflictError: the key came with another body.
             QuotaExceededError: too many of the tenant's jobs wait.
+            InvalidInputError: the spec names an uploaded file that is not there any more.
         """
         ...
 

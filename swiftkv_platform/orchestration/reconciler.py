@@ -42,6 +42,7 @@ from swiftkv_platform.orchestration.attention import Attention
 from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
 from swiftkv_platform.orchestration.fair_queue import FairQueue
+from swiftkv_platform.orchestration.files import FilesOf, no_files
 from swiftkv_platform.orchestration.instruments import NO_INSTRUMENTS, Instruments
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
@@ -99,6 +100,7 @@ class Reconciler:
         limits: how long attempts may take.
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
         deployments: all tenants', whose replicas count against quotas as jobs do.
+        files: uploaded files that a job's spec names.
         attention: choice of the jobs that a tick looks at; without one it looks at all.
         concurrency: jobs that are looked at, or submitted, at the same time.
         lease: the right to change anything; without one there is no other control plane.
@@ -122,6 +124,7 @@ class Reconciler:
         limits: AttemptLimits = DEFAULT_LIMITS,
         retry_delay_s: float = 1.0,
         deployments: Callable[[], Sequence[Deployment]] = tuple,
+        files: FilesOf = no_files,
         attention: Attention | None = None,
         concurrency: int = 1,
         lease: Lease = UNDISPUTED,
@@ -137,6 +140,7 @@ class Reconciler:
         self._queue = FairQueue(policies)
         self._policies = policies
         self._rules = rules
+        self._files = files
         self._prices = prices
         self._deployments = deployments
         self._instruments = instruments
@@ -296,7 +300,8 @@ class Reconciler:
 
     def _submit(self, job: Job) -> Job:
         attempt = job.attempt
-        access = self._rules.access(job.tenant, self._policies.policy(job.tenant).hub_organizations)
+        organizations = self._policies.policy(job.tenant).hub_organizations
+        access = self._rules.access(job.tenant, organizations, self._files(job.spec, job.tenant))
         self._store.write_request(
             AttemptRequest(
                 job_id=job.id,
@@ -307,6 +312,7 @@ class Reconciler:
                 allowed_roots=access.roots,
                 hub_organizations=access.hub_organizations,
                 code_tasks=access.code_tasks,
+                files=dict(access.files or {}),
             )
         )
         command = self._entrypoint.shell(job.attempt_id)

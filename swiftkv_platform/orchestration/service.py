@@ -13,6 +13,7 @@ from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
 from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap
 from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.estimates import Estimate
+from swiftkv_platform.orchestration.files import FilesOf, no_files
 from swiftkv_platform.orchestration.job import (
     Event,
     Job,
@@ -59,6 +60,7 @@ class JobService:
     """Submitting, pausing, resuming and cancelling.
 
     Args:
+        files: uploaded files that a spec names.
         rehearse: called with every job before it is stored; what it raises keeps the job from being stored. A caller
             that answers with the job writes the answer here, so that nothing is stored that could not be answered.
     """
@@ -75,9 +77,11 @@ class JobService:
         prices: Prices = FREE,
         flops_per_second: float | None = None,
         limits: JobLimits = UNLIMITED,
+        files: FilesOf = no_files,
         rehearse: Callable[[Job], object] = _nothing,
     ) -> None:
         self._limits = limits
+        self._files = files
         self._rehearse = rehearse
         self._jobs = jobs
         self._clock = clock
@@ -97,7 +101,8 @@ class JobService:
 
     def _check(self, spec: JobSpec, caller: Caller) -> Estimate:
         self._limits.check(spec)
-        access = self._rules.access(caller.tenant, self._policies.policy(caller.tenant).hub_organizations)
+        organizations = self._policies.policy(caller.tenant).hub_organizations
+        access = self._rules.access(caller.tenant, organizations, self._files(spec, caller.tenant))
         access.check(spec)
         self._check_demand(spec, caller.tenant)
         if spec.webhook is not None:

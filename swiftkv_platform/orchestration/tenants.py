@@ -33,6 +33,12 @@ class TenantPolicy(FiniteModel):
     """CPU cores that its jobs and deployments hold at a time; what alone asks for more is refused."""
     max_replicas: Annotated[int, Field(ge=0)] | None = None
     """Sum of its deployments' `max_replicas`; a deployment beyond that is refused."""
+    max_file_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes of one uploaded file, where that is less than the operator's `SWIFTKV_MAX_FILE_BYTES`."""
+    max_file_rows: Annotated[int, Field(ge=1)] | None = None
+    """Rows of one uploaded file, where that is less than the operator's `SWIFTKV_MAX_FILE_ROWS`."""
+    max_stored_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of its uploaded files together; a further one is refused until some are deleted."""
     cost_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Most that one job may cost before it is paused, whatever its spec says."""
     route_prefixes: tuple[str, ...] = ()

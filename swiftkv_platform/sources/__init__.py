@@ -10,6 +10,7 @@ from swiftkv_platform.sources.access import NO_RULES, OPEN, Access, SourceRules
 from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
 from swiftkv_platform.sources.names import (
     BuiltinSource,
+    FileSource,
     HubSource,
     PathSource,
     S3Source,
@@ -25,6 +26,7 @@ __all__ = [
     "Access",
     "Boundary",
     "BuiltinSource",
+    "FileSource",
     "HubSource",
     "PathSource",
     "S3Source",

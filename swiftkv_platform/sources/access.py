@@ -9,14 +9,17 @@ the attempt, whose readers check every file that a name leads to.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from swiftkv_platform.contract.files import StoredFile, is_file_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
 from swiftkv_platform.sources.layout import SUFFIXES
 from swiftkv_platform.sources.names import (
+    FileSource,
     HubSource,
+    ModelSource,
     PathSource,
     S3Source,
     Source,
@@ -47,6 +50,8 @@ class Access:
     """Whether tasks may run the code that a model writes."""
     tenant: str | None = None
     """Tenant that messages name."""
+    files: Mapping[str, StoredFile] | None = None
+    """Uploaded files of the tenant that its spec names, by id."""
 
     @property
     def is_restricted(self) -> bool:
@@ -60,19 +65,28 @@ class Access:
             return UNBOUNDED
         return Boundary.of(*(root for root in self.roots if not root.startswith(_S3)))
 
-    def model(self, name: str, field: str = "model.name_or_path") -> Source:
+    def model(self, name: str, field: str = "model.name_or_path") -> ModelSource:
         """The model called `name`. Raises `InvalidInputError` for a name that is none, or is closed."""
-        return self._open(parse_source(name, field=field, relative_paths=not self.is_restricted), field)
+        parsed = parse_source(name, field=field, relative_paths=not self.is_restricted)
+        if isinstance(parsed, FileSource):
+            raise InvalidInputError(
+                f"{field} is {name!r}, an uploaded file of rows; a hub id, a directory or a built-in teacher would do",
+                field=field,
+                value=name,
+            )
+        self._check(parsed, field)
+        return parsed
 
     def data(self, name: str, field: str) -> Source:
         """The data set called `name`. Raises as `model`."""
         parsed = parse_source(name, field=field, suffixes=SUFFIXES, relative_paths=not self.is_restricted)
-        return self._open(parsed, field)
+        self._check(parsed, field)
+        return parsed
 
     def location(self, name: str, field: str) -> S3Source | PathSource:
         """A path or address that is no hub id. Raises as `model`."""
         parsed = parse_location(name, field=field)
-        self._open(parsed, field)
+        self._check(parsed, field)
         return parsed
 
     def check(self, spec: JobSpec) -> None:
@@ -99,9 +113,17 @@ class Access:
         if task.data_dir is not None:
             self.location(task.data_dir, f"{field}.data_dir")
 
-    def _open(self, source: Source, field: str) -> Source:
-        """`source` itself. Raises `InvalidInputError` if it is closed."""
-        if isinstance(source, HubSource):
+    def _check(self, source: Source, field: str) -> None:
+        """Raises `InvalidInputError` if `source` is closed."""
+        if isinstance(source, FileSource):
+            if source.name not in (self.files or {}):
+                raise InvalidInputError(
+                    f"{field} is {source.name!r}, and there is no such file here; `swiftkv files list` lists those of "
+                    "a control plane",
+                    field=field,
+                    value=source.name,
+                )
+        elif isinstance(source, HubSource):
             organizations = self.hub_organizations
             if organizations is not None and source.organization not in organizations:
                 raise self._closed(source, field, f"of the hub {', '.join(organizations) or 'nothing'}")
@@ -110,7 +132,6 @@ class Access:
                 raise self._closed(source, field, self._opened())
         elif isinstance(source, PathSource) and not self.boundary.contains(source.path):
             raise self._closed(source, field, self._opened())
-        return source
 
     def _opened(self) -> str:
         return f"the hub, built-in sources, and what lies below: {', '.join(self.roots or ()) or 'none'}"
@@ -137,13 +158,24 @@ class SourceRules:
     code_tasks: bool = False
     """Whether tasks may run the code that a model writes."""
 
-    def access(self, tenant: str, hub_organizations: Sequence[str] | None = None) -> Access:
-        """Return what the rules come to for one tenant, with the organisations of the hub that its policy names."""
+    def access(
+        self,
+        tenant: str,
+        hub_organizations: Sequence[str] | None = None,
+        files: Mapping[str, StoredFile] | None = None,
+    ) -> Access:
+        """Return what the rules come to for one tenant.
+
+        Args:
+            hub_organizations: organisations of the hub that its policy names.
+            files: uploaded files that its spec names.
+        """
         return Access(
             roots=None if self.roots is None else tuple(root.replace(_TENANT, tenant) for root in self.roots),
             hub_organizations=None if hub_organizations is None else tuple(hub_organizations),
             code_tasks=self.code_tasks,
             tenant=tenant,
+            files=files,
         )
 
 
@@ -154,6 +186,11 @@ NO_RULES = SourceRules()
 def _tasks(spec: JobSpec) -> Iterator[tuple[str, TaskSpec]]:
     for index, task in enumerate(spec.evaluation.tasks):
         yield f"evaluation.tasks[{index}]", TaskSpec(name=task) if isinstance(task, str) else task
+
+
+def file_ids(spec: JobSpec) -> list[str]:
+    """Ids of the uploaded files that a spec names as data, each once."""
+    return list(dict.fromkeys(each.name_or_path for each in spec.data.sources if is_file_id(each.name_or_path)))
 
 
 def _check_revision(revision: str) -> None:

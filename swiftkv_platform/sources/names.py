@@ -1,5 +1,5 @@
-"""A model's or data set's name as one of four types: built-in, S3 address, path or hub id. Reads nothing but whether a
-relative path exists.
+"""A model's or data set's name as one of five types: built-in, uploaded file, S3 address, path or hub id. Reads nothing
+but whether a relative path exists.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from swiftkv_platform.contract.files import is_file_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import looks_like_a_path
 
@@ -28,6 +29,13 @@ _SHOWN = 64
 @dataclass(frozen=True)
 class BuiltinSource:
     """A source that ships with the package, or should: whether the name is known is the reader's business."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A file that was uploaded to the control plane; the name is its id."""
 
     name: str
 
@@ -65,7 +73,8 @@ class HubSource:
         return self.name.partition("/")[0]
 
 
-Source = BuiltinSource | S3Source | PathSource | HubSource
+ModelSource = BuiltinSource | S3Source | PathSource | HubSource
+Source = ModelSource | FileSource
 
 
 def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relative_paths: bool = True) -> Source:
@@ -85,6 +94,8 @@ def parse_source(name: str, *, field: str, suffixes: Collection[str] = (), relat
         return BuiltinSource(name)
     if name.startswith(_S3):
         return S3Source(name)
+    if is_file_id(name):
+        return FileSource(name)
     is_path = looks_like_a_path(name, suffixes) or _HUB_ID.fullmatch(name) is None
     # An entry of a directory that this process may not enter is none, where `Path.exists` raises.
     if is_path or (relative_paths and os.path.exists(name)):  # noqa: PTH110

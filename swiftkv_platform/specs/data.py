@@ -34,7 +34,8 @@ class DataSourceSpec(Spec):
 
     name_or_path: Annotated[Name, Field(min_length=1)]
     """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix,
-    or `builtin:python-stdlib` (the sources of the interpreter's standard library)."""
+    `file-...` (rows that were uploaded to the control plane), or `builtin:python-stdlib` (the sources of the
+    interpreter's standard library)."""
     split: Word = "train"
     """Split of a hub or built-in data set, or of a directory laid out as one."""
     subset: Annotated[Word, Field(min_length=1)] | None = None

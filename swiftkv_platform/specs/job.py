@@ -209,10 +209,13 @@ class LimitsSpec(Spec):
     """An attempt that runs longer is stopped and the job fails."""
 
 
+JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
 class JobSpec(Spec):
     """A distillation job, as POSTed to `/jobs`."""
 
-    name: Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: JobName
     model: ModelSpec = ModelSpec()
     swiftkv: SwiftKVSpec = SwiftKVSpec()
     data: DataSpec = DataSpec()

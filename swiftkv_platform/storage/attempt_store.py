@@ -53,6 +53,8 @@ class StoredCheckpoint:
     """Bytes of its files."""
     sha256: str
     """Digest of its manifest."""
+    created_at: float
+    """Unix seconds."""
 
 
 MAX_LOG_BYTES = 16 << 20
@@ -171,7 +173,11 @@ class AttemptStore:
                 manifest = read_manifest(self._store, name.key)
             except ObjectNotFoundError:
                 continue  # incomplete, or rotated away since the listing
-            found.append(StoredCheckpoint(name.attempt, name.step, name.key, manifest.size, manifest_digest(manifest)))
+            found.append(
+                StoredCheckpoint(
+                    name.attempt, name.step, name.key, manifest.size, manifest_digest(manifest), manifest.created_at
+                )
+            )
         return found
 
     def newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:

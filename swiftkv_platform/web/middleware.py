@@ -77,20 +77,30 @@ class BodyLimit:
     Args:
         refuse: (path, why) -> the 413 answer to a body that announces its size; one that does not gets an
             `HTTPException` while it is read.
+        larger: limits of paths that have one of their own.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, refuse: Callable[[str, str], ASGIApp]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_bytes: int,
+        refuse: Callable[[str, str], ASGIApp],
+        larger: Mapping[str, int] | None = None,
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._refuse = refuse
+        self._larger = larger or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        detail = f"the body has more than {self._max_bytes} bytes, which is the limit"
+        most = self._larger.get(scope["path"], self._max_bytes)
+        detail = f"the body has more than {most} bytes, which is the limit"
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > self._max_bytes:
+        if announced.isdecimal() and int(announced) > most:
             await self._refuse(scope["path"], detail)(scope, receive, send)
             return
         received = 0
@@ -99,7 +109,7 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
+            if received > most:
                 raise HTTPException(413, detail)
             return message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from jobs.attempt.downloads import StoreFiles
+from swiftkv_platform.contract.files import StoredFile, file_key, new_file_id
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.fakes.tokenizers import byte_tokenizer
@@ -49,3 +52,19 @@ def test_one_object_is_read_by_its_name(prefix: str, tmp_path: Path) -> None:
     assert remote.list(f"{prefix}/deep/") == [f"{prefix}/deep/a.jsonl"]
     with pytest.raises(DataError, match="no object at"):
         remote.list(f"{prefix}/nothing")
+
+
+def test_an_uploaded_file_is_read_from_its_bucket(prefix: str, tmp_path: Path) -> None:
+    file_id, rows = new_file_id(), tmp_path / "rows"
+    content = open_store(prefix).get_bytes("deep/a.jsonl")
+    key = file_key("acme", file_id)
+    open_store(prefix).put_bytes(key, content)
+    digest = hashlib.sha256(content).hexdigest()
+    stored = StoredFile(uri=f"{open_store(prefix).uri}/{key}", sha256=digest, size=len(content))
+    rows.mkdir()
+    spec = DataSpec(sources=(DataSourceSpec(name_or_path=file_id),), max_length=64, validation_fraction=0.0)
+    access = Access(roots=(), files={file_id: stored})
+    prepared = prepare_data(
+        spec, byte_tokenizer(), rows, seed=0, remote=StoreFiles(tmp_path / "objects"), access=access
+    )
+    assert prepared.statistics.sources[0].formats == {"text": 20}

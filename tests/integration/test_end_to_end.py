@@ -22,6 +22,7 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import read_manifest
 from tests import browsers
+from tests.outside.judges.fine_tuning import tune_and_chat
 
 browser, page = browsers.browser, browsers.page  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -113,6 +114,14 @@ def test_its_model_is_deployed_and_generates(client: Client, job: Job) -> None:
     assert replica.replica
     assert replica.values["generation_tokens_total"] == 2 * whole.usage.completion_tokens
     client.deployments.delete(deployment.id)
+
+
+def test_openais_client_uploads_tunes_and_chats(platform: Platform) -> None:
+    tuned = tune_and_chat(platform.url)
+    job = platform.client.jobs.get(tuned.id)
+    assert (job.name, job.distilled_model) == ("adder", tuned.fine_tuned_model)
+    assert job.progress is not None
+    assert tuned.trained_tokens == job.progress.tokens > 0
 
 
 def test_a_browser_submits_watches_deploys_and_asks(platform: Platform, page: Any, tmp_path: Path) -> None:

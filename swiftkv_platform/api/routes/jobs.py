@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Annotated
 
@@ -25,6 +25,7 @@ from swiftkv_platform.api.dependencies import (
 )
 from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
 from swiftkv_platform.orchestration.service import JobService
@@ -55,6 +56,7 @@ def _service(parts: Parts, settings: TheSettings, present: Present) -> JobServic
         prices=prices(settings),
         flops_per_second=settings.flops_per_second,
         limits=job_limits(settings),
+        files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
         rehearse=lambda job: present(job).model_dump_json(),
     )
 
@@ -105,13 +107,18 @@ def _metadata_asked_for(request: Request) -> dict[str, str]:
         for name, value in request.query_params.items()
         if name.startswith(_METADATA)
     }
-    for key in asked:
+    check_metadata_keys(asked)
+    return asked
+
+
+def check_metadata_keys(keys: Iterable[str]) -> None:
+    """Raises `InvalidInputError` for what is no key of a job's metadata."""
+    for key in keys:
         try:
             _LABEL.validate_python(key)
         except ValidationError as error:
             message = f"no job has such a key of metadata: {error.errors()[0]['msg']}"
             raise InvalidInputError(message, field=f"{_METADATA}{key}") from error
-    return asked
 
 
 @router.get("/{job_id}")

@@ -48,6 +48,9 @@ class QuotaAnswer(Answer):
     gpus: float
     """GPUs of jobs and deployments together."""
     cpus: float
+    stored_bytes: int
+    """Bytes of its uploaded files together."""
+    max_stored_bytes: int | None
     held_by_jobs: HeldAnswer
     held_by_deployments: HeldAnswer
 
@@ -72,6 +75,8 @@ def get_quota(parts: Parts, caller: Reader) -> QuotaAnswer:
         replicas=held.replicas,
         gpus=held.gpus,
         cpus=held.cpus,
+        stored_bytes=parts.files.used_bytes(caller.tenant),
+        max_stored_bytes=policy.max_stored_bytes,
         held_by_jobs=HeldAnswer.of(jobs),
         held_by_deployments=HeldAnswer.of(deployments),
     )

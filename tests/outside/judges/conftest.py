@@ -94,10 +94,17 @@ def node_program(package: str) -> list[str]:
 
 @contextmanager
 def deployed(python: str, backend: str, directory: Path) -> Iterator[Deployment]:
+    with _started(python, "deployment", directory, backend) as told:
+        yield Deployment(told["url"], Path(told["tokenizer"]))
+
+
+@contextmanager
+def _started(python: str, module: str, directory: Path, *arguments: str) -> Iterator[dict[str, str]]:
+    """Start a module of this directory, and yield its own description; it ends with the block."""
     log = directory / "log"
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [python, "-m", "tests.outside.judges.deployment", str(directory), backend],
+            [python, "-m", f"tests.outside.judges.{module}", str(directory), *arguments],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -107,9 +114,8 @@ def deployed(python: str, backend: str, directory: Path) -> Iterator[Deployment]
     try:
         ready, _, _ = select.select([process.stdout], [], [], _START_S)
         line = process.stdout.readline() if ready and process.stdout else b""
-        assert line, f"the deployment did not start:\n{log.read_text(errors='replace')[-8000:]}"
-        told = json.loads(line)
-        yield Deployment(told["url"], Path(told["tokenizer"]))
+        assert line, f"the {module} did not start:\n{log.read_text(errors='replace')[-8000:]}"
+        yield json.loads(line)
     finally:
         process.communicate(timeout=120.0)
 
@@ -120,6 +126,14 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     python = interpreter("SWIFTKV_TEST_PYTHON", "install")
     with deployed(python, "native", tmp_path_factory.mktemp("native")) as deployment:
         yield deployment
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a control plane with a cluster of its own."""
+    python = interpreter("SWIFTKV_TEST_PYTHON", "install")
+    with _started(python, "platform", tmp_path_factory.mktemp("platform")) as told:
+        yield told["url"]
 
 
 @pytest.fixture(scope="session")

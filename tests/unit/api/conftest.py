@@ -19,6 +19,7 @@ from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components, prices, webhook_rules
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
@@ -70,6 +71,7 @@ class Server:
             interval_s=1.0,
             policies=self.parts.policies,
             prices=prices(self.settings),
+            files=files_of(self.parts.files, self.parts.objects.uri),
         )
         self._deployments = DeploymentReconciler(self.parts.catalog, self.serving)
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)

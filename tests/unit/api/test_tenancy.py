@@ -54,6 +54,12 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "/jobs/{job_id}/resume"): None,
     ("DELETE", "/jobs/{job_id}"): None,
     ("DELETE", "/models/{model_id}"): None,
+    ("POST", "/v1/files"): {},
+    ("DELETE", "/v1/files/{file_id}"): None,
+    ("POST", "/v1/fine_tuning/jobs"): {"model": "org/teacher", "training_file": "org/data"},
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): None,
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): None,
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): None,
     ("POST", "/models/{model_id}/promote"): {"alias": "stolen", "reason": "mine now"},
     ("POST", "/aliases/{alias}/rollback"): {"reason": "mine now"},
     ("POST", "/deployments"): {"model": "{model_id}", "route_prefix": "/stolen"},
@@ -62,6 +68,7 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "/deployments/{deployment_id}/generate"): {"prompt": "x"},
 }
 """Bodies for each route that changes or asks something; a route that is missing here fails the tests."""
+UPLOAD: dict[str, Any] = {"data": {"purpose": "fine-tune"}, "files": {"file": b'{"text": "x"}\n'}}
 NOBODYS = {
     "job_id": "job_x",
     "model_id": "mdl_x",
@@ -69,6 +76,7 @@ NOBODYS = {
     "deployment_id": "dep_x",
     "path": "x",
     "alias": "nobodys",
+    "file_id": "file-x",
 }
 
 
@@ -79,9 +87,17 @@ def routes(client: TestClient) -> list[tuple[str, str]]:
 
 def call(client: TestClient, method: str, path: str, ids: dict[str, str]) -> httpx.Response:
     body = BODIES[method, path] if method != "GET" else None
+    if (method, path) == ("POST", "/v1/files"):
+        return client.request(method, path, **UPLOAD)
     if body is not None and "model" in body and isinstance(body["model"], str):
         body = {**body, "model": body["model"].format(**ids)}
     return client.request(method, path.format(**ids), json=body)
+
+
+def code_of(refused: httpx.Response) -> str:
+    """The code of an error, in OpenAI's shape too."""
+    answer: dict[str, Any] = refused.json()
+    return str(answer.get("error", answer)["code"])
 
 
 def test_every_route_that_changes_something_is_covered(as_: As) -> None:
@@ -92,7 +108,7 @@ def test_without_a_key_nothing_is_answered(as_: As) -> None:
     client = as_(None)
     for method, path in routes(client):
         refused = call(client, method, path, NOBODYS)
-        assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated"), (method, path)
+        assert (refused.status_code, code_of(refused)) == (401, "unauthenticated"), (method, path)
         assert refused.headers["WWW-Authenticate"] == "Bearer"
     assert client.get("/healthz").status_code == 200
 
@@ -103,7 +119,7 @@ def test_a_key_opens_no_more_than_its_scopes(as_: As) -> None:
     for method, path in routes(client):
         if method != "GET":
             refused = call(client, method, path, NOBODYS)
-            assert (refused.status_code, refused.json()["code"]) == (403, "forbidden"), (method, path)
+            assert (refused.status_code, code_of(refused)) == (403, "forbidden"), (method, path)
     assert as_("acme", Scope.JOBS_WRITE).post("/jobs", json=SPEC).status_code == 201
     assert as_("acme", Scope.JOBS_WRITE).get("/jobs").status_code == 403
 
@@ -128,7 +144,9 @@ def test_a_deployment_is_asked_with_the_callers_own_key(server: Server, tmp_path
 
 
 def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
-    job = as_("acme").post("/jobs", json=SPEC).json()
+    file = as_("acme").post("/v1/files", **UPLOAD).json()["id"]
+    naming = {"data": {"sources": [{"name_or_path": file}]}}
+    job = as_("acme").post("/jobs", json={**SPEC, **naming}).json()
     assert (job["tenant"], job["created_by"][:3]) == ("acme", "key")
     server.tick()
     worker = server.worker(job["id"])
@@ -146,8 +164,9 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
         "deployment_id": deployment["id"],
         "path": "data.bin",
         "alias": "production",
+        "file_id": file,
     }
-    theirs = {job["id"], model, deployment["id"], promoted.json()["id"], "production", "acme"}
+    theirs = {file, job["id"], model, deployment["id"], promoted.json()["id"], "production", "acme"}
     own = as_("acme")
     assert {call(own, "GET", path, ids).status_code for method, path in routes(own) if method == "GET"} == {200}
     before = whole(own, ids)
@@ -165,12 +184,17 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
             assert answer.status_code == 422, where
         else:
             assert answer.status_code in (200, 201), where  # its own job
+    for path in ("/jobs", "/jobs/validate"):
+        refused = stranger.post(path, json={**SPEC, **naming})
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, "data.sources[0].name_or_path")
+    refused = stranger.post("/v1/fine_tuning/jobs", json={"model": "org/teacher", "training_file": file})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "data.sources[0].name_or_path")
     for model_name in (job["id"], "production"):
         refused = stranger.post("/deployments", json={"model": model_name, "route_prefix": "/stolen"})
         assert refused.status_code == 422, refused.text
-    for path in ("/jobs", "/models", "/deployments"):
-        foreign = {"/jobs": job["id"], "/models": model, "/deployments": deployment["id"]}[path]
-        assert stranger.get(path, params={"after": foreign}).status_code == 422, "a cursor is an id too"
+    lists = {"/jobs": job["id"], "/models": model, "/deployments": deployment["id"]}
+    for path, foreign in {**lists, "/v1/files": file, "/v1/fine_tuning/jobs": job["id"]}.items():
+        assert stranger.get(path, params={"after": foreign}).status_code in (400, 422), "a cursor is an id too"
     assert whole(as_("acme"), ids) == before
 
 

@@ -88,6 +88,34 @@ def test_submit_with_json_prints_the_job(run: Run, script: Script, spec: Path) -
     assert script.requests[0].headers["idempotency-key"] == "k"
 
 
+def test_a_clone_is_the_spec_with_what_is_set(run: Run, script: Script) -> None:
+    spec = {"name": "tiny", "training": {"max_steps": None, "seed": 0}, "data": {"sources": [{"weight": 1.0}]}}
+    script.on("GET", "/jobs/job_1", json_answer(job_row("failed", spec=spec)))
+    script.on("POST", "/jobs", json_answer(job_row(id="job_2"), 201))
+    changes = ("--set", "training.max_steps=100", "--set", "data.sources.0.weight=2.5", "--set", "name=again")
+    result = run("jobs", "clone", "job_1", *changes)
+    assert result.exit_code == 0, result.output
+    assert "Submitted job_2" in result.output
+    [sent] = script.sent("POST", "/jobs")
+    assert sent.body == {
+        "name": "again",
+        "training": {"max_steps": 100, "seed": 0},
+        "data": {"sources": [{"weight": 2.5}]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [("training.max_steps", "KEY=VALUE"), ("name={", "no YAML"), ("name.first=1", "no path of the spec")],
+)
+def test_a_change_that_cannot_be_made_submits_nothing(run: Run, script: Script, change: str, told: str) -> None:
+    script.on("GET", "/jobs/job_1", json_answer(job_row("failed", spec={"name": "tiny"})))
+    result = run("jobs", "clone", "job_1", "--set", change)
+    assert result.exit_code != 0
+    assert told in " ".join(result.output.split())
+    assert script.sent("POST", "/jobs") == []
+
+
 def test_submit_and_follow_shows_progress_and_the_model(run: Run, script: Script, spec: Path) -> None:
     finished(script, "succeeded", distilled_model="mdl_1")
     result = run("jobs", "submit", "-f", str(spec), "--follow")

@@ -51,6 +51,22 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         lambda client, ids: client.jobs.download(ids["done"], "manifest.json", Path(ids["fresh"]) / "manifest.json"),
         "jobs download {done} {fresh} --file manifest.json",
     ),
+    "POST /v1/files": (lambda client, ids: client.files.upload(Path(ids["rows"])), "files upload {rows}"),
+    "GET /v1/files": (lambda client, _: client.files.list(), "files list"),
+    "GET /v1/files/{file_id}": (lambda client, ids: client.files.get(ids["file"]), "files show {file}"),
+    "GET /v1/files/{file_id}/content": (
+        lambda client, ids: client.files.download(ids["file"], Path(ids["fresh"]) / "rows.jsonl"),
+        "files download {file} {fresh}-rows.jsonl",
+    ),
+    "DELETE /v1/files/{file_id}": (lambda client, ids: client.files.delete(ids["file"]), "files delete {file}"),
+    "POST /v1/fine_tuning/jobs": (None, None),
+    "GET /v1/fine_tuning/jobs": (None, None),
+    "GET /v1/fine_tuning/jobs/{job_id}": (None, None),
+    "POST /v1/fine_tuning/jobs/{job_id}/cancel": (None, None),
+    "POST /v1/fine_tuning/jobs/{job_id}/pause": (None, None),
+    "POST /v1/fine_tuning/jobs/{job_id}/resume": (None, None),
+    "GET /v1/fine_tuning/jobs/{job_id}/events": (None, None),
+    "GET /v1/fine_tuning/jobs/{job_id}/checkpoints": (None, None),
     "GET /models": (lambda client, _: client.models.list(), "models list"),
     "GET /models/{model_id}": (lambda client, ids: client.models.get(ids["model"]), "models get {model}"),
     "GET /models/{model_id}/lineage": (
@@ -103,7 +119,7 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     "DELETE /jobs/{job_id}": (lambda client, ids: client.jobs.delete(ids["spare"]), "jobs delete {spare}"),
     "GET /quota": (lambda client, _: client.quota(), "quota"),
 }
-"""By route: the client's method, and the command. None: probes and Prometheus ask that, no person."""
+"""By route: the client's method, and the command. None: probes, Prometheus and OpenAI's clients ask that."""
 
 
 @dataclass
@@ -163,7 +179,12 @@ def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
             spec = tmp_path / "spec.yaml"
             spec.write_text(yaml.safe_dump(SPEC))
             ids = {"done": done["id"], "job": server.submit()["id"], "model": done["distilled_model"]}
+            rows = tmp_path / "rows.jsonl"
+            rows.write_text('{"text": "x"}\n')
+            with Client(url) as own:
+                ids["file"] = own.files.upload(rows).id
             ids |= {
+                "rows": str(rows),
                 "other": other["distilled_model"],
                 "spare": spare["id"],
                 "spare_model": spare["distilled_model"],

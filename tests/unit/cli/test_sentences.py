@@ -197,6 +197,8 @@ def test_the_quota(run: Run, script: Script) -> None:
         "replicas": 1,
         "gpus": 9.0,
         "cpus": 4.5,
+        "stored_bytes": 1500,
+        "max_stored_bytes": 3_000_000,
         "held_by_jobs": {"gpus": 8.0, "cpus": 4.5},
         "held_by_deployments": {"gpus": 1.0, "cpus": 0.0},
     }
@@ -208,6 +210,7 @@ def test_the_quota(run: Run, script: Script) -> None:
         "GPUs": "9 of 32 GPUs; 8 by jobs and 1 by deployments",
         "CPUs": "4.5 CPU cores, no limit; 4.5 by jobs",
         "replicas": "1 replica, no limit",
+        "files": "1.46 KiB of 2.86 MiB",
     }
     assert json.loads(run("quota", "--json").stdout)["max_gpus"] == 32.0
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.data import checks as data_checks
 from swiftkv_platform.data.checks import SourceEstimate
-from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, ObjectNotFoundError, StorageError
 from swiftkv_platform.orchestration.estimates import Estimate
 from swiftkv_platform.orchestration.validation import validate
@@ -203,13 +201,6 @@ def test_parquet_columns_are_read_from_its_schema(tmp_path: Path) -> None:
     file.write_bytes(b"nonsense")
     with pytest.raises(DataError, match="no Parquet file"):
         check_data(str(file))
-
-
-def test_the_formats_are_those_the_worker_finds() -> None:
-    for here, there in ((data_checks._FORMATS, FORMATS), (data_checks._PROMPTS, PROMPT_FORMATS)):
-        assert list(here) == [row_format.name for row_format in there]
-        for row_format in there:
-            assert here[row_format.name] == tuple(map(frozenset, row_format.columns))
 
 
 def test_a_first_look_at_the_data_is_reported(tmp_path: Path) -> None:

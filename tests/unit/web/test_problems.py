@@ -78,11 +78,11 @@ def test_both_applications_answer_an_error_alike(error: SwiftKVError, status: in
 
 
 def test_openai_routes_keep_their_shape_and_tell_the_same_wait() -> None:
-    _, refused = answers(QueueFullError("queue full", retry_after_s=4.2), "/v1/failing")
-    assert refused.json() == {
-        "error": {"message": "queue full", "type": "rate_limit_error", "param": None, "code": "queue_full"}
-    }
-    assert (refused.headers["content-type"], refused.headers["retry-after"]) == ("application/json", "5")
+    for refused in answers(QueueFullError("queue full", retry_after_s=4.2), "/v1/failing"):
+        assert refused.json() == {
+            "error": {"message": "queue full", "type": "rate_limit_error", "param": None, "code": "queue_full"}
+        }
+        assert (refused.headers["content-type"], refused.headers["retry-after"]) == ("application/json", "5")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""`swiftkv files`: rows that are kept for jobs to train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swiftkv_platform.cli.context import Json, Url, connect
+from swiftkv_platform.cli.ids import FileId
+from swiftkv_platform.cli.output import err, local_time, print_fields, print_json, print_table, say
+from swiftkv_platform.client import File
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.local.units import size
+
+files_app = typer.Typer(no_args_is_help=True, help="Uploaded rows, which jobs name as `file-...`.")
+
+_DAY_S = 86400
+
+
+@files_app.command()
+def upload(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Rows as JSON Lines.", exists=True, dir_okay=False)],
+    expires_in: Annotated[int | None, typer.Option(min=1, max=30, metavar="DAYS", help="Days it is kept.")] = None,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Upload rows; every row is looked at first, and the file is kept whole or not at all."""
+    with connect(url) as client, err().status(f"Uploading {path.name}"):
+        file = client.files.upload(path, expires_after_s=None if expires_in is None else expires_in * _DAY_S)
+    if json:
+        print_json(file)
+    else:
+        say(f"{file.id} has {file.rows} rows, read as {file.format}. A job names it as data.sources[].name_or_path.")
+
+
+@files_app.command("list")
+def list_files(
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List uploaded files, newest first."""
+    with connect(url) as client:
+        files = client.files.list(limit=limit)
+    if json:
+        print_json(files)
+        return
+    rows = [
+        (each.id, each.filename, each.rows, each.format, size(each.bytes), local_time(each.created_at))
+        for each in files
+    ]
+    print_table(("file", "name", "rows", "format", "size", "created"), rows, empty="No files.")
+
+
+@files_app.command()
+def show(file_id: FileId, url: Url = None, json: Json = False) -> None:
+    """Show an uploaded file."""
+    with connect(url) as client:
+        file = client.files.get(file_id)
+    if json:
+        print_json(file)
+    else:
+        print_fields(_sentences(file))
+
+
+@files_app.command()
+def download(
+    file_id: FileId,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new file.")],
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Fetch the rows, and check them against their digest."""
+    if output.exists():
+        raise InvalidInputError(
+            f"{output} is there already; the name of a new file would do", field="output", value=str(output)
+        )
+    with connect(url) as client:
+        file = client.files.get(file_id)
+        client.files.download(file_id, output, sha256=file.sha256)
+    if json:
+        print_json({"output": str(output), "sha256": file.sha256})
+    else:
+        say(f"{file.rows} rows are in {output}.")
+
+
+@files_app.command()
+def delete(file_id: FileId, url: Url = None, json: Json = False) -> None:
+    """Delete an uploaded file; refused while a job that has not ended uses it."""
+    with connect(url) as client:
+        client.files.delete(file_id)
+    if json:
+        print_json({"id": file_id, "deleted": True})
+    else:
+        say(f"{file_id} is deleted.")
+
+
+def _sentences(file: File) -> dict[str, str | None]:
+    return {
+        "file": file.id,
+        "name": file.filename,
+        "rows": f"{file.rows}, read as {file.format}",
+        "size": size(file.bytes),
+        "sha256": file.sha256,
+        "created": local_time(file.created_at),
+        "expires": local_time(file.expires_at),
+    }

@@ -1,0 +1,51 @@
+"""The `/v1/files` routes: rows that jobs train on, kept by the control plane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swiftkv_platform.client.jobs import rows
+from swiftkv_platform.client.models import File
+from swiftkv_platform.client.transport import Transport
+
+
+class Files:
+    """Uploaded files."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def upload(self, path: Path, *, expires_after_s: int | None = None) -> File:
+        """Upload rows as JSON Lines; the file's id then stands for them in `data.sources` of a job.
+
+        Args:
+            expires_after_s: seconds that the file is kept; None keeps it until it is deleted.
+
+        Raises:
+            InvalidRequestError: a row that no format reads; the message names its line.
+        """
+        form = {"purpose": "fine-tune"}
+        if expires_after_s is not None:
+            form |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after_s)}
+        with path.open("rb") as stream:
+            answer = self._transport.request("POST", "/v1/files", form=form, file=(path.name, stream), repeatable=False)
+        return File.model_validate(answer.json())
+
+    def list(self, *, limit: int | None = None) -> list[File]:
+        """Files, newest first; all of them without `limit`."""
+        return [File.model_validate(row) for row in rows(self._transport, "/v1/files", {}, limit)]
+
+    def get(self, file_id: str) -> File:
+        return File.model_validate(self._transport.request("GET", f"/v1/files/{file_id}", repeatable=True).json())
+
+    def download(self, file_id: str, destination: Path, *, sha256: str | None = None) -> Path:
+        """Write the rows to `destination`, whole or not at all, and return it.
+
+        Raises:
+            ArtifactCorruptError: what came does not have the digest `sha256`, where one is given.
+        """
+        return self._transport.save(f"/v1/files/{file_id}/content", destination, name=file_id, sha256=sha256)
+
+    def delete(self, file_id: str) -> None:
+        """Delete a file. Refused while a job that has not ended uses it."""
+        self._transport.request("DELETE", f"/v1/files/{file_id}", repeatable=True)

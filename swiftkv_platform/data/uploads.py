@@ -1,0 +1,110 @@
+"""Uploaded rows, looked at whole: every line of a file of JSON Lines is a row that its format reads. No more than a row
+is held in memory. Knows no store and no tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from swiftkv_platform.data.files import parse_line
+from swiftkv_platform.data.formats import FORMATS, PROMPT_FORMATS, Row, RowError, content_digest, find_format
+from swiftkv_platform.errors import DataError
+
+LONGEST_ROW = 4 << 20
+"""Bytes of a line; rows that teach a model of a million tokens fit."""
+_MOST_COLUMNS = 64
+_LONGEST_COLUMN = 128
+_PROMPTS = "prompts"
+"""Format of rows that hold prompts without answers, for the teacher to complete."""
+
+
+@dataclass(frozen=True)
+class UploadedRows:
+    """Findings about a file."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    rows: int
+    format: str
+    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+    columns: tuple[str, ...]
+    """Columns of its first row."""
+
+
+def check_upload(path: Path, name: str, *, field: str, max_rows: int) -> UploadedRows:
+    """Look at every row.
+
+    Args:
+        path: the file's content.
+        name: the file's name in messages.
+        field: the place in the request that messages name.
+        max_rows: most rows that are accepted.
+
+    Raises:
+        DataError: with the line, for a row that is no object or that no format reads; for no row, or too many.
+    """
+    digest, size, rows = hashlib.sha256(), 0, 0
+    format_, columns = "", tuple[str, ...]()
+    for number, line in _lines(path, name, field):
+        digest.update(line)
+        size += len(line)
+        if line.isspace():
+            continue
+        rows += 1
+        if rows > max_rows:
+            raise DataError(
+                f"{field}: {name} has more than {max_rows} rows, which is the limit; several files would do",
+                field=field,
+                value=name,
+            )
+        row = parse_line(line, name, number, field)
+        found = _check_row(row, name, number, field)
+        if rows == 1:
+            format_, columns = found, tuple(row)
+    if not rows:
+        raise DataError(f"{field}: {name} holds no rows; at least one is needed", field=field, value=name)
+    return UploadedRows(size, digest.hexdigest(), rows, format_, columns)
+
+
+def _lines(path: Path, name: str, field: str) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as stream:
+        number = 0
+        while line := stream.readline(LONGEST_ROW + 1):
+            number += 1
+            if len(line) > LONGEST_ROW:
+                raise DataError(
+                    f"{field}: {name}, line {number} has more than {LONGEST_ROW} bytes, which is the limit of a row; "
+                    "one object a line (JSON Lines) would do",
+                    field=field,
+                    value=f"{name}:{number}",
+                )
+            yield number, line
+
+
+def _check_row(row: Row, name: str, number: int, field: str) -> str:
+    """The format that reads a row. Raises `DataError`."""
+    place = f"{field}: {name}, line {number}"
+    if len(row) > _MOST_COLUMNS or any(len(column) > _LONGEST_COLUMN for column in row):
+        raise DataError(
+            f"{place} has {len(row)} columns; at most {_MOST_COLUMNS}, with names of at most {_LONGEST_COLUMN} "
+            "characters, would do",
+            field=field,
+            value=f"{name}:{number}",
+        )
+    columns = tuple(row)
+    prompts = all(each.match(columns) is None for each in FORMATS)
+    formats = PROMPT_FORMATS if prompts else FORMATS
+    try:
+        reader = find_format("auto", columns, origin=f"{name}, line {number},", path=field, formats=formats)
+    except DataError as error:
+        raise DataError(error.message, field=field, value=error.value) from error
+    try:
+        content_digest(reader(row))
+    except RowError as error:
+        message = f"{place}, read as {reader.format.name}: {error}"
+        raise DataError(message, field=field, value=f"{name}:{number}") from error
+    return _PROMPTS if prompts else reader.format.name

@@ -1,0 +1,134 @@
+"""Uploaded files in SQL. Knows rows, and which jobs use them; nothing about their objects."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from swiftkv_platform.contract.files import is_file_id
+from swiftkv_platform.database.paging import fetch, unknown_cursor
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.database.tables import FileRow, JobRow
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError
+from swiftkv_platform.orchestration.files import File, check_quota
+from swiftkv_platform.orchestration.job import JobStatus
+from swiftkv_platform.orchestration.ports import Page, Slice
+
+_LIVE = [status.value for status in JobStatus if not status.is_terminal]
+_NAMED_JOBS = 3
+"""Jobs that a refusal names."""
+
+
+class SqlFiles:
+    """`FileRepository` on a `Database`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, file: File, *, max_bytes: int | None = None) -> File:
+        with self._database.writing() as session:
+            if max_bytes is not None:
+                take_turn(self._database, session, file.tenant)
+                check_quota(file.tenant, _used_bytes(session, file.tenant), file.size, max_bytes)
+            session.add(FileRow(**{**vars(file), "columns": list(file.columns)}))
+        return file
+
+    def get(self, file_id: str, *, tenant: str) -> File:
+        with self._database.reading() as session:
+            return _file(_row(session, file_id, tenant))
+
+    def list(self, page: Page, *, tenant: str) -> Slice[File]:
+        with self._database.reading() as session:
+            if page.after is not None:
+                seen = session.get(FileRow, page.after)
+                if seen is None or seen.tenant != tenant:
+                    raise unknown_cursor(page.after)
+            query = select(FileRow).where(FileRow.tenant == tenant)
+            rows = fetch(session, query, FileRow.id, page, after=page.after)
+            return Slice([_file(row) for row in rows.items], rows.has_more)
+
+    def find(self, ids: Sequence[str], *, tenant: str) -> Mapping[str, File]:
+        query = select(FileRow).where(FileRow.id.in_(ids), FileRow.tenant == tenant)
+        with self._database.reading() as session:
+            return {row.id: _file(row) for row in session.scalars(query)}
+
+    def used_bytes(self, tenant: str) -> int:
+        with self._database.reading() as session:
+            return _used_bytes(session, tenant)
+
+    def remove(self, file_id: str, *, tenant: str) -> File:
+        with self._database.writing() as session:
+            take_turn(self._database, session, tenant)
+            row = _row(session, file_id, tenant)
+            users = _live_users(session, file_id, tenant)
+            if users:
+                shown = ", ".join(users[:_NAMED_JOBS]) + (", ..." if len(users) > _NAMED_JOBS else "")
+                raise ConflictError(
+                    f"file {file_id} is used by {shown}; cancel what uses it, or wait for its end",
+                    field="file_id",
+                    value=file_id,
+                )
+            session.delete(row)
+            return _file(row)
+
+    def expired(self, now: float, *, limit: int) -> Sequence[File]:
+        query = select(FileRow).where(FileRow.expires_at <= int(now)).order_by(FileRow.expires_at).limit(limit)
+        with self._database.reading() as session:
+            return [_file(row) for row in session.scalars(query)]
+
+    def known(self, ids: Sequence[str]) -> set[str]:
+        with self._database.reading() as session:
+            return set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
+
+
+def take_turn(database: Database, session: Session, tenant: str) -> None:
+    """Wait until no other transaction decides on the tenant's files."""
+    database.take_turns(session, f"files of {tenant}")
+
+
+def check_present(session: Session, ids: Sequence[str], tenant: str) -> None:
+    """Raises `InvalidInputError` for a file that has gone since the job was checked."""
+    present = set(session.scalars(select(FileRow.id).where(FileRow.id.in_(ids), FileRow.tenant == tenant)))
+    for file_id in ids:
+        if file_id not in present:
+            raise InvalidInputError(
+                f"data.sources names {file_id}, which has been deleted; upload the file again",
+                field="data.sources",
+                value=file_id,
+            )
+
+
+def _live_users(session: Session, file_id: str, tenant: str) -> builtins.list[str]:
+    """Ids of the tenant's jobs that have not ended and name the file. Their specs are read as they are stored: one that
+    this version cannot read may use the file as well."""
+    query = select(JobRow.id, JobRow.spec).where(JobRow.tenant == tenant, JobRow.status.in_(_LIVE)).order_by(JobRow.id)
+    return [job_id for job_id, spec in session.execute(query) if file_id in _texts(spec)]
+
+
+def _texts(value: Any) -> set[str]:
+    """File ids anywhere in a document."""
+    if isinstance(value, dict):
+        return set().union(*map(_texts, value.values()))
+    if isinstance(value, builtins.list):
+        return set().union(*map(_texts, value))
+    return {value} if isinstance(value, str) and is_file_id(value) else set()
+
+
+def _used_bytes(session: Session, tenant: str) -> int:
+    return int(session.scalar(select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant == tenant)) or 0)
+
+
+def _row(session: Session, file_id: str, tenant: str) -> FileRow:
+    row = session.get(FileRow, file_id)
+    if row is None or row.tenant != tenant:
+        raise NotFoundError(f"there is no file {file_id}; GET /v1/files lists them", field="file_id", value=file_id)
+    return row
+
+
+def _file(row: FileRow) -> File:
+    values = {name: getattr(row, name) for name in File.__dataclass_fields__}
+    return File(**{**values, "columns": tuple(row.columns)})

@@ -1,0 +1,342 @@
+"""Uploaded files over HTTP: kept whole or not at all, within limits, for as long as a job needs them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+from openai.types import FileDeleted, FileObject
+
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.api.upload_places import MOST, MOST_OF_A_TENANT, UploadPlaces
+from swiftkv_platform.contract.files import file_key, new_file_id
+from swiftkv_platform.data.uploads import LONGEST_ROW
+from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
+from swiftkv_platform.orchestration.files import File
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.orchestration.tenants import TenantPolicy
+from swiftkv_platform.orchestration.uploading import FileSweeper
+from tests.servers import serving
+from tests.unit.api.conftest import SPEC, URL, Server, control_plane
+
+ROWS = "".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(3)).encode()
+
+
+@pytest.fixture
+def openai(server: Server) -> OpenAI:
+    return OpenAI(api_key="none", base_url=f"{URL}/v1", http_client=server.client, max_retries=0)
+
+
+def upload(client: httpx.Client, rows: bytes = ROWS, name: str = "rows.jsonl", **fields: str) -> httpx.Response:
+    return client.post("/v1/files", files={"file": (name, rows)}, data={"purpose": "fine-tune", **fields})
+
+
+def uploaded(server: Server, rows: bytes = ROWS) -> str:
+    answer = upload(server.client, rows)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+def nothing_is_kept(server: Server) -> bool:
+    return not list(server.parts.objects.list("files")) and server.get("/v1/files")["data"] == []
+
+
+def naming(file_id: str) -> dict[str, Any]:
+    return {"data": {"sources": [{"name_or_path": file_id}]}}
+
+
+def test_openais_client_uploads_lists_reads_and_deletes(openai: OpenAI, server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(ROWS)
+    with path.open("rb") as stream:
+        made = openai.files.create(
+            file=stream, purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+    FileObject.model_validate(made.model_dump(), strict=True)
+    assert (made.filename, made.bytes, made.status, made.purpose) == (
+        "chats.jsonl",
+        len(ROWS),
+        "processed",
+        "fine-tune",
+    )
+    assert made.expires_at == made.created_at + 3600
+    assert made.model_extra == {
+        "sha256": hashlib.sha256(ROWS).hexdigest(),
+        "rows": 3,
+        "format": "messages",
+    }
+    assert server.parts.objects.get_bytes(file_key("default", made.id)) == ROWS
+    second = openai.files.create(file=b'{"text": "x"}\n', purpose="fine-tune")
+    assert [each.id for each in openai.files.list(limit=1)] == [second.id, made.id], "page after page"
+    assert [each.id for each in openai.files.list(purpose="vision")] == []
+    assert openai.files.retrieve(made.id) == made
+    assert openai.files.content(made.id).read() == ROWS
+    deleted = openai.files.delete(made.id)
+    FileDeleted.model_validate(deleted.model_dump(), strict=True)
+    assert deleted.deleted
+    assert [entry.key for entry in server.parts.objects.list("files")] == [file_key("default", second.id)]
+    assert server.client.get(f"/v1/files/{made.id}/content").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (b"", "holds no rows"),
+        (b"\n \n", "holds no rows"),
+        (b'{"text": "x"}\nnonsense\n', "line 2, column 1 is not JSON"),
+        (b'{"text": "x"}\n[1]\n', "line 2 is [1], a list"),
+        (b'{"text": "x"}\n\xff\n', "line 2, byte 0 is not UTF-8"),
+        (b'{"text": "\\ud800"}\n', "half of a surrogate pair"),
+        (b'{"text": "x"}\n{"other": 1}\n', "line 2, has the columns other"),
+        (b'{"text": 7}\n', "text is 7"),
+        (b'{"text": "' + b"x" * LONGEST_ROW + b'"}\n', "the limit of a row"),
+        (b'{"text": "x"}\n' * 6, "more than 5 rows"),
+        (b"[" * 100_000, "not JSON"),
+        (json.dumps({"text": "x", **{f"c{i}": 1 for i in range(64)}}).encode(), "has 65 columns"),
+    ],
+    ids=range(12),
+)
+def test_a_row_that_could_not_be_trained_on_is_told_and_nothing_is_kept(server: Server, rows: bytes, told: str) -> None:
+    settings = server.settings.model_copy(update={"max_file_rows": 5})
+    with control_plane(server.parts, settings) as client:
+        refused = upload(client, rows)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["code"], error["param"], error["type"]) == ("data_error", "file", "invalid_request_error")
+    assert told in error["message"]
+    assert "/tmp" not in error["message"]
+    assert nothing_is_kept(server)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "param"),
+    [
+        ({"purpose": "batch"}, "a.jsonl", "purpose"),
+        ({"expires_after[anchor]": "now"}, "a.jsonl", "expires_after.anchor"),
+        ({"expires_after[anchor]": "created_at"}, "a.jsonl", "expires_after.seconds"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "60"}, "a.jsonl", "expires_after.seconds"),
+        ({}, "x" * 256, "file"),
+    ],
+)
+def test_a_field_that_is_refused_is_named(server: Server, fields: dict[str, str], name: str, param: str) -> None:
+    refused = upload(server.client, name=name, **fields)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert nothing_is_kept(server)
+
+
+def test_a_form_without_a_file_is_refused(server: Server) -> None:
+    missing = server.client.post("/v1/files", files={"other": b"x"}, data={"purpose": "fine-tune"})
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "file")
+    assert server.client.post("/v1/files", json={"purpose": "fine-tune"}).status_code == 415
+    broken = server.client.post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data"})
+    assert broken.status_code == 400
+
+
+def test_a_name_is_no_path(server: Server) -> None:
+    assert upload(server.client, name="../../etc/passwd").json()["filename"] == "passwd"
+    assert upload(server.client, name="C:\\rows.jsonl").json()["filename"] == "rows.jsonl"
+
+
+def test_an_upload_that_ends_half_way_leaves_nothing(server: Server) -> None:
+    """Cut off before its last boundary: the form is over, and the file in it is not."""
+    request = server.client.build_request("POST", "/v1/files", files={"file": ROWS}, data={"purpose": "fine-tune"})
+    kind, whole = request.headers["content-type"], request.read()
+
+    def part_of_it() -> Iterator[bytes]:
+        yield whole[: len(whole) // 2]
+
+    cut = server.client.post("/v1/files", content=part_of_it(), headers={"content-type": kind})
+    assert cut.status_code == 400
+    assert nothing_is_kept(server)
+
+
+def test_clients_that_go_away_half_way_leave_neither_file_nor_place(server: Server) -> None:
+    with serving(create_app(server.settings, components=server.parts)) as url, httpx.Client(base_url=url) as client:
+        request = client.build_request("POST", "/v1/files", files={"file": ROWS}, data={"purpose": "fine-tune"})
+        whole, address = request.read(), (request.url.host, request.url.port or 80)
+        head = f"POST /v1/files HTTP/1.1\r\nHost: {url.removeprefix('http://')}\r\n"
+        head += f"Content-Type: {request.headers['content-type']}\r\nContent-Length: {len(whole)}\r\n\r\n"
+        for _ in range(2 * MOST_OF_A_TENANT):
+            with socket.create_connection(address) as connection:
+                connection.sendall(head.encode() + whole[: len(whole) // 2])
+        deadline = time.monotonic() + 30.0
+        while (kept := upload(client)).status_code == 429:
+            assert time.monotonic() < deadline, "the places are not given back"
+        assert kept.status_code == 200
+        assert [each["id"] for each in client.get("/v1/files").json()["data"]] == [kept.json()["id"]]
+    assert len(list(server.parts.objects.list("files"))) == 1
+
+
+class Failing:
+    """Files of a database that goes away when a row is added."""
+
+    def __init__(self, server: Server, error: Exception) -> None:
+        self._files = server.parts.files
+        self._error = error
+
+    def add(self, _file: File, *, max_bytes: int | None = None) -> File:
+        raise self._error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+
+@pytest.mark.parametrize("error", [DatabaseUnavailableError("away"), ValueError("a bug")])
+def test_an_upload_whose_row_cannot_be_stored_leaves_nothing(server: Server, error: Exception) -> None:
+    parts = replace(server.parts, files=Failing(server, error))
+    with control_plane(parts, server.settings) as client:
+        client._transport.raise_server_exceptions = False  # type: ignore[attr-defined]
+        assert upload(client).status_code in (500, 503)
+    sweeper = FileSweeper(server.parts.files, server.parts.objects, clock=lambda: 1e12)
+    sweeper.tick()
+    assert nothing_is_kept(server)
+
+
+class Policy:
+    def __init__(self, policy: TenantPolicy) -> None:
+        self._policy = policy
+
+    def policy(self, _tenant: str) -> TenantPolicy:
+        return self._policy
+
+
+def test_a_tenant_has_limits_of_its_own(server: Server) -> None:
+    policy = TenantPolicy(max_file_bytes=len(ROWS), max_file_rows=3, max_stored_bytes=2 * len(ROWS))
+    with control_plane(replace(server.parts, policies=Policy(policy)), server.settings) as client:
+        assert upload(client, ROWS + b"\n").json()["error"]["param"] == "file"
+        assert upload(client, b'{"text": "x"}\n' * 4).json()["error"]["code"] == "data_error"
+        first = upload(client).json()["id"]
+        assert upload(client).status_code == 200
+        over = upload(client)
+        assert (over.status_code, over.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert len(list(server.parts.objects.list("files"))) == 2, "the refused one is gone"
+        assert client.delete(f"/v1/files/{first}").status_code == 200
+        assert upload(client).status_code == 200
+        quota = client.get("/quota").json()
+        assert (quota["stored_bytes"], quota["max_stored_bytes"]) == (2 * len(ROWS), 2 * len(ROWS))
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(server: Server) -> None:
+    settings = server.settings.model_copy(update={"max_file_bytes": 1024})
+    with control_plane(server.parts, settings) as client:
+        refused = upload(client, b" " * (1 << 17))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_entity_too_large")
+        assert upload(client, b'{"text": "x"}' + b" " * 2000).status_code == 400
+        assert upload(client).status_code == 200
+
+
+def test_other_sites_pages_upload_nothing(server: Server) -> None:
+    for headers in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        refused = server.client.post("/v1/files", files={"file": ROWS}, data={"purpose": "fine-tune"}, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert nothing_is_kept(server)
+    jobs = server.client.post("/jobs", files={"file": ROWS})
+    assert (jobs.status_code, jobs.json()["code"]) == (415, "content_type_not_allowed"), "forms go nowhere else"
+
+
+def test_uploads_have_places() -> None:
+    places = UploadPlaces()
+    held = [places.place("a") for _ in range(MOST_OF_A_TENANT)]
+    for place in held:
+        place.__enter__()
+    with pytest.raises(OverloadedError, match="of tenant 'a'") as refused, places.place("a"):
+        pass
+    assert refused.value.retry_after_s > 1.0
+    others = [places.place(f"t{i}") for i in range(MOST - MOST_OF_A_TENANT)]
+    for place in others:
+        place.__enter__()
+    with pytest.raises(OverloadedError), places.place("one more"):
+        pass
+    held[0].__exit__(None, None, None)
+    with places.place("one more"):
+        pass
+
+
+def test_a_job_takes_a_file_as_its_data(server: Server) -> None:
+    file_id = uploaded(server)
+    estimate = server.client.post("/jobs/validate", json={**SPEC, **naming(file_id)}).json()
+    assert estimate["sources"] == [
+        {"name_or_path": file_id, "num_files": 1, "num_bytes": len(ROWS), "formats": ["messages"]}
+    ]
+    job = server.submit(**naming(file_id))["id"]
+    server.tick()
+    request = json.loads(server.parts.objects.get_bytes(f"jobs/{job}/attempts/1/attempt.json"))
+    stored = request["files"][file_id]
+    assert stored["uri"] == f"{server.parts.objects.uri}/files/default/{file_id}.jsonl"
+    assert stored["sha256"] == hashlib.sha256(ROWS).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "told"),
+    [
+        (lambda known: naming(new_file_id()), "data.sources[0].name_or_path", "there is no such file"),
+        (lambda known: {"model": {"name_or_path": known}}, "model.name_or_path", "an uploaded file of rows"),
+        (
+            lambda known: {"data": {"sources": [{"name_or_path": known, "format": "text"}]}},
+            "data.sources[0].name_or_path",
+            "has the columns messages",
+        ),
+    ],
+)
+def test_a_job_is_refused_a_file_that_would_not_do(
+    server: Server, section: Callable[[str], dict[str, Any]], field: str, told: str
+) -> None:
+    for path in ("/jobs", "/jobs/validate"):
+        refused = server.client.post(path, json={**SPEC, **section(uploaded(server))})
+        assert (refused.status_code, refused.json()["errors"][0]["field"]) == (422, field)
+        assert told in refused.json()["detail"]
+
+
+def test_a_file_stays_while_a_job_uses_it(server: Server) -> None:
+    file_id = uploaded(server)
+    job = server.submit(**naming(file_id))["id"]
+    for status in ("queued", "starting", "paused"):
+        assert server.get(f"/jobs/{job}")["status"] == status
+        kept = server.client.delete(f"/v1/files/{file_id}")
+        assert (kept.status_code, kept.json()["error"]["code"]) == (409, "conflict")
+        assert job in kept.json()["error"]["message"]
+        if status == "queued":
+            server.tick()
+        elif status == "starting":
+            server.worker(job).say("status", status="running")
+            server.tick()
+            server.client.post(f"/jobs/{job}/pause")
+            server.tick()
+            server.worker(job).say("status", status="paused")
+            server.cluster.finish(f"{job}-1", SubmissionStatus.SUCCEEDED)
+            server.tick()
+    server.client.post(f"/jobs/{job}/cancel")
+    assert server.client.delete(f"/v1/files/{file_id}").status_code == 200
+    refused = server.client.post("/jobs", json={**SPEC, **naming(file_id)})
+    assert refused.status_code == 422
+
+
+def test_a_file_ends_when_its_time_is_over_and_no_job_uses_it(server: Server) -> None:
+    life = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    used = upload(server.client, **life).json()["id"]
+    unused, lasting = upload(server.client, **life).json()["id"], uploaded(server)
+    job = server.submit(**naming(used))["id"]
+    server.wait(3601)
+    assert server.client.post("/jobs", json={**SPEC, **naming(unused)}).status_code == 422
+    server.tick()
+    assert used in json.loads(server.parts.objects.get_bytes(f"jobs/{job}/attempts/1/attempt.json"))["files"]
+    sweeper = FileSweeper(server.parts.files, server.parts.objects, server.parts.clock)
+    sweeper.tick()
+    assert {each["id"] for each in server.get("/v1/files")["data"]} == {used, lasting}
+    server.client.post(f"/jobs/{job}/cancel")
+    server.tick()
+    server.tick()
+    assert server.get(f"/jobs/{job}")["status"] == "cancelled"
+    server.wait(601)
+    sweeper.tick()
+    assert [each["id"] for each in server.get("/v1/files")["data"]] == [lasting]
+    assert [entry.key for entry in server.parts.objects.list("files")] == [file_key("default", lasting)]

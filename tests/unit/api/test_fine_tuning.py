@@ -1,0 +1,225 @@
+"""OpenAI's fine-tuning API over the same jobs: driven by OpenAI's client, and held to its types."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
+from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
+
+from swiftkv_platform.contract.files import new_file_id
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from tests.unit.api.conftest import SPEC, URL, Server
+
+ROWS = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'
+JOBS = "/v1/fine_tuning/jobs"
+TEACHER = "org/teacher"
+
+
+@pytest.fixture
+def client(server: Server) -> OpenAI:
+    return OpenAI(api_key="none", base_url=f"{URL}/v1", http_client=server.client, max_retries=0)
+
+
+@pytest.fixture
+def file_id(client: OpenAI) -> str:
+    return client.files.create(file=("chats.jsonl", ROWS), purpose="fine-tune").id
+
+
+def conforms(server: Server, path: str, kind: type[Any]) -> None:
+    """Every object below a path is what OpenAI's client takes it for, strictly."""
+    answer = server.get(path)
+    for each in answer["data"] if answer["object"] == "list" else [answer]:
+        kind.model_validate_json(json.dumps(each), strict=True)
+
+
+def test_a_job_from_upload_to_model(client: OpenAI, server: Server, file_id: str) -> None:
+    job = client.fine_tuning.jobs.create(
+        model=TEACHER,
+        training_file=file_id,
+        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 3, "batch_size": 4}}},
+        seed=7,
+        suffix="greeter",
+        metadata={"team": "blue"},
+        integrations=[{"type": "wandb", "wandb": {"project": "greetings", "tags": ["a"]}}],
+        extra_body={"swiftkv": {"swiftkv": {"num_key_value_layers": 2}, "data": {"max_length": 64}}},
+    )
+    assert (job.status, job.model, job.training_file, job.seed) == ("queued", TEACHER, file_id, 7)
+    assert (job.hyperparameters.n_epochs, job.hyperparameters.batch_size) == (3, 4)
+    assert (job.metadata, job.fine_tuned_model, job.trained_tokens) == ({"team": "blue"}, None, None)
+    assert (job.integrations or [])[0].wandb.project == "greetings"
+    native = server.get(f"/jobs/{job.id}")
+    assert native["name"] == "greeter"
+    assert (native["spec"]["swiftkv"]["num_key_value_layers"], native["spec"]["data"]["max_length"]) == (2, 64)
+    assert [source["name_or_path"] for source in native["spec"]["data"]["sources"]] == [file_id]
+    assert job.model_extra is not None
+    assert job.model_extra["swiftkv"] == native
+
+    server.tick()
+    worker = server.worker(job.id)
+    worker.say("status", status="running")
+    worker.step(1, 2, time=1001)
+    worker.step(3, time=1002)
+    worker.checkpoint(2)
+    worker.checkpoint(3)
+    server.tick()
+    assert client.fine_tuning.jobs.retrieve(job.id).status == "running"
+    worker.artifact()
+    server.cluster.finish(f"{job.id}-1", SubmissionStatus.SUCCEEDED)
+    server.tick()
+
+    done = client.fine_tuning.jobs.retrieve(job.id)
+    assert (done.status, done.trained_tokens) == ("succeeded", 300)
+    assert done.fine_tuned_model == server.get("/models")["data"][0]["id"]
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=2))
+    oldest_first = server.get(f"/jobs/{job.id}/events")["data"]
+    assert [event.id for event in events] == [event["id"] for event in reversed(oldest_first)], (
+        "newest first, all pages"
+    )
+    assert {event.type for event in events} == {"message", "metrics"}
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id, limit=1))
+    assert [(each.step_number, each.metrics.train_loss) for each in checkpoints] == [
+        (3, pytest.approx(1 / 3)),
+        (2, 0.5),
+    ]
+    assert checkpoints[0].fine_tuned_model_checkpoint == f"{job.id}:{checkpoints[0].id}"
+    conforms(server, f"{JOBS}/{job.id}", FineTuningJob)
+    conforms(server, JOBS, FineTuningJob)
+    conforms(server, f"{JOBS}/{job.id}/events", FineTuningJobEvent)
+    conforms(server, f"{JOBS}/{job.id}/checkpoints", FineTuningJobCheckpoint)
+
+
+def test_jobs_of_both_faces_are_the_same_jobs(client: OpenAI, server: Server, file_id: str) -> None:
+    native = server.submit(metadata={"team": "red"})
+    other = client.fine_tuning.jobs.create(model=TEACHER, training_file=file_id, metadata={"team": "blue"})
+    assert [each.id for each in client.fine_tuning.jobs.list(limit=1)] == [other.id, native["id"]]
+    assert [each.id for each in client.fine_tuning.jobs.list(metadata={"team": "red"})] == [native["id"]]
+    assert client.fine_tuning.jobs.retrieve(native["id"]).training_file == "builtin:python-stdlib"
+    conforms(server, JOBS, FineTuningJob)
+
+
+def test_pausing_resuming_and_cancelling(client: OpenAI, server: Server, file_id: str) -> None:
+    job = client.fine_tuning.jobs.create(model=TEACHER, training_file=file_id).id
+    assert client.fine_tuning.jobs.pause(job).status == "queued"
+    assert server.get(f"/jobs/{job}")["status"] == "paused"
+    assert client.fine_tuning.jobs.resume(job).status == "queued"
+    assert server.get(f"/jobs/{job}")["status"] == "queued"
+    for _ in range(2):
+        cancelled = client.fine_tuning.jobs.cancel(job)
+        assert (cancelled.status, cancelled.finished_at is None) == ("cancelled", False)
+    with pytest.raises(openai.ConflictError) as refused:
+        client.fine_tuning.jobs.resume(job)
+    assert refused.value.code == "illegal_transition"
+    conforms(server, f"{JOBS}/{job}", FineTuningJob)
+
+
+@pytest.mark.parametrize("verb", ["pause", "cancel"])
+def test_every_status_has_a_name_that_openais_clients_know(
+    client: OpenAI, server: Server, file_id: str, verb: str
+) -> None:
+    job = client.fine_tuning.jobs.create(model=TEACHER, training_file=file_id).id
+    seen = []
+    for kind in ("", "running", "evaluating"):
+        if kind:
+            server.worker(job).say("status", status=kind)
+        server.tick()
+        seen.append(server.get(f"/jobs/{job}")["status"])
+        conforms(server, f"{JOBS}/{job}", FineTuningJob)
+        if verb == "pause" and kind == "running":
+            break
+    seen.append(server.client.post(f"{JOBS}/{job}/{verb}").json()["swiftkv"]["status"])
+    conforms(server, f"{JOBS}/{job}", FineTuningJob)
+    assert seen == ["starting", "running", *(["pausing"] if verb == "pause" else ["evaluating", "cancelling"])]
+
+
+def test_a_failed_job_says_why(client: OpenAI, server: Server, file_id: str) -> None:
+    job = client.fine_tuning.jobs.create(model=TEACHER, training_file=file_id).id
+    server.tick()
+    server.worker(job).say("error", "row 3 is empty", code="data_error", field="data.sources[0]", retryable=False)
+    server.cluster.finish(f"{job}-1", SubmissionStatus.FAILED)
+    server.tick()
+    failed = client.fine_tuning.jobs.retrieve(job)
+    assert failed.status == "failed"
+    assert failed.error is not None
+    assert (failed.error.code, failed.error.message, failed.error.param) == (
+        "data_error",
+        "row 3 is empty",
+        "data.sources[0]",
+    )
+    conforms(server, f"{JOBS}/{job}", FineTuningJob)
+
+
+def test_the_same_idempotency_key_is_the_same_job(client: OpenAI, file_id: str) -> None:
+    headers = {"Idempotency-Key": "once"}
+    first, again = (
+        client.fine_tuning.jobs.create(model=TEACHER, training_file=file_id, extra_headers=headers) for _ in range(2)
+    )
+    assert first.id == again.id
+
+
+def test_the_training_file_may_have_options_and_company(client: OpenAI, server: Server, file_id: str) -> None:
+    sources = [{"name_or_path": "org/data"}, {"name_or_path": file_id, "weight": 2.0}]
+    for given, expected in ((sources, sources), (sources[:1], [{"name_or_path": file_id}, sources[0]])):
+        method: Any = {"type": "swiftkv", "swiftkv": {"data": {"sources": given}}}
+        job = client.fine_tuning.jobs.create(model=TEACHER, training_file=file_id, method=method)
+        made = server.get(f"/jobs/{job.id}")["spec"]["data"]["sources"]
+        assert [{key: each[key] for key in wanted} for each, wanted in zip(made, expected, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"training_file": new_file_id()}, "data.sources[0].name_or_path"),
+        ({"validation_file": "file-x"}, "validation_file"),
+        ({"method": {"type": "dpo"}}, "method.type"),
+        ({"hyperparameters": {"learning_rate_multiplier": 2.0}}, "hyperparameters.learning_rate_multiplier"),
+        ({"hyperparameters": {"batch_size": 3}}, "hyperparameters.batch_size"),
+        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
+        ({"suffix": "two words"}, "suffix"),
+        ({"swiftkv": {"training": {"max_stepz": 1}}}, "swiftkv.training.max_stepz"),
+        ({"swiftkv": {"training": {"max_steps": 0}}}, "swiftkv.training.max_steps"),
+        ({"swiftkv": {"model": {"name_or_path": "another"}}}, "swiftkv.model.name_or_path"),
+        ({"swiftkv": {"training": {"seed": 1}}, "seed": 2}, "swiftkv.training.seed"),
+        ({"swiftkv": {"data": {"validation_fraction": 0.0}}}, "data.validation_fraction"),
+        ({"unknown": 1}, "unknown"),
+        ({"swiftkv": {}, "method": {"type": "swiftkv", "swiftkv": {}}}, None),
+    ],
+    ids=str,
+)
+def test_what_is_refused_names_the_field_that_was_sent(
+    server: Server, file_id: str, asked: dict[str, Any], param: str | None
+) -> None:
+    refused = server.client.post(JOBS, json={"model": TEACHER, "training_file": file_id, **asked})
+    assert refused.status_code == 400, refused.text
+    error = refused.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error"), error
+    assert error["message"]
+    assert server.get("/jobs")["data"] == []
+
+
+def test_what_there_is_not_is_not_found(client: OpenAI) -> None:
+    for call in (
+        client.fine_tuning.jobs.retrieve,
+        client.fine_tuning.jobs.cancel,
+        client.fine_tuning.jobs.list_events,
+        client.fine_tuning.jobs.checkpoints.list,
+        client.files.retrieve,
+        client.files.delete,
+    ):
+        with pytest.raises(openai.NotFoundError) as missing:
+            call("nothing")
+        assert (missing.value.code, missing.value.type) == ("not_found", "invalid_request_error")
+
+
+def test_openais_fields_and_a_spec_give_the_same_job(client: OpenAI, server: Server, file_id: str) -> None:
+    """One spec, whichever face it comes through."""
+    spec = {**SPEC, "name": "same", "data": {"sources": [{"name_or_path": file_id}]}, "training": {"num_epochs": 4}}
+    native = server.client.post("/jobs", json=spec).json()
+    job = client.fine_tuning.jobs.create(
+        model=TEACHER, training_file=file_id, suffix="same", hyperparameters={"n_epochs": 4}
+    )
+    assert server.get(f"/jobs/{job.id}")["spec"] == native["spec"]

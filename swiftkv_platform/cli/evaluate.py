@@ -41,7 +41,8 @@ def evaluate(
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure a student against its teacher. The exit code is 1 if a limit of its job's spec is not kept."""
+    """Measure a student against its teacher. The exit code is 1 unless every limit of its job's spec is
+    kept; a limit that the samples cannot decide is not."""
     try:
         from jobs.worker.evaluate_directory import (
             evaluate_directory,  # not before the command runs: torch takes seconds
@@ -102,6 +103,7 @@ def _print(report: Report) -> None:
             for score in report.tasks
         ]
         print_table(("task", "metric", "samples", "teacher", "student", "points lost"), rows, empty="")
-    for gate in report.gates:
-        kept = "passed" if gate.passed else "failed"
-        say(f"{gate.field} {gate.limit:g}: {gate.value:.4g}, {kept}")
+    for gate in report.gates:  # the worst first
+        needed = "" if gate.samples_needed is None else f"; {gate.samples_needed:,} samples would do"
+        of = f" ({gate.subject}, 95% {gate.interval[0]:.4g} to {gate.interval[1]:.4g})" if gate.interval else ""
+        say(f"{gate.field} {gate.limit:g}: {gate.value:.4g}{of}, {gate.outcome}{needed}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Self
+import math
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
 
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
+from swiftkv_platform.evaluation.paired import samples_to_decide
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Quality, TeacherQuality, Totals
 from swiftkv_platform.frozen import FrozenModel
@@ -43,6 +47,40 @@ class Gate(FrozenModel):
     limit: float
     value: float
     passed: bool
+    outcome: Literal["passed", "failed", "undecided"]
+    """`undecided`: the interval has the limit in it, or there is no interval; that is not a pass."""
+    interval: tuple[float, float] | None = None
+    """95% interval of `value`; None where it is measured without samples of its own."""
+    samples_needed: int | None = None
+    """About how many samples would decide an undecided gate; None where no number would, or none can be told."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before_outcomes(cls, data: Any) -> Any:
+        """Reports of before this key know `passed` alone."""
+        if isinstance(data, dict) and "outcome" not in data and "passed" in data:
+            return {**data, "outcome": "passed" if data["passed"] else "failed"}
+        return data
+
+    @property
+    def severity(self) -> tuple[int, float]:
+        """Order of gates, the worst largest: outcome, then how much of the limit is used up."""
+        rank = ("passed", "undecided", "failed").index(self.outcome)
+        used = abs(self.value - self.limit) / abs(self.limit) if self.limit else abs(self.value)
+        used = used if math.isfinite(used) else math.inf
+        return rank, used if self.outcome == "failed" else -used
+
+    @property
+    def reason(self) -> str:
+        """The figures that decided, or kept it from a decision."""
+        said = f"{self.subject} is {self.value:.4g}, {self.field} asks for {self.limit:g}"
+        if self.interval is None:
+            return said if self.outcome != "undecided" else f"{said}: undecided, its samples give no interval"
+        said += f" (95% interval {self.interval[0]:.4g} to {self.interval[1]:.4g})"
+        if self.outcome != "undecided":
+            return said
+        needed = "" if self.samples_needed is None else f"; {self.samples_needed:,} samples would do"
+        return f"{said}: undecided, too few samples for this limit{needed}"
 
 
 class Report(FrozenModel):
@@ -124,18 +162,18 @@ class Report(FrozenModel):
         Raises:
             QualityGateError: with the figures that decided.
         """
-        failed = [gate for gate in self.gates if not gate.passed]
-        if not failed:
+        refused = [gate for gate in self.gates if not gate.passed]
+        if not refused:
             return
-        reasons = "; ".join(
-            f"{gate.subject} is {gate.value:.4g}, {gate.field} asks for {gate.limit:g}" for gate in failed
-        )
+        reasons = "; ".join(gate.reason for gate in refused)
+        undecided = all(gate.outcome == "undecided" for gate in refused)
+        remedy = "more samples or a wider limit" if undecided else "more training or fewer skipped layers"
         raise QualityGateError(
             f"{reasons} (perplexity {self.distilled.perplexity:.3f} against the teacher's "
             f"{self.teacher.perplexity:.3f}, KL {self.distilled.kl:.4f} nats, top-1 agreement "
-            f"{self.distilled.top1_agreement:.1%}); more training or fewer skipped layers would do",
-            field=failed[0].field,
-            value=failed[0].value,
+            f"{self.distilled.top1_agreement:.1%}); {remedy} would do",
+            field=refused[0].field,
+            value=refused[0].value,
         )
 
 
@@ -163,25 +201,50 @@ def _exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
 
 
 def _gates(spec: EvaluationSpec, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
-    # A value that is not a number passes no gate.
-    measured = [
-        ("max_kl", "held-out KL in nats", student.kl, spec.max_kl),
-        ("max_perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, spec.max_perplexity_ratio),
-    ]
-    measured += [("max_drop", f"points lost on {score.task}", score.drop, spec.max_drop) for score in tasks]
+    """The limits that the spec sets, the worst first."""
     gates = [
-        Gate(field=f"evaluation.{name}", subject=subject, limit=limit, value=value, passed=value <= limit)
-        for name, subject, value, limit in measured
-        if limit is not None
+        _gate("max_kl", "held-out KL in nats", student.kl, spec.max_kl),
+        _gate(
+            "max_perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, spec.max_perplexity_ratio
+        ),
+        *(_task_gate(score, spec.max_drop) for score in tasks),
+        _gate("min_top1_agreement", "held-out top-1 agreement", student.top1_agreement, spec.min_top1_agreement),
     ]
-    if spec.min_top1_agreement is not None:
-        gates.append(
-            Gate(
-                field="evaluation.min_top1_agreement",
-                subject="held-out top-1 agreement",
-                limit=spec.min_top1_agreement,
-                value=student.top1_agreement,
-                passed=student.top1_agreement >= spec.min_top1_agreement,
-            )
-        )
-    return tuple(gates)
+    return tuple(sorted((gate for gate in gates if gate is not None), key=lambda gate: gate.severity, reverse=True))
+
+
+def _gate(name: str, subject: str, value: float, limit: float | None) -> Gate | None:
+    if limit is None:
+        return None
+    # A value that is not a number passes no gate.
+    passed = value >= limit if name.startswith("min_") else value <= limit
+    outcome: Literal["passed", "failed"] = "passed" if passed else "failed"
+    return Gate(field=f"evaluation.{name}", subject=subject, limit=limit, value=value, passed=passed, outcome=outcome)
+
+
+def _task_gate(score: TaskScore, limit: float | None) -> Gate | None:
+    """A test of non-inferiority: passed where the whole interval of the points lost is within the limit, failed where
+    none of it is."""
+    if limit is None:
+        return None
+    interval, needed = score.drop_interval, None
+    outcome: Literal["passed", "failed", "undecided"] = "undecided"
+    if not math.isfinite(score.drop):
+        outcome = "failed"
+    elif interval is not None and interval[1] <= limit:
+        outcome = "passed"
+    elif interval is not None and interval[0] > limit:
+        outcome = "failed"
+    elif interval is not None:
+        share = 100.0 if score.is_share else None
+        needed = samples_to_decide(interval, score.drop, limit, score.num_samples, share=share)
+    return Gate(
+        field="evaluation.max_drop",
+        subject=f"points lost on {score.task}",
+        limit=limit,
+        value=score.drop,
+        passed=outcome == "passed",
+        outcome=outcome,
+        interval=interval,
+        samples_needed=needed,
+    )

@@ -77,7 +77,8 @@ class EvaluationSpec(Spec):
     """Gate: least share of held-out positions where the student's most likely token is the teacher's."""
     max_drop: Annotated[float, Field(ge=0.0)] | None = 1.0
     """Gate: most points of a hundred lost against the teacher on any of `tasks`; of a score outside 0..1, or of which
-    less is better, most percent of the teacher's. null: tasks are only reported."""
+    less is better, most percent of the teacher's. Passed where the whole 95% interval of the paired differences is
+    within it; too few samples to tell are no pass. null: tasks are only reported."""
 
     @property
     def has_gate(self) -> bool:
@@ -96,10 +97,20 @@ def points_lost(teacher: float, student: float, *, higher_is_better: bool) -> fl
     Points of a hundred where more is better and both scores lie within 0..1; else percent of the teacher's score, a
     score of 0 taken for 1.
     """
-    lost = teacher - student if higher_is_better else student - teacher
-    is_share = higher_is_better and 0.0 <= teacher <= 1.0 and 0.0 <= student <= 1.0
-    whole = 1.0 if is_share else abs(teacher) or 1.0
-    return round(100.0 * lost / whole, 6)  # 0.50 - 0.49 is one point, not a little more
+    unit = points_per_unit(teacher, student, higher_is_better=higher_is_better)
+    return round(unit * (teacher - student), 6)  # 0.50 - 0.49 is one point, not a little more
+
+
+def points_per_unit(teacher: float, student: float, *, higher_is_better: bool) -> float:
+    """Points of `points_lost` for each unit that the student's score is below its teacher's; negative where less is
+    better."""
+    whole = 1.0 if is_share(teacher, student, higher_is_better=higher_is_better) else abs(teacher) or 1.0
+    return (100.0 if higher_is_better else -100.0) / whole
+
+
+def is_share(teacher: float, student: float, *, higher_is_better: bool) -> bool:
+    """Whether what is lost is points of a hundred: more is better, and both scores lie within 0..1."""
+    return higher_is_better and 0.0 <= teacher <= 1.0 and 0.0 <= student <= 1.0
 
 
 class SweepSpec(Spec):

@@ -5,6 +5,7 @@ tasks run over local files alone.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,9 @@ def test_teacher_and_student_answer_a_local_task(student: Any, task_file: Path) 
     assert (plain.teacher, plain.student) == (teacher["acc"], distilled["acc"])
     assert (normed.metric, normed.teacher, normed.student) == ("acc_norm", teacher["acc_norm"], distilled["acc_norm"])
     assert plain.drop == 100 * (teacher["acc"] - distilled["acc"])  # quarters
+    low, high = plain.drop_interval or (math.nan, math.nan)
+    assert low < plain.drop * 4 / 6 < high, "the pairs' own mean, two samples added"
+    assert high - low > 50, "four samples say little"
 
 
 def write_mmlu(directory: Path) -> None:
@@ -169,6 +173,7 @@ def test_built_in_tasks_read_their_authors_files(student: Any, tmp_path: Path) -
     mmlu, gsm8k = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), few).scores
     assert (mmlu.task, mmlu.metric, mmlu.num_fewshot, mmlu.num_samples) == ("mmlu_local", "acc", 1, 4)
     assert 0 <= mmlu.student <= 1
+    assert mmlu.drop_interval is not None
     assert (gsm8k.task, gsm8k.metric, gsm8k.num_samples) == ("gsm8k_local", "exact_match,strict-match", 2)
 
 

@@ -9,7 +9,9 @@ from pydantic import model_validator
 
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
+from swiftkv_platform.evaluation.harness.needle import NEEDLE, TEACHER_FINDS
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
+from swiftkv_platform.evaluation.instruct import Limits
 from swiftkv_platform.evaluation.paired import samples_to_decide
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Quality, TeacherQuality, Totals
@@ -115,7 +117,8 @@ class Report(FrozenModel):
     """Figure D.1 of the paper; None for a model without an exit head."""
     tasks: tuple[TaskScore, ...] = ()
     tasks_left_out: tuple[str, ...] = ()
-    """Tasks that `evaluation.max_minutes` left no time for; no gate judges them."""
+    """Tasks that `evaluation.max_minutes` left no time for, and needles where the harness is not installed; no gate
+    judges them."""
     gates: tuple[Gate, ...] = ()
 
     @classmethod
@@ -130,8 +133,13 @@ class Report(FrozenModel):
         tokens_trained: int | None = None,
         continuations: ContinuationQuality | None = None,
         tasks: TaskResults = NO_TASKS,
+        instruct: bool = False,
     ) -> Self:
-        """The report from what was measured on the same rows before and after training."""
+        """The report from what was measured on the same rows before and after training.
+
+        Args:
+            instruct: whether the model is instruction-tuned, which decides the limits that the spec leaves open.
+        """
         student, teacher = distilled.student, distilled.teacher
         ratio = student.perplexity / teacher.perplexity
         return cls(
@@ -153,7 +161,7 @@ class Report(FrozenModel):
             exit_head=_exit_bins(distilled.exit_head),
             tasks=tasks.scores,
             tasks_left_out=tasks.left_out,
-            gates=_gates(spec, student, ratio, tasks.scores),
+            gates=_gates(Limits.of(spec, instruct=instruct), student, ratio, tasks.scores),
         )
 
     def check_gates(self) -> None:
@@ -200,15 +208,15 @@ def _exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
     )
 
 
-def _gates(spec: EvaluationSpec, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
-    """The limits that the spec sets, the worst first."""
+def _gates(limits: Limits, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
+    """The limits that are set, the worst first."""
     gates = [
-        _gate("max_kl", "held-out KL in nats", student.kl, spec.max_kl),
+        _gate("max_kl", "held-out KL in nats", student.kl, limits.max_kl),
         _gate(
-            "max_perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, spec.max_perplexity_ratio
+            "max_perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, limits.max_perplexity_ratio
         ),
-        *(_task_gate(score, spec.max_drop) for score in tasks),
-        _gate("min_top1_agreement", "held-out top-1 agreement", student.top1_agreement, spec.min_top1_agreement),
+        *(_task_gate(score, limits) for score in tasks),
+        _gate("min_top1_agreement", "held-out top-1 agreement", student.top1_agreement, limits.min_top1_agreement),
     ]
     return tuple(sorted((gate for gate in gates if gate is not None), key=lambda gate: gate.severity, reverse=True))
 
@@ -222,10 +230,12 @@ def _gate(name: str, subject: str, value: float, limit: float | None) -> Gate | 
     return Gate(field=f"evaluation.{name}", subject=subject, limit=limit, value=value, passed=passed, outcome=outcome)
 
 
-def _task_gate(score: TaskScore, limit: float | None) -> Gate | None:
+def _task_gate(score: TaskScore, limits: Limits) -> Gate | None:
     """A test of non-inferiority: passed where the whole interval of the points lost is within the limit, failed where
-    none of it is."""
-    if limit is None:
+    none of it is. A length at which the teacher itself finds few needles judges nothing."""
+    is_needle = score.task.startswith(NEEDLE)
+    limit = limits.max_needle_drop if is_needle else limits.max_drop
+    if limit is None or (is_needle and score.teacher < TEACHER_FINDS):
         return None
     interval, needed = score.drop_interval, None
     outcome: Literal["passed", "failed", "undecided"] = "undecided"
@@ -239,7 +249,7 @@ def _task_gate(score: TaskScore, limit: float | None) -> Gate | None:
         share = 100.0 if score.is_share else None
         needed = samples_to_decide(interval, score.drop, limit, score.num_samples, share=share)
     return Gate(
-        field="evaluation.max_drop",
+        field="evaluation.max_needle_drop" if is_needle else "evaluation.max_drop",
         subject=f"points lost on {score.task}",
         limit=limit,
         value=score.drop,

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.evaluation.harness.needle import needle_tasks
 from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks, task_manager
 from swiftkv_platform.model import convert
@@ -333,3 +334,20 @@ def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
 
     assert not score.higher_is_better
     assert score.drop == pytest.approx(100 * (score.student / score.teacher - 1), abs=1e-5)
+
+
+def test_needles_are_found_at_the_lengths_asked_for(student: Any) -> None:
+    tasks = needle_tasks((256, 512), 3, byte_tokenizer(), chat=False)
+    scores = run_tasks(student, byte_tokenizer(), tasks, EvaluationSpec()).scores
+    assert [(score.task, score.metric, score.num_samples) for score in scores] == [
+        ("needle_256", "found", 3),
+        ("needle_512", "found", 3),
+    ]
+    assert {score.teacher for score in scores} == {0.0}, "random weights find nothing"
+    assert all(score.drop_interval is not None for score in scores)
+
+
+def test_calls_of_tools_need_no_data(student: Any) -> None:
+    spec = TaskSpec(name="builtin:tool-calls", metric="valid_json")
+    (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), EvaluationSpec(task_limit=2)).scores
+    assert (score.task, score.metric, score.num_samples) == ("tool_calls", "valid_json", 2)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -91,14 +92,16 @@ class Evaluation:
             rewired=rewired,
             calibrated=calibrated,
             distilled=self.compare("distilled"),
-            continuations=self._measured("continuations", ContinuationQuality | None, self._continuations),
+            continuations=self._measured(
+                "continuations", ContinuationQuality | None, partial(self._continuations, tokenizer)
+            ),
             tasks=answered,
             cost=self._measured("prefill", PrefillCost, self._prefill),
             tokens_trained=tokens_trained,
             instruct=instruct,
         )
 
-    def _continuations(self) -> ContinuationQuality | None:
+    def _continuations(self, tokenizer: PreTrainedTokenizerBase) -> ContinuationQuality | None:
         return compare_continuations(
             self._student,
             self._rows,
@@ -106,6 +109,7 @@ class Evaluation:
             num_tokens=self._spec.continuation_tokens,
             batch_size=_PROMPTS_PER_BATCH,
             workers=self._workers,
+            decode=lambda tokens: str(tokenizer.decode(tokens)),
         )
 
     def _prefill(self) -> PrefillCost | None:

@@ -14,7 +14,15 @@ from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
 from swiftkv_platform.evaluation.instruct import Limits
 from swiftkv_platform.evaluation.paired import samples_to_decide
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
-from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Quality, TeacherQuality, Totals
+from swiftkv_platform.evaluation.quality import (
+    BORDERS,
+    NUM_EXIT_BINS,
+    BinnedSums,
+    ExitCounts,
+    Quality,
+    TeacherQuality,
+    Totals,
+)
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import EvaluationSpec
 
@@ -37,6 +45,19 @@ class ExitBin(FrozenModel):
     """Share of all positions."""
     agreement: float | None
     """Share of the bin's positions where the exit head's most likely token is the student's; None in an empty bin."""
+
+
+class QualityBin(FrozenModel):
+    """Held-out positions of one bin."""
+
+    low: int
+    high: int | None
+    """Tokens, exclusive; None in the last bin."""
+    num_positions: int
+    perplexity_ratio: float
+    """The student's perplexity over the teacher's, on these positions."""
+    kl: float
+    top1_agreement: float
 
 
 class Gate(FrozenModel):
@@ -113,6 +134,10 @@ class Report(FrozenModel):
     """Medians of the time from the prompt to the first token, milliseconds."""
     tokens_trained: int | None
     continuations: ContinuationQuality | None = None
+    by_position: tuple[QualityBin, ...] = ()
+    """The distilled student by the number of the position in its sample's counted part, an answer's for instance."""
+    by_prompt_length: tuple[QualityBin, ...] = ()
+    """The distilled student by the tokens before the counted part of the sample."""
     exit_head: tuple[ExitBin, ...] | None = None
     """Figure D.1 of the paper; None for a model without an exit head."""
     tasks: tuple[TaskScore, ...] = ()
@@ -158,6 +183,8 @@ class Report(FrozenModel):
             ttft_ms=_both(cost, "ttft_ms"),
             tokens_trained=tokens_trained,
             continuations=continuations,
+            by_position=_quality_bins(distilled.by_position),
+            by_prompt_length=_quality_bins(distilled.by_prompt_length),
             exit_head=_exit_bins(distilled.exit_head),
             tasks=tasks.scores,
             tasks_left_out=tasks.left_out,
@@ -191,6 +218,22 @@ def _both(cost: PrefillCost, figure: str) -> BothModes:
 
 def _recovered(before: float, after: float) -> float:
     return 1.0 - after / before if before else 0.0
+
+
+def _quality_bins(sums: BinnedSums) -> tuple[QualityBin, ...]:
+    """The bins that hold positions."""
+    return tuple(
+        QualityBin(
+            low=low,
+            high=BORDERS[i + 1] if i + 1 < len(BORDERS) else None,
+            num_positions=count,
+            perplexity_ratio=math.exp((sums.student_nll[i] - sums.teacher_nll[i]) / count),
+            kl=sums.kl[i] / count,
+            top1_agreement=sums.agreements[i] / count,
+        )
+        for i, (low, count) in enumerate(zip(BORDERS, sums.positions, strict=True))
+        if count
+    )
 
 
 def _exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:

@@ -81,6 +81,8 @@ def test_the_report_has_the_published_keys() -> None:
         "ttft_ms": {"dense": 4.0, "swiftkv": 3.0},
         "tokens_trained": 99,
         "continuations": None,
+        "by_position": [],
+        "by_prompt_length": [],
         "exit_head": None,
         "tasks": [],
         "tasks_left_out": [],

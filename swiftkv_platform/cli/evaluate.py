@@ -23,8 +23,9 @@ def evaluate(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Task of lm-evaluation-harness: a name, a .yaml file, builtin:mmlu, builtin:gsm8k, or paper (table "
-            "B.1). Repeatable. Default: those of the job that made the model."
+            help="Task of lm-evaluation-harness: a name, a .yaml file, builtin:mmlu, builtin:gsm8k, "
+            "builtin:ifeval, builtin:tool-calls, or paper (table B.1). Repeatable. Default: those of the job that made "
+            "the model."
         ),
     ] = None,
     task_data: Annotated[
@@ -38,6 +39,11 @@ def evaluate(
         ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=64, help="Held-out tokens measured.")] = None,
+    needle_length: Annotated[
+        list[int] | None,
+        typer.Option(min=128, help="Tokens of prompts in which a number has to be found. Repeatable."),
+    ] = None,
+    needle_samples: Annotated[int | None, typer.Option(min=1, help="Prompts of each such length.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,
     json: Json = False,
 ) -> None:
@@ -59,6 +65,10 @@ def evaluate(
         changes["task_limit"] = task_limit
     if max_tokens is not None:
         changes["max_tokens"] = max_tokens
+    if needle_length:
+        changes["needle_lengths"] = needle_length
+    if needle_samples is not None:
+        changes["needle_samples"] = needle_samples
     report, lineage = evaluate_directory(directory, data=data or (), evaluation=changes)
     document = report.model_dump(mode="json")
     if html is not None:

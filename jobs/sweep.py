@@ -225,9 +225,12 @@ def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
     best = min(measured, key=lambda candidate: candidate.cost[-1])
     assert best.report is not None
     failed = next(gate for gate in best.report["gates"] if not gate["passed"])
+    undecided = failed.get("outcome") == "undecided"
+    remedy = "more samples or a wider limit" if undecided else "more training or a larger l"
     raise QualityGateError(
         f"no trial of the sweep passes the gates; of {best.name}, whose KL is the lowest, {failed['subject']} is "
-        f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}; more training or a larger l may do",
+        f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}"
+        f"{', which its samples cannot decide' if undecided else ''}; {remedy} may do",
         field=failed["field"],
         value=failed["value"],
     )

@@ -7,11 +7,16 @@ from typing import Any
 
 import jobs
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_config_file
-from swiftkv_platform.specs import BUILTIN_TEACHER, JobSpec
+from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER, JobSpec
 
 RECIPES = sorted((Path(jobs.__path__[0]) / "recipes").glob("*.yaml"))
 
 TEACHERS = {
+    REAL_TEACHER: {
+        "model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
     "meta-llama/Llama-3.1-8B-Instruct": {
         "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,

@@ -5,14 +5,19 @@ Knows neither how the student was trained nor where its report goes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.evaluation.continuations import ContinuationQuality, compare_continuations
+from swiftkv_platform.evaluation.harness.needle import NEEDLE, needle_tasks
 from swiftkv_platform.evaluation.harness.run import NO_PARTS, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import Task
+from swiftkv_platform.evaluation.instruct import is_instruction_tuned, needle_lengths
 from swiftkv_platform.evaluation.parts import Parts, measured
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.evaluation.quality import ALONE, Totals, evaluate
@@ -73,18 +78,30 @@ class Evaluation:
             ModelError: the model was exported without its teacher.
         """
         student, spec = self._student, self._spec
+        instruct = is_instruction_tuned(tokenizer)
+        context = student.config.max_position_embeddings
+        lengths = needle_lengths(spec, instruct=instruct, context_length=context)
+        runs = find_spec("lm_eval") is not None or spec.needle_lengths is not None
+        needles = needle_tasks(lengths, spec.needle_samples, tokenizer, chat=instruct) if runs else []
+        answered = run_tasks(student, tokenizer, [*tasks, *needles], spec, workers=self._workers, parts=self._parts)
+        if not runs:
+            unmeasured = tuple(f"{NEEDLE}{length}" for length in lengths)
+            answered = replace(answered, left_out=answered.left_out + unmeasured)
         return Report.build(
             spec,
             rewired=rewired,
             calibrated=calibrated,
             distilled=self.compare("distilled"),
-            continuations=self._measured("continuations", ContinuationQuality | None, self._continuations),
-            tasks=run_tasks(student, tokenizer, tasks, spec, workers=self._workers, parts=self._parts),
+            continuations=self._measured(
+                "continuations", ContinuationQuality | None, partial(self._continuations, tokenizer)
+            ),
+            tasks=answered,
             cost=self._measured("prefill", PrefillCost, self._prefill),
             tokens_trained=tokens_trained,
+            instruct=instruct,
         )
 
-    def _continuations(self) -> ContinuationQuality | None:
+    def _continuations(self, tokenizer: PreTrainedTokenizerBase) -> ContinuationQuality | None:
         return compare_continuations(
             self._student,
             self._rows,
@@ -92,6 +109,7 @@ class Evaluation:
             num_tokens=self._spec.continuation_tokens,
             batch_size=_PROMPTS_PER_BATCH,
             workers=self._workers,
+            decode=lambda tokens: str(tokenizer.decode(tokens)),
         )
 
     def _prefill(self) -> PrefillCost | None:

@@ -23,8 +23,9 @@ def evaluate(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="Task of lm-evaluation-harness: a name, a .yaml file, builtin:mmlu, builtin:gsm8k, or paper (table "
-            "B.1). Repeatable. Default: those of the job that made the model."
+            help="Task of lm-evaluation-harness: a name, a .yaml file, builtin:mmlu, builtin:gsm8k, "
+            "builtin:ifeval, builtin:tool-calls, or paper (table B.1). Repeatable. Default: those of the job that made "
+            "the model."
         ),
     ] = None,
     task_data: Annotated[
@@ -38,10 +39,16 @@ def evaluate(
         ),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=64, help="Held-out tokens measured.")] = None,
+    needle_length: Annotated[
+        list[int] | None,
+        typer.Option(min=128, help="Tokens of prompts in which a number has to be found. Repeatable."),
+    ] = None,
+    needle_samples: Annotated[int | None, typer.Option(min=1, help="Prompts of each such length.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,
     json: Json = False,
 ) -> None:
-    """Measure a student against its teacher. The exit code is 1 if a limit of its job's spec is not kept."""
+    """Measure a student against its teacher. The exit code is 1 unless every limit of its job's spec is
+    kept; a limit that the samples cannot decide is not."""
     try:
         from jobs.worker.evaluate_directory import (
             evaluate_directory,  # not before the command runs: torch takes seconds
@@ -58,6 +65,10 @@ def evaluate(
         changes["task_limit"] = task_limit
     if max_tokens is not None:
         changes["max_tokens"] = max_tokens
+    if needle_length:
+        changes["needle_lengths"] = needle_length
+    if needle_samples is not None:
+        changes["needle_samples"] = needle_samples
     report, lineage = evaluate_directory(directory, data=data or (), evaluation=changes)
     document = report.model_dump(mode="json")
     if html is not None:
@@ -102,6 +113,7 @@ def _print(report: Report) -> None:
             for score in report.tasks
         ]
         print_table(("task", "metric", "samples", "teacher", "student", "points lost"), rows, empty="")
-    for gate in report.gates:
-        kept = "passed" if gate.passed else "failed"
-        say(f"{gate.field} {gate.limit:g}: {gate.value:.4g}, {kept}")
+    for gate in report.gates:  # the worst first
+        needed = "" if gate.samples_needed is None else f"; {gate.samples_needed:,} samples would do"
+        of = f" ({gate.subject}, 95% {gate.interval[0]:.4g} to {gate.interval[1]:.4g})" if gate.interval else ""
+        say(f"{gate.field} {gate.limit:g}: {gate.value:.4g}{of}, {gate.outcome}{needed}")

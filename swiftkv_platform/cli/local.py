@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from swiftkv_platform.cli.context import Json, settings
 from swiftkv_platform.cli.output import err, out, print_json, print_table, say
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
 
 
@@ -62,17 +63,39 @@ def status(json: Json = False) -> None:
 
 def demo(
     model: Annotated[
-        str | None, typer.Option(help="Teacher in place of the built-in one: hub id or directory.")
+        str | None,
+        typer.Option(help="Teacher in place of the built-in one: hub id, directory, or smollm2 (a real LLM, an hour)."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Where the report goes.", dir_okay=False)] = Path("demo-report.json"),
-    home: Annotated[Path, typer.Option(help="Its own directory for databases, store and logs.")] = Path(".demo"),
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Where the report goes. Default: demo-report.json; demo-llm-report.json.", dir_okay=False),
+    ] = None,
+    home: Annotated[
+        Path | None,
+        typer.Option(
+            help="Its own directory for databases, store and logs. Default: .demo; .demo-llm, where a run "
+            "that was cut off goes on."
+        ),
+    ] = None,
+    short: Annotated[bool, typer.Option("--short", help="With smollm2: minutes, too few steps to learn from.")] = False,
     keep_running: Annotated[bool, typer.Option("--keep-running", help="Leave everything up at the end.")] = False,
     json: Json = False,
 ) -> None:
     """Distil a small model, serve it, ask it, and report, on a stack of its own that is stopped again."""
+    from swiftkv_platform.local.demo.llm import NAMES, run_llm_demo
     from swiftkv_platform.local.demo.run import DemoOptions, run_demo
 
-    options = DemoOptions(output=output.resolve(), home=home, model=model, keep_running=keep_running)
-    report = run_demo(options, err() if json else out())
+    is_llm = model in NAMES
+    if short and not is_llm:
+        raise InvalidInputError(f"--short goes with --model {NAMES[0]} alone; leave it out", field="short", value=True)
+    name = "demo-llm" if is_llm else "demo"
+    options = DemoOptions(
+        output=(output or Path(f"{name}-report.json")).resolve(),
+        home=home or Path(f".{name}"),
+        model=model,
+        keep_running=keep_running,
+    )
+    console = err() if json else out()
+    report = run_llm_demo(options, console, short=short) if is_llm else run_demo(options, console)
     if json:
         print_json(report)

@@ -17,7 +17,7 @@ from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access, BuiltinSource, FileSource, PathSource
 from swiftkv_platform.sources.cards import check_laid_out, check_saved
 from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
-from swiftkv_platform.specs import BUILTIN_DATA, DataSourceSpec
+from swiftkv_platform.specs import BUILTIN_DATA, BUILTIN_PROMPTS, DataSourceSpec
 
 _TEXT = "text"
 _TEXT_FILES = frozenset({".txt", ".py"})
@@ -45,9 +45,11 @@ def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceE
     name, field = source.name_or_path, f"{where}.name_or_path"
     match access.data(name, field):
         case BuiltinSource():
-            if name != BUILTIN_DATA:
-                raise _unusable(where, name, f"the only built-in data set is {BUILTIN_DATA}")
-            return SourceEstimate(name, formats=("text",))
+            if name not in (BUILTIN_DATA, BUILTIN_PROMPTS):
+                raise _unusable(where, name, f"the built-in data sets are {BUILTIN_DATA} and {BUILTIN_PROMPTS}")
+            if name == BUILTIN_PROMPTS and source.complete is None:
+                raise _unusable(where, name, "its rows are requests, which need complete: the teacher answers them")
+            return SourceEstimate(name, formats=("text" if name == BUILTIN_DATA else "prompt_completion",))
         case FileSource():
             assert access.files is not None, "a file without an entry there is refused by `Access.data`"
             stored = access.files[name]

@@ -47,13 +47,14 @@ class SourceReading:
 
     def read_written(self, answers: Iterable[Answer]) -> SourceStatistics:
         """Read what the teacher wrote to the prompts of a source. Raises `DataError` without any."""
+        held_out = True if self.source.is_held_out else None
         for answer in answers:
             self._rows += 1
             self._formats[answer.format] += 1
             encoded = self.encoder.encode_written(answer.prompt_token_ids, answer.token_ids)
             if answer.token_ids and encoded.samples:
                 self._written_tokens += len(answer.token_ids)
-                self._add(encoded, answer.digest, held_out=None, may_lose_its_end=True)
+                self._add(encoded, answer.digest, held_out=held_out, may_lose_its_end=True)
         return self._statistics()
 
     def _statistics(self) -> SourceStatistics:

@@ -4,7 +4,9 @@ report.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Callable
+from itertools import chain, pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,18 @@ _PADDING = 0
 """Token that `generate()` writes after an end of text; nothing there is compared."""
 
 
+_EXAMPLES = 4
+"""Prompts of which both texts are kept."""
+
+
+class Example(FrozenModel):
+    """A prompt with both greedy continuations."""
+
+    prompt: str
+    teacher: str
+    student: str
+
+
 class ContinuationQuality(FrozenModel):
     """The student's greedy continuations of held-out prompts against the teacher's."""
 
@@ -35,6 +49,8 @@ class ContinuationQuality(FrozenModel):
     """Share of the teacher's tokens that the student writes before it first differs."""
     identical: float
     """Share of the prompts that both continue alike."""
+    examples: tuple[Example, ...] = ()
+    """The first prompts and what both write; none without a tokenizer."""
 
 
 @torch.no_grad()
@@ -46,12 +62,14 @@ def compare_continuations(
     num_tokens: int,
     batch_size: int,
     workers: Workers = ALONE,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> ContinuationQuality | None:
     """Let both modes of a SwiftKV model continue the beginnings of held-out samples, evenly spaced over them.
 
     Args:
         batch_size: prompts a `generate()` call.
         workers: take a share of the prompts each; every one returns the whole.
+        decode: text of token ids, for the examples.
 
     Returns:
         None where there is no prompt: none is asked for, or no sample is long enough to begin with anything.
@@ -66,6 +84,7 @@ def compare_continuations(
     mode, counts = model.model.swiftkv_enabled, torch.zeros(3, dtype=torch.int64)  # matched, identical, written
     mine = workers.share(range(len(prompts)))
     share = -(-len(prompts) // workers.size)
+    examples: list[tuple[int, Example]] = []
     taken = mine + [0] * (share - len(mine) if workers.in_step else 0)
     try:
         with evaluation_mode(model):
@@ -78,16 +97,25 @@ def compare_continuations(
                 same = (teacher == student).cumprod(-1).bool() & counted  # [batch, num_tokens]
                 own = slice(0, max(len(mine) - start, 0))
                 alike = (same == counted).all(-1)
+                if decode is not None:
+                    both = (_until_end(student, end_tokens), student), (counted, teacher)
+                    for row, index in enumerate(mine[start : start + batch_size]):
+                        written = [decode(tokens[row][mask[row]].tolist()) for mask, tokens in both]
+                        prompt = decode(batch[row].tolist())
+                        examples.append((index, Example(prompt=prompt, teacher=written[1], student=written[0])))
                 counts += torch.stack([part[own].sum().cpu() for part in (same, alike, counted)])
     finally:
         model.swiftkv(mode)
-    matched, identical, written = torch.stack(workers.gather(counts)).sum(0).tolist()
+    kept = [(index, example) for index, example in examples if index < _EXAMPLES]
+    gathered = sorted(chain.from_iterable(workers.gather(kept)), key=itemgetter(0))
+    matched, identical, num_written = torch.stack(workers.gather(counts)).sum(0).tolist()
     return ContinuationQuality(
         num_prompts=len(prompts),
         prompt_length=prompts.shape[1],
         num_tokens=num_tokens,
-        matched=matched / written,
+        matched=matched / num_written,
         identical=identical / len(prompts),
+        examples=tuple(example for _, example in gathered),
     )
 
 

@@ -57,6 +57,25 @@ class ExitCounts:
         return ExitCounts(_sum(self.positions, other.positions), _sum(self.agreements, other.agreements))
 
 
+BORDERS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+"""Beginnings of the bins of positions and of prompt lengths, in tokens; the last has no end."""
+
+
+@dataclass(frozen=True)
+class BinnedSums:
+    """Sums over positions, by bins that begin at `BORDERS`."""
+
+    positions: tuple[int, ...] = (0,) * len(BORDERS)
+    teacher_nll: tuple[float, ...] = (0.0,) * len(BORDERS)
+    student_nll: tuple[float, ...] = (0.0,) * len(BORDERS)
+    kl: tuple[float, ...] = (0.0,) * len(BORDERS)
+    agreements: tuple[int, ...] = (0,) * len(BORDERS)
+
+    def __add__(self, other: BinnedSums) -> BinnedSums:
+        pairs = ((getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+        return BinnedSums(*(tuple(a + b for a, b in zip(*pair, strict=True)) for pair in pairs))
+
+
 @dataclass(frozen=True)
 class Totals:
     """Sums over positions; those of several workers add up."""
@@ -69,6 +88,10 @@ class Totals:
     agreements: int = 0
     exit_head: ExitCounts = field(default_factory=ExitCounts)
     """All zero for a model without an exit head."""
+    by_position: BinnedSums = field(default_factory=BinnedSums)
+    """By the counted position's number in its sample's counted part: the answer, where only answers count."""
+    by_prompt_length: BinnedSums = field(default_factory=BinnedSums)
+    """By the tokens that the sample has before its first counted position."""
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
@@ -149,12 +172,13 @@ def _measure_batch(model: Any, batch: dict[str, torch.Tensor]) -> Totals:
     teacher = decoder.teacher_upper(teacher_x, context)[counted]  # [num_positions, hidden_size]
     student = decoder.student_upper(x, context)[counted]
     exits = x[counted] if model.config.early_exit else None
+    places, prompts = _places(batch["position_ids"], counted)  # [num_positions]
     chunk_size = max(1, _LOGITS_PER_CHUNK // model.config.vocab_size)
     totals = Totals()
     for start in range(0, len(targets), chunk_size):
         chunk = slice(start, start + chunk_size)
         logits = model.lm_head(student[chunk])
-        totals += _compare(model.lm_head(teacher[chunk]), logits, targets[chunk])
+        totals += _compare(model.lm_head(teacher[chunk]), logits, targets[chunk], places[chunk], prompts[chunk])
         if exits is not None:
             totals += Totals(exit_head=_exit_counts(model.exit_logits(exits[chunk]), logits.argmax(-1)))
     return totals
@@ -174,17 +198,56 @@ def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
-def _compare(teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor) -> Totals:
-    """Sums over positions for logits [num_positions, vocab_size] and the ids of the next tokens [num_positions]."""
+def _places(position_ids: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each counted position's number among its sample's counted ones' span, and its sample's tokens before the first of
+    them: [num_positions] both, of tensors [rows, max_length]. A sample begins where its positions do."""
+    begins = (position_ids == 0).long().cumsum(-1)  # [rows, max_length]: samples so far in the row
+    rows = torch.arange(len(begins), device=begins.device).unsqueeze(-1) * (begins.shape[-1] + 1)
+    samples = (begins + rows)[counted]
+    positions = position_ids[counted]
+    first = torch.full((int(samples.max()) + 1 if len(samples) else 1,), torch.iinfo(torch.long).max)
+    first = first.to(positions.device).scatter_reduce(0, samples, positions, "amin")
+    prompts = first[samples]
+    return positions - prompts, prompts
+
+
+def _binned(
+    values: torch.Tensor, teacher_nll: torch.Tensor, student_nll: torch.Tensor, kl: torch.Tensor, same: torch.Tensor
+) -> BinnedSums:
+    """Sums of [num_positions] by the bins of `values`."""
+    borders = torch.tensor(BORDERS[1:], device=values.device)
+    bins = torch.bucketize(values, borders, right=True)
+
+    def sums(weights: torch.Tensor) -> tuple[float, ...]:
+        return tuple(torch.bincount(bins, weights=weights.double(), minlength=len(BORDERS)).tolist())
+
+    return BinnedSums(
+        positions=tuple(torch.bincount(bins, minlength=len(BORDERS)).tolist()),
+        teacher_nll=sums(teacher_nll),
+        student_nll=sums(student_nll),
+        kl=sums(kl),
+        agreements=tuple(torch.bincount(bins[same], minlength=len(BORDERS)).tolist()),
+    )
+
+
+def _compare(
+    teacher: torch.Tensor, student: torch.Tensor, targets: torch.Tensor, places: torch.Tensor, prompts: torch.Tensor
+) -> Totals:
+    """Sums over positions for logits [num_positions, vocab_size] and the ids of the next tokens [num_positions], also
+    by where the positions are and how long their prompts."""
     log_p, log_q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)  # [num_positions]
     index = targets.unsqueeze(-1)
+    of_teacher, of_student = (-log.gather(-1, index).squeeze(-1).double() for log in (log_p, log_q))
+    same = log_p.argmax(-1) == log_q.argmax(-1)
     return Totals(
         num_positions=len(targets),
-        teacher_nll=-log_p.gather(-1, index).double().sum().item(),
-        student_nll=-log_q.gather(-1, index).double().sum().item(),
+        teacher_nll=of_teacher.sum().item(),
+        student_nll=of_student.sum().item(),
         kl=kl.double().sum().item(),
-        agreements=int((log_p.argmax(-1) == log_q.argmax(-1)).sum()),
+        agreements=int(same.sum()),
+        by_position=_binned(places, of_teacher, of_student, kl, same),
+        by_prompt_length=_binned(prompts, of_teacher, of_student, kl, same),
     )
 
 

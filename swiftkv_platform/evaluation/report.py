@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Self
+import math
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
 
 from swiftkv_platform.errors import QualityGateError
 from swiftkv_platform.evaluation.continuations import ContinuationQuality
+from swiftkv_platform.evaluation.harness.needle import NEEDLE, TEACHER_FINDS
 from swiftkv_platform.evaluation.harness.run import TaskResults, TaskScore
+from swiftkv_platform.evaluation.instruct import Limits
+from swiftkv_platform.evaluation.paired import samples_to_decide
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost
-from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Quality, TeacherQuality, Totals
+from swiftkv_platform.evaluation.quality import (
+    BORDERS,
+    NUM_EXIT_BINS,
+    BinnedSums,
+    ExitCounts,
+    Quality,
+    TeacherQuality,
+    Totals,
+)
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import EvaluationSpec
 
@@ -33,6 +47,19 @@ class ExitBin(FrozenModel):
     """Share of the bin's positions where the exit head's most likely token is the student's; None in an empty bin."""
 
 
+class QualityBin(FrozenModel):
+    """Held-out positions of one bin."""
+
+    low: int
+    high: int | None
+    """Tokens, exclusive; None in the last bin."""
+    num_positions: int
+    perplexity_ratio: float
+    """The student's perplexity over the teacher's, on these positions."""
+    kl: float
+    top1_agreement: float
+
+
 class Gate(FrozenModel):
     """One limit of the spec and what was measured."""
 
@@ -43,6 +70,40 @@ class Gate(FrozenModel):
     limit: float
     value: float
     passed: bool
+    outcome: Literal["passed", "failed", "undecided"]
+    """`undecided`: the interval has the limit in it, or there is no interval; that is not a pass."""
+    interval: tuple[float, float] | None = None
+    """95% interval of `value`; None where it is measured without samples of its own."""
+    samples_needed: int | None = None
+    """About how many samples would decide an undecided gate; None where no number would, or none can be told."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_before_outcomes(cls, data: Any) -> Any:
+        """Reports of before this key know `passed` alone."""
+        if isinstance(data, dict) and "outcome" not in data and "passed" in data:
+            return {**data, "outcome": "passed" if data["passed"] else "failed"}
+        return data
+
+    @property
+    def severity(self) -> tuple[int, float]:
+        """Order of gates, the worst largest: outcome, then how much of the limit is used up."""
+        rank = ("passed", "undecided", "failed").index(self.outcome)
+        used = abs(self.value - self.limit) / abs(self.limit) if self.limit else abs(self.value)
+        used = used if math.isfinite(used) else math.inf
+        return rank, used if self.outcome == "failed" else -used
+
+    @property
+    def reason(self) -> str:
+        """The figures that decided, or kept it from a decision."""
+        said = f"{self.subject} is {self.value:.4g}, {self.field} asks for {self.limit:g}"
+        if self.interval is None:
+            return said if self.outcome != "undecided" else f"{said}: undecided, its samples give no interval"
+        said += f" (95% interval {self.interval[0]:.4g} to {self.interval[1]:.4g})"
+        if self.outcome != "undecided":
+            return said
+        needed = "" if self.samples_needed is None else f"; {self.samples_needed:,} samples would do"
+        return f"{said}: undecided, too few samples for this limit{needed}"
 
 
 class Report(FrozenModel):
@@ -73,11 +134,16 @@ class Report(FrozenModel):
     """Medians of the time from the prompt to the first token, milliseconds."""
     tokens_trained: int | None
     continuations: ContinuationQuality | None = None
+    by_position: tuple[QualityBin, ...] = ()
+    """The distilled student by the number of the position in its sample's counted part, an answer's for instance."""
+    by_prompt_length: tuple[QualityBin, ...] = ()
+    """The distilled student by the tokens before the counted part of the sample."""
     exit_head: tuple[ExitBin, ...] | None = None
     """Figure D.1 of the paper; None for a model without an exit head."""
     tasks: tuple[TaskScore, ...] = ()
     tasks_left_out: tuple[str, ...] = ()
-    """Tasks that `evaluation.max_minutes` left no time for; no gate judges them."""
+    """Tasks that `evaluation.max_minutes` left no time for, and needles where the harness is not installed; no gate
+    judges them."""
     gates: tuple[Gate, ...] = ()
 
     @classmethod
@@ -92,8 +158,13 @@ class Report(FrozenModel):
         tokens_trained: int | None = None,
         continuations: ContinuationQuality | None = None,
         tasks: TaskResults = NO_TASKS,
+        instruct: bool = False,
     ) -> Self:
-        """The report from what was measured on the same rows before and after training."""
+        """The report from what was measured on the same rows before and after training.
+
+        Args:
+            instruct: whether the model is instruction-tuned, which decides the limits that the spec leaves open.
+        """
         student, teacher = distilled.student, distilled.teacher
         ratio = student.perplexity / teacher.perplexity
         return cls(
@@ -112,10 +183,12 @@ class Report(FrozenModel):
             ttft_ms=_both(cost, "ttft_ms"),
             tokens_trained=tokens_trained,
             continuations=continuations,
+            by_position=_quality_bins(distilled.by_position),
+            by_prompt_length=_quality_bins(distilled.by_prompt_length),
             exit_head=_exit_bins(distilled.exit_head),
             tasks=tasks.scores,
             tasks_left_out=tasks.left_out,
-            gates=_gates(spec, student, ratio, tasks.scores),
+            gates=_gates(Limits.of(spec, instruct=instruct), student, ratio, tasks.scores),
         )
 
     def check_gates(self) -> None:
@@ -124,18 +197,18 @@ class Report(FrozenModel):
         Raises:
             QualityGateError: with the figures that decided.
         """
-        failed = [gate for gate in self.gates if not gate.passed]
-        if not failed:
+        refused = [gate for gate in self.gates if not gate.passed]
+        if not refused:
             return
-        reasons = "; ".join(
-            f"{gate.subject} is {gate.value:.4g}, {gate.field} asks for {gate.limit:g}" for gate in failed
-        )
+        reasons = "; ".join(gate.reason for gate in refused)
+        undecided = all(gate.outcome == "undecided" for gate in refused)
+        remedy = "more samples or a wider limit" if undecided else "more training or fewer skipped layers"
         raise QualityGateError(
             f"{reasons} (perplexity {self.distilled.perplexity:.3f} against the teacher's "
             f"{self.teacher.perplexity:.3f}, KL {self.distilled.kl:.4f} nats, top-1 agreement "
-            f"{self.distilled.top1_agreement:.1%}); more training or fewer skipped layers would do",
-            field=failed[0].field,
-            value=failed[0].value,
+            f"{self.distilled.top1_agreement:.1%}); {remedy} would do",
+            field=refused[0].field,
+            value=refused[0].value,
         )
 
 
@@ -145,6 +218,22 @@ def _both(cost: PrefillCost, figure: str) -> BothModes:
 
 def _recovered(before: float, after: float) -> float:
     return 1.0 - after / before if before else 0.0
+
+
+def _quality_bins(sums: BinnedSums) -> tuple[QualityBin, ...]:
+    """The bins that hold positions."""
+    return tuple(
+        QualityBin(
+            low=low,
+            high=BORDERS[i + 1] if i + 1 < len(BORDERS) else None,
+            num_positions=count,
+            perplexity_ratio=math.exp((sums.student_nll[i] - sums.teacher_nll[i]) / count),
+            kl=sums.kl[i] / count,
+            top1_agreement=sums.agreements[i] / count,
+        )
+        for i, (low, count) in enumerate(zip(BORDERS, sums.positions, strict=True))
+        if count
+    )
 
 
 def _exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
@@ -162,26 +251,53 @@ def _exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
     )
 
 
-def _gates(spec: EvaluationSpec, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
-    # A value that is not a number passes no gate.
-    measured = [
-        ("max_kl", "held-out KL in nats", student.kl, spec.max_kl),
-        ("max_perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, spec.max_perplexity_ratio),
-    ]
-    measured += [("max_drop", f"points lost on {score.task}", score.drop, spec.max_drop) for score in tasks]
+def _gates(limits: Limits, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
+    """The limits that are set, the worst first."""
     gates = [
-        Gate(field=f"evaluation.{name}", subject=subject, limit=limit, value=value, passed=value <= limit)
-        for name, subject, value, limit in measured
-        if limit is not None
+        _gate("max_kl", "held-out KL in nats", student.kl, limits.max_kl),
+        _gate(
+            "max_perplexity_ratio", "held-out perplexity relative to the teacher's", ratio, limits.max_perplexity_ratio
+        ),
+        *(_task_gate(score, limits) for score in tasks),
+        _gate("min_top1_agreement", "held-out top-1 agreement", student.top1_agreement, limits.min_top1_agreement),
     ]
-    if spec.min_top1_agreement is not None:
-        gates.append(
-            Gate(
-                field="evaluation.min_top1_agreement",
-                subject="held-out top-1 agreement",
-                limit=spec.min_top1_agreement,
-                value=student.top1_agreement,
-                passed=student.top1_agreement >= spec.min_top1_agreement,
-            )
-        )
-    return tuple(gates)
+    return tuple(sorted((gate for gate in gates if gate is not None), key=lambda gate: gate.severity, reverse=True))
+
+
+def _gate(name: str, subject: str, value: float, limit: float | None) -> Gate | None:
+    if limit is None:
+        return None
+    # A value that is not a number passes no gate.
+    passed = value >= limit if name.startswith("min_") else value <= limit
+    outcome: Literal["passed", "failed"] = "passed" if passed else "failed"
+    return Gate(field=f"evaluation.{name}", subject=subject, limit=limit, value=value, passed=passed, outcome=outcome)
+
+
+def _task_gate(score: TaskScore, limits: Limits) -> Gate | None:
+    """A test of non-inferiority: passed where the whole interval of the points lost is within the limit, failed where
+    none of it is. A length at which the teacher itself finds few needles judges nothing."""
+    is_needle = score.task.startswith(NEEDLE)
+    limit = limits.max_needle_drop if is_needle else limits.max_drop
+    if limit is None or (is_needle and score.teacher < TEACHER_FINDS):
+        return None
+    interval, needed = score.drop_interval, None
+    outcome: Literal["passed", "failed", "undecided"] = "undecided"
+    if not math.isfinite(score.drop):
+        outcome = "failed"
+    elif interval is not None and interval[1] <= limit:
+        outcome = "passed"
+    elif interval is not None and interval[0] > limit:
+        outcome = "failed"
+    elif interval is not None:
+        share = 100.0 if score.is_share else None
+        needed = samples_to_decide(interval, score.drop, limit, score.num_samples, share=share)
+    return Gate(
+        field="evaluation.max_needle_drop" if is_needle else "evaluation.max_drop",
+        subject=f"points lost on {score.task}",
+        limit=limit,
+        value=score.drop,
+        passed=outcome == "passed",
+        outcome=outcome,
+        interval=interval,
+        samples_needed=needed,
+    )

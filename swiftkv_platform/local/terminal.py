@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -69,10 +71,13 @@ class JobView:
 class JobDisplay:
     """Shows events as they come, from any thread; what is not a metric stays on the screen, one line an event."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._clock = clock
         self._view = JobView()
         self._lines_shown = 0
+        self._first: tuple[int, float] | None = None
+        """Step and time of the first metrics that came."""
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<10}"),
@@ -100,6 +105,7 @@ class JobDisplay:
         if event.type != "metrics":
             self._print(escape(event.message), style=_STYLES[event.level])
         elif not self._console.is_terminal:
+            self._first = self._first or (self._view.step, self._clock())
             self._print_share()
         view = self._view
         self._bar.update(self._task, description=view.status, completed=view.step, total=view.total_steps)
@@ -109,7 +115,15 @@ class JobDisplay:
         lines = view.step * _PLAIN_LINES // view.total_steps if view.total_steps else 0
         if lines != self._lines_shown:
             self._lines_shown = lines
-            self._print(f"step {view.steps}  {view.numbers}")
+            self._print(f"step {view.steps}  {view.numbers}{self._time_left()}")
+
+    def _time_left(self) -> str:
+        """Minutes to the last step at the pace since the first metrics; empty without a pace, and at the end."""
+        view = self._view
+        if self._first is None or not view.total_steps or not self._first[0] < view.step < view.total_steps:
+            return ""
+        pace = (self._clock() - self._first[1]) / (view.step - self._first[0])
+        return f"  ETA {math.ceil(pace * (view.total_steps - view.step) / 60)} min"
 
     def _print(self, line: str, style: str | None = None) -> None:
         self._console.print(f"  {line}", style=style, highlight=False, soft_wrap=True)

@@ -32,7 +32,7 @@ def _check_task(task: TaskSpec, field: str, access: Access) -> None:
     if is_builtin and name not in BUILTIN_TASKS:
         known = " and ".join(BUILTIN_TASKS)
         raise InvalidInputError(f"{field} is {name!r}; the built-in tasks are {known}", field=field, value=name)
-    if is_builtin and task.data_dir is None:
+    if is_builtin and BUILTIN_TASKS[name] and task.data_dir is None:
         wanted = " and ".join(BUILTIN_TASKS[name])
         raise InvalidInputError(
             f"{field} is {name!r} without data_dir; a directory that holds {wanted} would do",

@@ -74,6 +74,10 @@ def _plots(report: Mapping[str, Any], points: Sequence[Mapping[str, float]]) -> 
 
 def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
     parts = [f"teacher {lineage['teacher']}"] if lineage.get("teacher") else []
+    if report["gates"]:
+        worst = report["gates"][0]
+        verdict = worst.get("outcome", "passed" if worst["passed"] else "failed")
+        parts.insert(0, f"worst measure: {worst['subject']} {worst['value']:.4g} (limit {worst['limit']:g}, {verdict})")
     parts.append(f"{report['num_positions']:,} held-out positions")
     if report["tokens_trained"] is not None:
         parts.append(f"{report['tokens_trained']:,} tokens trained")

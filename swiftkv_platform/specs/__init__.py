@@ -7,7 +7,7 @@ Every key of the YAML or JSON spec is a field here; unknown keys are refused. Ch
 from __future__ import annotations
 
 from swiftkv_platform.specs.base import looks_like_a_path
-from swiftkv_platform.specs.data import BUILTIN_DATA, CompletionSpec, DataSourceSpec, DataSpec
+from swiftkv_platform.specs.data import BUILTIN_DATA, BUILTIN_PROMPTS, CompletionSpec, DataSourceSpec, DataSpec
 from swiftkv_platform.specs.evaluation import PAPER_TASKS, EvaluationSpec, SweepSpec, TaskSpec
 from swiftkv_platform.specs.job import (
     BUILTIN_TEACHER,
@@ -31,6 +31,7 @@ from swiftkv_platform.specs.job import (
 
 __all__ = [
     "BUILTIN_DATA",
+    "BUILTIN_PROMPTS",
     "BUILTIN_TEACHER",
     "PAPER_TASKS",
     "REAL_TEACHER",

@@ -11,6 +11,9 @@ from swiftkv_platform.specs.base import Count, Name, Seed, Size, Spec, Weight, W
 BUILTIN_DATA = "builtin:python-stdlib"
 """The sources of the interpreter's standard library."""
 
+BUILTIN_PROMPTS = "builtin:chat-prompts"
+"""Requests to a chat model, for the teacher to answer."""
+
 
 class CompletionSpec(Spec):
     """Settings of the teacher's answers to the prompts of a source."""
@@ -34,10 +37,11 @@ class DataSourceSpec(Spec):
 
     name_or_path: Annotated[Name, Field(min_length=1)]
     """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix,
-    `file-...` (rows that were uploaded to the control plane), or `builtin:python-stdlib` (the sources of the
-    interpreter's standard library)."""
+    `file-...` (rows that were uploaded to the control plane), `builtin:python-stdlib` (the sources of the interpreter's
+    standard library) or `builtin:chat-prompts` (requests that the teacher answers, with `complete`)."""
     split: Word = "train"
-    """Split of a hub or built-in data set, or of a directory laid out as one."""
+    """Split of a hub or built-in data set, or of a directory laid out as one. `held_out` of `builtin:chat-prompts` is
+    never trained on, but measured; it shares no subject with `train`."""
     subset: Annotated[Word, Field(min_length=1)] | None = None
     """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`."""
     sample_count: Count | None = None
@@ -52,6 +56,11 @@ class DataSourceSpec(Spec):
     streaming: bool = False
     """Keep nothing of a hub or `s3://` source on disk but the tokens made of it. `sample_count` then takes the first so
     many."""
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether all of its rows are held out."""
+        return self.name_or_path == BUILTIN_PROMPTS and self.split == "held_out"
 
 
 class DataSpec(Spec):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,16 +14,20 @@ _MOST_TRIALS = 256
 BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
     "builtin:gsm8k": ("gsm8k_train.jsonl", "gsm8k_test.jsonl"),
     "builtin:mmlu": ("test/*_test.csv", "dev/*_dev.csv"),
+    "builtin:ifeval": ("input_data.jsonl",),
+    "builtin:tool-calls": (),
 }
-"""Patterns of their authors' files below `data_dir`, by the names of the built-in tasks."""
+"""Patterns of their authors' files below `data_dir`, by the names of the built-in tasks; none for one that a script
+makes."""
 
 
 class TaskSpec(Spec):
     """A task of lm-evaluation-harness, answered by teacher and student."""
 
     name: Annotated[Name, Field(min_length=1)]
-    """Task or group that the harness knows, a task's `.yaml` file (local or `s3://`), `builtin:mmlu` or `builtin:gsm8k`
-    (those over their authors' files in `data_dir`), or `paper`: the seven tasks of table B.1."""
+    """Task or group that the harness knows, a task's `.yaml` file (local or `s3://`), `builtin:mmlu`, `builtin:gsm8k`
+    or `builtin:ifeval` (over their authors' files in `data_dir`), `builtin:tool-calls` (whether calls of tools are
+    valid JSON), or `paper`: the seven tasks of table B.1."""
     data_dir: Name | None = None
     """Directory of the relative `data_files` of a file or built-in task; default: beside the file."""
     num_fewshot: Annotated[int, Field(ge=0, le=10_000)] | None = None
@@ -69,25 +73,36 @@ class EvaluationSpec(Spec):
     """Held-out prompts that teacher and student continue greedily."""
     continuation_tokens: Size = 32
     """Tokens of each continuation."""
-    max_kl: Annotated[float, Field(gt=0.0)] | None = None
-    """Gate: most KL (nats) on held-out text."""
+    needle_lengths: Annotated[tuple[Annotated[int, Field(ge=128, le=1 << 20)], ...], Field(max_length=64)] | None = None
+    """Lengths in tokens of prompts in which a number has to be found (needle in a haystack), made by a script. null:
+    1,024 and 4,096, where the context holds them, for instruction-tuned models, none for others."""
+    needle_samples: Annotated[int, Field(ge=1, le=100_000)] = 60
+    """Prompts of each length."""
+    max_kl: Annotated[float, Field(gt=0.0)] | Literal["auto"] | None = "auto"
+    """Gate: most KL (nats) on held-out text. `auto`: 0.2 for instruction-tuned models (their chat template has tokens
+    of its own), none for others."""
     max_perplexity_ratio: Annotated[float, Field(gt=0.0)] | None = None
     """Gate: most perplexity on held-out text, as a multiple of the teacher's."""
-    min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Gate: least share of held-out positions where the student's most likely token is the teacher's."""
+    min_top1_agreement: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] | None = "auto"
+    """Gate: least share of held-out positions where the student's most likely token is the teacher's. `auto`: 0.8 for
+    instruction-tuned models, none for others."""
+    max_needle_drop: Annotated[float, Field(ge=0.0)] | None = 5.0
+    """Gate, like `max_drop`, for each length of `needle_lengths` where the teacher finds 80% or more."""
     max_drop: Annotated[float, Field(ge=0.0)] | None = 1.0
     """Gate: most points of a hundred lost against the teacher on any of `tasks`; of a score outside 0..1, or of which
-    less is better, most percent of the teacher's. null: tasks are only reported."""
+    less is better, most percent of the teacher's. Passed where the whole 95% interval of the paired differences is
+    within it; too few samples to tell are no pass. null: tasks are only reported."""
 
     @property
     def has_gate(self) -> bool:
+        """Whether it sets a limit of its own."""
         limits = (
             self.max_kl,
             self.max_perplexity_ratio,
             self.min_top1_agreement,
             self.max_drop if self.tasks else None,
         )
-        return any(limit is not None for limit in limits)
+        return any(limit not in (None, "auto") for limit in limits)
 
 
 def points_lost(teacher: float, student: float, *, higher_is_better: bool) -> float:
@@ -96,10 +111,20 @@ def points_lost(teacher: float, student: float, *, higher_is_better: bool) -> fl
     Points of a hundred where more is better and both scores lie within 0..1; else percent of the teacher's score, a
     score of 0 taken for 1.
     """
-    lost = teacher - student if higher_is_better else student - teacher
-    is_share = higher_is_better and 0.0 <= teacher <= 1.0 and 0.0 <= student <= 1.0
-    whole = 1.0 if is_share else abs(teacher) or 1.0
-    return round(100.0 * lost / whole, 6)  # 0.50 - 0.49 is one point, not a little more
+    unit = points_per_unit(teacher, student, higher_is_better=higher_is_better)
+    return round(unit * (teacher - student), 6)  # 0.50 - 0.49 is one point, not a little more
+
+
+def points_per_unit(teacher: float, student: float, *, higher_is_better: bool) -> float:
+    """Points of `points_lost` for each unit that the student's score is below its teacher's; negative where less is
+    better."""
+    whole = 1.0 if is_share(teacher, student, higher_is_better=higher_is_better) else abs(teacher) or 1.0
+    return (100.0 if higher_is_better else -100.0) / whole
+
+
+def is_share(teacher: float, student: float, *, higher_is_better: bool) -> bool:
+    """Whether what is lost is points of a hundred: more is better, and both scores lie within 0..1."""
+    return higher_is_better and 0.0 <= teacher <= 1.0 and 0.0 <= student <= 1.0
 
 
 class SweepSpec(Spec):

@@ -279,7 +279,8 @@ class JobSpec(Spec):
 
     @model_validator(mode="after")
     def _something_is_held_out(self) -> Self:
-        if self.data.validation_fraction or any(s.name_or_path == BUILTIN_DATA for s in self.data.sources):
+        sources = self.data.sources
+        if self.data.validation_fraction or any(s.name_or_path == BUILTIN_DATA or s.is_held_out for s in sources):
             return self
         raise PydanticCustomError(
             "validation_fraction",

@@ -16,6 +16,7 @@ from swiftkv_platform.evaluation import quality as evaluation
 from swiftkv_platform.evaluation.continuations import compare_continuations
 from swiftkv_platform.evaluation.prefill_cost import measure_prefill
 from swiftkv_platform.evaluation.quality import (
+    BORDERS,
     NUM_EXIT_BINS,
     ExitCounts,
     Quality,
@@ -110,6 +111,38 @@ def test_figures_equal_a_naive_computation(
     assert expected.top1_agreement < 0.95
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("packing", [True, False])
+def test_bins_hold_each_position_by_its_place_and_its_prompt(student: Any, packing: bool) -> None:
+    """Samples whose first tokens do not count, as prompts do not, against each sample by itself."""
+    rng, prompts, lengths = np.random.default_rng(3), [0, 3, 17, 5, 20], [18, 28, 30, 9, 31]
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    counts = np.ones(starts[-1], dtype=bool)
+    counts[starts[1:] - 1] = False
+    for start, prompt in zip(starts, prompts, strict=False):
+        counts[start : start + prompt] = False
+    samples = Samples(rng.integers(VOCAB, size=starts[-1]).astype(np.int32), counts, starts)
+    rows = pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
+
+    totals = evaluate(student, rows, max_tokens=1 << 20, batch_size=2)
+
+    places = [place for prompt, length in zip(prompts, lengths, strict=True) for place in range(length - prompt - 1)]
+    before = [prompt for prompt, length in zip(prompts, lengths, strict=True) for _ in range(length - prompt - 1)]
+    kl = []
+    for begin, end, prompt in zip(starts, starts[1:], prompts, strict=False):
+        ids = torch.from_numpy(samples.tokens[begin:end].astype(np.int64))[None]
+        log_p, log_q = (student.swiftkv(on)(ids).logits[0, prompt:-1].double().log_softmax(-1) for on in (False, True))
+        kl += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
+    for sums, values in ((totals.by_position, places), (totals.by_prompt_length, before)):
+        bins = np.searchsorted(BORDERS, values, side="right") - 1
+        assert list(sums.positions) == np.bincount(bins, minlength=len(BORDERS)).tolist()
+        assert list(sums.kl) == pytest.approx(np.bincount(bins, weights=kl, minlength=len(BORDERS)), rel=1e-4)
+        assert sum(sums.agreements) == totals.agreements
+        assert sum(sums.teacher_nll) == pytest.approx(totals.teacher_nll)
+        assert sum(sums.student_nll) == pytest.approx(totals.student_nll)
+        assert np.count_nonzero(sums.positions) >= 2
+
+
 def test_a_student_that_computes_what_its_teacher_does_has_no_kl() -> None:
     """With l = L - 1 and copied projections the only rewired layer reads the very hidden state the teacher's reads."""
     model, rows = make_student(NUM_LAYERS - 1), make_rows(LENGTHS)
@@ -147,6 +180,8 @@ def test_shares_of_workers_add_up(student: Any) -> None:
     whole = measure(student, rows, indices, batch_size=3)
     parts = measure(student, rows, indices[::2], batch_size=3) + measure(student, rows, indices[1::2], batch_size=3)
     assert (parts.num_positions, parts.agreements) == (whole.num_positions, whole.agreements)
+    assert parts.by_position.positions == whole.by_position.positions
+    assert parts.by_prompt_length.kl == pytest.approx(whole.by_prompt_length.kl, rel=1e-6)
     assert (parts.kl, parts.teacher_nll) == pytest.approx((whole.kl, whole.teacher_nll), rel=1e-6)
 
 
@@ -215,23 +250,25 @@ def test_continuations_are_compared_up_to_the_first_difference(end: int | None) 
     model.generation_config.eos_token_id = None if end is None else teacher_tokens[2]
     model.swiftkv(False)
 
-    quality = compare_continuations(model, rows, num_prompts=7, num_tokens=6, batch_size=4)
+    quality = compare_continuations(model, rows, num_prompts=7, num_tokens=6, batch_size=4, decode=repr)
 
     assert not model.model.swiftkv_enabled
     assert quality is not None
     assert (quality.num_prompts, quality.prompt_length, quality.num_tokens) == (6, 12, 6)
-    matched, written, identical = 0, 0, 0
+    matched, written, identical, texts = 0, 0, 0, []
     for row in range(len(rows)):
         batch = to_tensors(rows.batch([row]))
         if not batch["loss_mask"][0, 12:].any() and rows.samples.lengths[rows.members[row]] < 12:
             continue
         pair = [plain_greedy(model.swiftkv(on), batch["input_ids"][:, :12], 6) for on in (False, True)]
+        texts.append(tuple(map(repr, (batch["input_ids"][0, :12].tolist(), *pair))))
         same = 0
         while same < min(map(len, pair)) and pair[0][same] == pair[1][same]:
             same += 1
         matched, written, identical = matched + same, written + len(pair[0]), identical + (same == len(pair[0]))
     assert quality.matched == pytest.approx(matched / written)
     assert quality.identical == pytest.approx(identical / 6)
+    assert [(each.prompt, each.teacher, each.student) for each in quality.examples] == texts[:4]
     assert 0 < quality.matched < 1, "the modes agree in part"
 
 

@@ -5,6 +5,7 @@ tasks run over local files alone.
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.evaluation.harness.needle import needle_tasks
 from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks, task_manager
 from swiftkv_platform.model import convert
@@ -141,6 +143,9 @@ def test_teacher_and_student_answer_a_local_task(student: Any, task_file: Path) 
     assert (plain.teacher, plain.student) == (teacher["acc"], distilled["acc"])
     assert (normed.metric, normed.teacher, normed.student) == ("acc_norm", teacher["acc_norm"], distilled["acc_norm"])
     assert plain.drop == 100 * (teacher["acc"] - distilled["acc"])  # quarters
+    low, high = plain.drop_interval or (math.nan, math.nan)
+    assert low < plain.drop * 4 / 6 < high, "the pairs' own mean, two samples added"
+    assert high - low > 50, "four samples say little"
 
 
 def write_mmlu(directory: Path) -> None:
@@ -169,6 +174,7 @@ def test_built_in_tasks_read_their_authors_files(student: Any, tmp_path: Path) -
     mmlu, gsm8k = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), few).scores
     assert (mmlu.task, mmlu.metric, mmlu.num_fewshot, mmlu.num_samples) == ("mmlu_local", "acc", 1, 4)
     assert 0 <= mmlu.student <= 1
+    assert mmlu.drop_interval is not None
     assert (gsm8k.task, gsm8k.metric, gsm8k.num_samples) == ("gsm8k_local", "exact_match,strict-match", 2)
 
 
@@ -328,3 +334,20 @@ def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
 
     assert not score.higher_is_better
     assert score.drop == pytest.approx(100 * (score.student / score.teacher - 1), abs=1e-5)
+
+
+def test_needles_are_found_at_the_lengths_asked_for(student: Any) -> None:
+    tasks = needle_tasks((256, 512), 3, byte_tokenizer(), chat=False)
+    scores = run_tasks(student, byte_tokenizer(), tasks, EvaluationSpec()).scores
+    assert [(score.task, score.metric, score.num_samples) for score in scores] == [
+        ("needle_256", "found", 3),
+        ("needle_512", "found", 3),
+    ]
+    assert {score.teacher for score in scores} == {0.0}, "random weights find nothing"
+    assert all(score.drop_interval is not None for score in scores)
+
+
+def test_calls_of_tools_need_no_data(student: Any) -> None:
+    spec = TaskSpec(name="builtin:tool-calls", metric="valid_json")
+    (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), EvaluationSpec(task_limit=2)).scores
+    assert (score.task, score.metric, score.num_samples) == ("tool_calls", "valid_json", 2)

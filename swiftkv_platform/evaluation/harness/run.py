@@ -25,6 +25,7 @@ from swiftkv_platform.evaluation.harness.metrics import (
     measured_metrics,
     number,
 )
+from swiftkv_platform.evaluation.harness.pairs import Aggregations, loss_interval
 from swiftkv_platform.evaluation.harness.tasks import (
     FIELD,
     Fetch,
@@ -41,7 +42,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
-from swiftkv_platform.specs.evaluation import points_lost
+from swiftkv_platform.specs.evaluation import is_share, points_lost, points_per_unit
 
 _BOOTSTRAP_ITERATIONS = 1000
 """Resamplings for standard errors that have no closed form."""
@@ -65,6 +66,14 @@ class TaskScore(FrozenModel):
     student_stderr: float | None
     higher_is_better: bool = True
     """False for a metric of which the harness says that less is better."""
+    drop_interval: tuple[float, float] | None = None
+    """95% interval of `drop`, from the differences of the samples that both have answered; None where neither the
+    samples nor the harness's standard errors give one, and in reports of before this key."""
+
+    @property
+    def is_share(self) -> bool:
+        """Whether `drop` is points of a hundred."""
+        return is_share(self.teacher, self.student, higher_is_better=self.higher_is_better)
 
     @property
     def drop(self) -> float:
@@ -182,7 +191,7 @@ class _Run:
             for enabled in (False, True):
                 self._model.swiftkv(enabled)
                 answers.append(_answer(self._language_model, manager, task, loaded, self._spec.task_limit))
-            scores = tuple(_scores(task, *answers))
+            scores = tuple(_scores(task, answers[0], answers[1], _aggregations(loaded)))
         except Exception as error:
             self._language_model.end(error)
             raise
@@ -228,7 +237,7 @@ def _answer(language_model: Any, manager: Any, task: Task, loaded: Any, limit: i
                 num_fewshot=task.spec.num_fewshot,
                 limit=limit,
                 bootstrap_iters=_BOOTSTRAP_ITERATIONS,
-                log_samples=False,
+                log_samples=True,
                 apply_chat_template=templated,
                 fewshot_as_multiturn=templated,
                 task_manager=manager,
@@ -255,7 +264,15 @@ def _templated(spec: TaskSpec, tokenizer: Any) -> bool:
     return spec.chat_template
 
 
-def _scores(task: Task, teacher: dict[str, Any], student: dict[str, Any]) -> Iterator[TaskScore]:
+def _aggregations(loaded: Sequence[Any]) -> dict[str, Aggregations]:
+    """Functions that make a task's score of its samples' values, by task and metric."""
+    tasks = [task for item in loaded for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])]
+    return {task.task_name: task.aggregation() for task in tasks}
+
+
+def _scores(
+    task: Task, teacher: dict[str, Any], student: dict[str, Any], aggregations: Mapping[str, Aggregations]
+) -> Iterator[TaskScore]:
     """Yield the scores of the tasks in the answers that belong to no group in them."""
     members = {name for names in teacher["group_subtasks"].values() for name in names}
     for name, row in teacher["results"].items():
@@ -264,7 +281,8 @@ def _scores(task: Task, teacher: dict[str, Any], student: dict[str, Any]) -> Ite
         metrics = measured_metrics(name, row, teacher)
         metric = choose_metric(task.spec, name, metrics)
         error = metric.replace(",", "_stderr,", 1)
-        yield TaskScore(
+        interval = loss_interval(name, metric, teacher, student, aggregations)
+        score = TaskScore(
             task=name,
             metric=metric.removesuffix(",none"),
             num_fewshot=_num_fewshot(name, teacher),
@@ -276,6 +294,14 @@ def _scores(task: Task, teacher: dict[str, Any], student: dict[str, Any]) -> Ite
             student_stderr=number(student["results"][name].get(error)),
             higher_is_better=metrics[metric] is not False,
         )
+        yield score if interval is None else score.model_copy(update={"drop_interval": _points(score, interval)})
+
+
+def _points(score: TaskScore, interval: tuple[float, float]) -> tuple[float, float]:
+    """The interval of a loss of score in the unit of `TaskScore.drop`."""
+    unit = points_per_unit(score.teacher, score.student, higher_is_better=score.higher_is_better)
+    low, high = sorted(round(unit * bound, 6) for bound in interval)
+    return low, high
 
 
 def _num_fewshot(name: str, answers: Mapping[str, Any]) -> int:

@@ -21,6 +21,7 @@ import yaml
 from jinja2 import TemplateError
 
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.evaluation.harness import ifeval, tool_calls
 from swiftkv_platform.sources import OPEN, Access, PathSource
 from swiftkv_platform.specs import PAPER_TASKS, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
@@ -192,7 +193,12 @@ def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, A
         raise InvalidInputError(
             f"{FIELD} has {spec.name!r}; {' and '.join(BUILTIN_TASKS)} are known", field=FIELD, value=spec.name
         )
+    if spec.name == "builtin:tool-calls":
+        return tool_calls.configuration()
     data = _local(spec.data_dir, fetch, access)
+    if spec.name == "builtin:ifeval":
+        _below(data, ifeval.FILE)
+        return ifeval.configuration(data)
     package = Path(str(files("swiftkv_platform.distillation") / "tasks"))
     if spec.name == "builtin:gsm8k":
         return _read(package / "gsm8k.yaml", spec.name, data)

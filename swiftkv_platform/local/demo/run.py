@@ -76,8 +76,8 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
     home = options.home.expanduser().resolve()
     spec = job_spec(options.model)
     stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
-    _empty(stack)
-    with _signals_as_exit():
+    claim_home(stack, keep=False)
+    with signals_as_exit():
         try:
             report = _run(options, spec, stack, console)
         except BaseException:
@@ -87,7 +87,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
         if options.keep_running:
             console.print(f"Still running; SWIFTKV_HOME={escape(str(home))} swiftkv down stops it.", soft_wrap=True)
         else:
-            _step(console, "Stopping")
+            step(console, "Stopping")
             stack.down()
     return report
 
@@ -95,18 +95,18 @@ def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
 def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Console) -> dict[str, Any]:
     observed = Observed()
     with observed.phase("total"):
-        _step(console, "Starting Ray and the control plane")
+        step(console, "Starting Ray and the control plane")
         with observed.phase("up"):
             state = stack.up(StackOptions(port=0), lambda line: console.print(f"  {escape(line)}", highlight=False))
         with Client(state.url, serve_url=state.serve_url) as client:
             job = _distill(client, spec, observed, console)
             _deploy_and_generate(client, job, observed, console)
-            evaluation = _evaluation(client, job)
+            evaluation = download_evaluation(client, job)
             picture = options.output.with_name("demo-loss.png")
             unplotted = plot_loss(client.jobs.metrics(job.id), picture)
     report = build_report(evaluation, vars(observed))
     write_report(report, options.output)
-    _step(console, "Report")
+    step(console, "Report")
     print_report(report, console)
     console.print(f"Report: {options.output}", highlight=False, soft_wrap=True)
     console.print(f"Loss curve: {f'none, {unplotted}' if unplotted else picture}", highlight=False, soft_wrap=True)
@@ -115,9 +115,13 @@ def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Cons
 
 
 def _distill(client: Client, spec: dict[str, Any], observed: Observed, console: Console) -> Job:
-    _step(console, f"Distilling {spec['model']['name_or_path']}")
+    step(console, f"Distilling {spec['model']['name_or_path']}")
+    return follow_job(client, client.jobs.create(spec), observed, console)
+
+
+def follow_job(client: Client, job: Job, observed: Observed, console: Console) -> Job:
+    """Show a job until it ends. Raises `SwiftKVError`, with the end of its logs shown, unless it has succeeded."""
     with observed.phase("distill"):
-        job = client.jobs.create(spec)
         observed.job_id = job.id
         follow(client.jobs.events(job.id), console)
         job = client.jobs.get(job.id)
@@ -131,12 +135,12 @@ def _distill(client: Client, spec: dict[str, Any], observed: Observed, console: 
 
 
 def _deploy_and_generate(client: Client, job: Job, observed: Observed, console: Console) -> None:
-    _step(console, f"Deploying {job.distilled_model}")
+    step(console, f"Deploying {job.distilled_model}")
     with observed.phase("deploy"):
         deployment = client.deployments.create(job.distilled_model)
         observed.deployment_id = deployment.id
         client.deployments.wait_ready(deployment.id)
-    _step(console, "Generating")
+    step(console, "Generating")
     console.out(PROMPT, end="", style="bold", highlight=False)
     pieces = []
     with observed.phase("generate"):
@@ -147,7 +151,8 @@ def _deploy_and_generate(client: Client, job: Job, observed: Observed, console: 
     observed.generated_text = "".join(pieces)
 
 
-def _evaluation(client: Client, job: Job) -> dict[str, Any]:
+def download_evaluation(client: Client, job: Job) -> dict[str, Any]:
+    """`evaluation.json` of the artifact of a job."""
     with tempfile.TemporaryDirectory() as directory:
         path = client.jobs.download(job.id, "evaluation.json", Path(directory) / "evaluation.json")
         evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -167,8 +172,8 @@ def job_spec(model: str | None) -> dict[str, Any]:
     return spec
 
 
-def _empty(stack: Stack) -> None:
-    """Leave nothing of an earlier demo; a directory that no demo made is refused."""
+def claim_home(stack: Stack, *, keep: bool) -> None:
+    """Leave nothing of an earlier demo, or all of it; a directory that no demo made is refused."""
     mark = stack.home / _HOME_MARK
     if stack.home.exists() and any(stack.home.iterdir()):
         if not mark.exists():
@@ -177,14 +182,15 @@ def _empty(stack: Stack) -> None:
                 field="home",
                 value=str(stack.home),
             )
-        stack.down()
-        shutil.rmtree(stack.home)
+        if not keep:
+            stack.down()
+            shutil.rmtree(stack.home)
     stack.home.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
 
 @contextmanager
-def _signals_as_exit() -> Iterator[None]:
+def signals_as_exit() -> Iterator[None]:
     """Let SIGTERM and a closed terminal unwind the calls as Ctrl-C does: what was started is stopped."""
 
     def leave(number: int, _: Any) -> NoReturn:
@@ -198,5 +204,6 @@ def _signals_as_exit() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _step(console: Console, title: str) -> None:
+def step(console: Console, title: str) -> None:
+    """Print the heading of a part of the demo."""
     console.rule(f"[bold]{escape(title)}", align="left")

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 MODEL = "tiny"
 MESSAGES: list[Any] = [{"role": "user", "content": "Is it warm in Rome?"}]
@@ -25,6 +25,7 @@ class City(StrEnum):
 class Weather(BaseModel):
     """Weather of a city; an answer's form, and a tool's arguments."""
 
+    model_config = ConfigDict(extra="forbid")  # random weights would write further fields without end
     city: City
     days: int = Field(ge=1, le=14)
     celsius: bool

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from swiftkv_platform.client import JobEvent
-from swiftkv_platform.local.terminal import follow
+from swiftkv_platform.local.terminal import JobDisplay, follow
 
 
 def event(kind: str, message: str, *, level: str = "info", **data: Any) -> JobEvent:
@@ -48,10 +48,25 @@ def test_a_log_file_gets_a_line_every_tenth_of_the_way() -> None:
     text = shown([metrics(n) for n in range(1, 101)], terminal=False)
     lines = text.splitlines()
     assert len(lines) == 10
-    assert lines[0].strip() == "step 10/100  loss 0.2000  3,457 tokens/s"
+    assert lines[0].strip() == "step 10/100  loss 0.2000  3,457 tokens/s  ETA 1 min"
     assert lines[-1].strip() == "step 100/100  loss 0.0200  3,457 tokens/s"
 
 
 def test_metrics_that_lack_figures_are_no_obstacle() -> None:
     bare = event("metrics", "step 1", points=[{"step": 1, "loss": None}], total_steps=None)
     assert shown([bare], terminal=False) == ""
+
+
+def test_plain_lines_say_how_long_the_rest_takes() -> None:
+    """Two seconds a step since the first metrics, which themselves say nothing of the pace."""
+    console, now = Console(file=io.StringIO(), force_terminal=False), [100.0]
+    display = JobDisplay(console, clock=lambda: now[0])
+    for step in range(10, 101, 10):
+        display.show(metrics(step))
+        now[0] += 20.0
+    assert isinstance(console.file, io.StringIO)
+    first, second, *_, before, last = console.file.getvalue().splitlines()
+    assert "ETA" not in first
+    assert second.endswith("ETA 3 min")  # 80 steps
+    assert before.endswith("ETA 1 min")
+    assert "ETA" not in last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, StorageError
-from swiftkv_platform.specs import BUILTIN_TEACHER, DataSpec
+from swiftkv_platform.specs import BUILTIN_PROMPTS, BUILTIN_TEACHER, DataSpec, JobSpec
 
 TEACHER = Path(str(files("swiftkv_platform.sources") / "teacher"))
 ROWS: list[dict[str, Any]] = [{"text": f"def function_{i}(self, value):\n    "} for i in range(5)]
@@ -207,3 +208,29 @@ def test_prompts_without_room_for_an_answer_are_dropped_and_counted(
 def test_rows_without_a_prompt_are_named(write: Write) -> None:
     with pytest.raises(DataError, match=r"these would do: .*alpaca: instruction;"):
         list(prompts_of(data_spec(write([{"completion": "an answer"}]))).shards())
+
+
+def test_built_in_requests_are_measured_on_the_split_that_says_so(engine: LLMEngine, tmp_path: Path) -> None:
+    """The side is the recipe's: one source of each split, nothing held out by chance."""
+    settings = {"max_tokens": 4, "seed": 1}
+    sources = [
+        {"name_or_path": BUILTIN_PROMPTS, "split": split, "sample_count": count, "complete": settings}
+        for split, count in (("train", 5), ("held_out", 2))
+    ]
+    spec, store = data_spec(*sources, max_length=128), InMemoryAnswers()
+    one = prompts_of(spec)
+    for index, source in enumerate(spec.sources):
+        write_answers(replace(one, source=source, index=index), store, lambda: engine)
+    tokenizer = AutoTokenizer.from_pretrained(TEACHER)
+    tokenizer.chat_template = None  # as in `prompts_of`
+    prepared = prepare_data(spec, tokenizer, tmp_path, seed=0, written=WrittenBy(one.teacher, store))
+    assert (prepared.statistics.train.samples, prepared.statistics.held_out.samples) == (5, 2)
+
+
+def test_something_is_held_out_where_a_split_is() -> None:
+    held_out = {"name_or_path": BUILTIN_PROMPTS, "split": "held_out", "complete": {}}
+    train = {**held_out, "split": "train"}
+    data = {"sources": [train, held_out], "validation_fraction": 0.0}
+    assert JobSpec.model_validate({"name": "n", "data": data}).data.sources[1].is_held_out
+    with pytest.raises(ValueError, match="validation_fraction is 0"):
+        JobSpec.model_validate({"name": "n", "data": {**data, "sources": [train]}})

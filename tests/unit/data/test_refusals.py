@@ -51,7 +51,8 @@ def test_unreadable_files_are_named_with_the_place(
     [
         ("/nowhere/at/all", "no such file or directory"),
         ("./rows.jsonl", "no such file or directory"),
-        ("builtin:ruby", "the only built-in data set is 'builtin:python-stdlib'"),
+        ("builtin:ruby", "the built-in data sets are builtin:python-stdlib and builtin:chat-prompts"),
+        ("builtin:chat-prompts", "without complete: its rows are requests, which the teacher answers"),
     ],
 )
 def test_missing_sources_are_named(source: str, message: str) -> None:

@@ -14,6 +14,7 @@ from swiftkv_platform.evaluation.prefill_cost import ModeCost, PrefillCost
 from swiftkv_platform.evaluation.quality import NUM_EXIT_BINS, ExitCounts, Totals
 from swiftkv_platform.evaluation.report import Report
 from swiftkv_platform.specs import EvaluationSpec
+from swiftkv_platform.specs.evaluation import points_lost
 
 COST = PrefillCost(128, ModeCost(100.0, 64.0, 4.0), ModeCost(60.0, 48.0, 3.0))
 
@@ -33,7 +34,9 @@ def report(kl: float = 0.25, *, tasks: tuple[TaskScore, ...] = (), **limits: Any
     return Report.build(EvaluationSpec(**limits), distilled=totals(kl), cost=COST, tasks=TaskResults(tasks))
 
 
-def score(teacher: float, student: float, *, higher_is_better: bool = True) -> TaskScore:
+def score(teacher: float, student: float, *, higher_is_better: bool = True, margin: float | None = 0.0) -> TaskScore:
+    """A score whose points lost are known to within `margin`; None: without an interval."""
+    drop = points_lost(teacher, student, higher_is_better=higher_is_better)
     return TaskScore(
         task="trivia",
         metric="acc",
@@ -45,6 +48,7 @@ def score(teacher: float, student: float, *, higher_is_better: bool = True) -> T
         teacher_stderr=0.05,
         student_stderr=None,
         higher_is_better=higher_is_better,
+        drop_interval=None if margin is None else (drop - margin, drop + margin),
     )
 
 
@@ -77,6 +81,8 @@ def test_the_report_has_the_published_keys() -> None:
         "ttft_ms": {"dense": 4.0, "swiftkv": 3.0},
         "tokens_trained": 99,
         "continuations": None,
+        "by_position": [],
+        "by_prompt_length": [],
         "exit_head": None,
         "tasks": [],
         "tasks_left_out": [],
@@ -121,12 +127,12 @@ def test_a_gate_refuses_with_the_figures(limits: dict[str, float], kl: float, me
 def test_limits_that_are_kept_are_reported_as_passed() -> None:
     built = report(0.2, max_kl=0.2, max_perplexity_ratio=1.11, min_top1_agreement=0.8, tasks=(score(0.5, 0.49),))
     built.check_gates()
-    assert [(gate.field, gate.passed) for gate in built.gates] == [
-        ("evaluation.max_kl", True),
-        ("evaluation.max_perplexity_ratio", True),
-        ("evaluation.max_drop", True),
-        ("evaluation.min_top1_agreement", True),
-    ]
+    assert {gate.field: gate.passed for gate in built.gates} == {
+        "evaluation.max_kl": True,
+        "evaluation.max_perplexity_ratio": True,
+        "evaluation.max_drop": True,
+        "evaluation.min_top1_agreement": True,
+    }
 
 
 def test_points_lost_on_a_task_fail_the_gate_unless_it_is_off() -> None:
@@ -164,6 +170,49 @@ def test_what_is_lost_is_points_of_shares_and_percent_of_other_scores(
 def test_a_score_that_is_no_number_passes_no_gate() -> None:
     (gate,) = report(tasks=(score(math.inf, math.inf, higher_is_better=False),)).gates
     assert not gate.passed
+
+
+@pytest.mark.parametrize(
+    ("margin", "outcome", "samples"),
+    [(0.4, "passed", None), (40.0, "undecided", 651_294), (2.0, "undecided", 460), (None, "undecided", None)],
+)
+def test_half_a_point_lost_passes_only_with_samples_enough(
+    margin: float | None, outcome: str, samples: int | None
+) -> None:
+    built = report(tasks=(score(0.500, 0.495, margin=margin),))
+    (gate,) = built.gates
+    assert (gate.outcome, gate.passed, gate.samples_needed) == (outcome, outcome == "passed", samples)
+    if outcome == "undecided":
+        said = "its samples give no interval" if samples is None else f"{samples:,} samples would do"
+        with pytest.raises(QualityGateError, match=f"undecided, .*{said}.*; more samples or a wider limit would do"):
+            built.check_gates()
+
+
+def test_points_lost_are_a_failure_once_the_whole_interval_says_so() -> None:
+    assert [report(tasks=(score(0.5, 0.48, margin=margin),)).gates[0].outcome for margin in (0.9, 1.1)] == [
+        "failed",
+        "undecided",
+    ]
+
+
+def test_the_worst_gate_comes_first() -> None:
+    tasks = (score(0.5, 0.5), score(0.5, 0.495, margin=1.0), score(0.5, 0.4))
+    built = report(0.15, tasks=tasks, max_kl=0.2, min_top1_agreement=0.79)
+    assert [(gate.outcome, gate.value) for gate in built.gates] == [
+        ("failed", 10.0),
+        ("undecided", 0.5),
+        ("passed", 0.8),  # closest to its limit
+        ("passed", pytest.approx(0.15)),
+        ("passed", 0.0),
+    ]
+
+
+def test_reports_of_before_outcomes_still_open() -> None:
+    document = json.loads(report(max_kl=0.1).model_dump_json())
+    for key in ("outcome", "interval", "samples_needed"):
+        del document["gates"][0][key]
+    opened = Report.model_validate(document)
+    assert [(gate.passed, gate.outcome) for gate in opened.gates] == [(False, "failed")]
 
 
 def test_every_failed_gate_is_named() -> None:

@@ -1,0 +1,91 @@
+"""Confidence intervals of what a student loses, from pairs: both modes' scores on the same samples. Knows neither tasks
+nor limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Interval = tuple[float, float]
+
+FEWEST_SAMPLES = 30
+"""Samples below which an unbounded score has no interval: normal theory needs that many."""
+_Z = 1.959963984540054
+"""97.5% quantile of the normal distribution: intervals are two-sided, 95%."""
+_RESAMPLINGS = 500
+
+
+def share_interval(losses: Sequence[float]) -> Interval:
+    """The interval of the mean of losses within -1..1, one for each sample.
+
+    Agresti and Min's: two samples are added, one half of each outcome. A few samples without any difference therefore
+    say little, where their own variance of 0 would say everything.
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    num_samples = len(values) + 2
+    mean = values.sum() / num_samples
+    variance = (np.square(values).sum() + 1.0) / num_samples - mean**2
+    margin = _Z * math.sqrt(variance / num_samples)
+    return max(float(mean - margin), -1.0), min(float(mean + margin), 1.0)
+
+
+def bootstrap_interval(
+    teacher: Sequence[Any], student: Sequence[Any], aggregate: Callable[[Sequence[Any]], float]
+) -> Interval | None:
+    """The interval of `aggregate(teacher) - aggregate(student)`, samples drawn anew in pairs.
+
+    Returns:
+        None for fewer than `FEWEST_SAMPLES`, or where an aggregate is no finite number.
+    """
+    if len(teacher) < FEWEST_SAMPLES:
+        return None
+    rng = np.random.default_rng(0)
+    draws = []
+    for _ in range(_RESAMPLINGS):
+        drawn = rng.integers(len(teacher), size=len(teacher))
+        draws.append(aggregate([teacher[i] for i in drawn]) - aggregate([student[i] for i in drawn]))
+    margin = _Z * float(np.std(draws, ddof=1))
+    loss = aggregate(teacher) - aggregate(student)
+    return (loss - margin, loss + margin) if math.isfinite(margin) and math.isfinite(loss) else None
+
+
+def unpaired_interval(loss: float, *errors: float | None) -> Interval | None:
+    """The interval of a loss whose scores have these standard errors, taken as independent; wider than that of pairs.
+    None where one is unknown."""
+    known = [error for error in errors if error is not None]
+    if len(known) < len(errors):
+        return None
+    margin = _Z * math.sqrt(sum(error**2 for error in known))
+    return (loss - margin, loss + margin) if math.isfinite(margin) and math.isfinite(loss) else None
+
+
+def mean_of(parts: Sequence[Interval]) -> Interval:
+    """The interval of the mean of independent parts."""
+    middle = float(np.mean([(low + high) / 2 for low, high in parts]))
+    margin = math.hypot(*((high - low) / 2 for low, high in parts)) / len(parts)
+    return middle - margin, middle + margin
+
+
+def samples_to_decide(
+    interval: Interval, value: float, limit: float, num_samples: int, *, share: float | None = None
+) -> int | None:
+    """About how many samples would decide whether `value` is below `limit`, if it stays what it is; None where no
+    number would, at the limit itself.
+
+    Args:
+        share: the value of a whole, for an interval by `share_interval`: what its two added samples bring to the
+            margin shrinks faster than the rest.
+    """
+    distance = abs(limit - value)
+    if not distance or not math.isfinite(distance):
+        return None
+    # margin^2 = spread / n + added / n^2
+    added = (_Z * share) ** 2 if share is not None else 0.0
+    counted = num_samples + (2 if added else 0)
+    spread = max(((interval[1] - interval[0]) / 2) ** 2 * counted - added / counted, 0.0)
+    needed = (spread + math.sqrt(spread**2 + 4 * added * distance**2)) / (2 * distance**2)
+    return max(math.ceil(round(needed, 6)), num_samples + 1)

@@ -1,0 +1,166 @@
+"""The whole path on a real LLM: SmolLM2-135M-Instruct distilled on answers of its own, deployed, and asked as teacher
+and as student. What was cut off goes on where it was.
+
+Knows the public interfaces alone (stack and client); what it can do, any user can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import httpx
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from swiftkv_platform.client import Client, Job
+from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.local.demo.report import build_report, print_report, write_report
+from swiftkv_platform.local.demo.run import (
+    DemoOptions,
+    Observed,
+    claim_home,
+    download_evaluation,
+    follow_job,
+    signals_as_exit,
+    step,
+)
+from swiftkv_platform.local.stack import Stack, StackOptions
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources.teacher_config import builtin_teacher
+from swiftkv_platform.specs import REAL_TEACHER
+
+NAMES = ("smollm2", REAL_TEACHER)
+"""Names of the model that run this demo."""
+RECIPE = "builtin-smollm2-135m-demo.yaml"
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Give me three tips for learning to swim.",
+)
+_ANSWER_TOKENS = 96
+_ASKED_WITHIN_S = 300.0
+_SPEC_LABEL = "demo-spec"
+
+
+def llm_spec(*, short: bool = False) -> dict[str, Any]:
+    """The recipe; `short` makes it a few minutes, long enough to see every part work and too short to learn from."""
+    spec: dict[str, Any] = yaml.safe_load((files("jobs") / "recipes" / RECIPE).read_text(encoding="utf-8"))
+    if short:
+        for source, count in zip(spec["data"]["sources"], (4, 2), strict=True):
+            source["sample_count"] = count
+            source["complete"] = {**source["complete"], "max_tokens": 12}
+        spec["data"]["max_length"] = 128
+        spec["swiftkv"]["calibration_tokens"] = 1024
+        spec["training"] |= {"max_steps": 2, "batch_size": 1, "micro_batch_size": 1}
+        spec["evaluation"] |= {"max_tokens": 256, "continuations": 0}
+        spec["name"] += "-short"
+    digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
+    return {**spec, "metadata": {_SPEC_LABEL: digest}}
+
+
+def run_llm_demo(options: DemoOptions, console: Console, *, short: bool = False) -> dict[str, Any]:
+    """Run the demo, or go on with the one that was cut off, and return its report; its stack is stopped in any case
+    unless it is to be kept.
+
+    Raises:
+        ModelError: the package that ships the model is not installed; the message has the command.
+        SwiftKVError: some step failed; the logs stay where the output says.
+    """
+    builtin_teacher(REAL_TEACHER)  # better refused now
+    home = options.home.expanduser().resolve()
+    stack = Stack(Settings(home=home, database_url=None, storage_uri=None))
+    claim_home(stack, keep=True)
+    kept = False
+    with signals_as_exit():
+        try:
+            report = _run(options, llm_spec(short=short), stack, console)
+            kept = options.keep_running
+        finally:
+            if kept:
+                console.print(f"Still running; SWIFTKV_HOME={escape(str(home))} swiftkv down stops it.", soft_wrap=True)
+            else:
+                step(console, "Stopping")
+                stack.down()
+                console.print(f"Logs and checkpoints are in {escape(str(home))}; the same command goes on from there.")
+    return report
+
+
+def _run(options: DemoOptions, spec: dict[str, Any], stack: Stack, console: Console) -> dict[str, Any]:
+    observed = Observed(prompt=QUESTIONS[0])
+    with observed.phase("total"):
+        step(console, "Starting Ray and the control plane")
+        with observed.phase("up"):
+            state = stack.up(StackOptions(port=0), lambda line: console.print(f"  {escape(line)}", highlight=False))
+        with Client(state.url, serve_url=state.serve_url) as client:
+            job = _job(client, spec, console)
+            step(console, f"Distilling {REAL_TEACHER} (job {job.id}, {job.status})")
+            job = follow_job(client, job, observed, console)
+            evaluation = download_evaluation(client, job)
+            talks = _talk(client, job, observed, console)
+    report = build_report(evaluation, {**vars(observed), "chat": talks})
+    write_report(report, options.output)
+    step(console, "Report")
+    print_report(report, console)
+    console.print(f"Report: {options.output}", highlight=False, soft_wrap=True)
+    console.print(f"{observed.seconds['total']:.0f} s in all", highlight=False)
+    return report
+
+
+def _job(client: Client, spec: dict[str, Any], console: Console) -> Job:
+    """The job of this spec that an earlier run left, resumed where it is paused, else a new one."""
+    before = [job for job in client.jobs.list(metadata=spec["metadata"]) if job.status not in ("failed", "cancelled")]
+    if not before:
+        return client.jobs.create(spec)
+    console.print(f"Going on with job {before[0].id}, which is {before[0].status}.", highlight=False)
+    return client.jobs.resume(before[0].id) if before[0].status == "paused" else before[0]
+
+
+def _talk(client: Client, job: Job, observed: Observed, console: Console) -> list[dict[str, str]]:
+    """Ask both modes of one deployed artifact the same questions, side by side."""
+    step(console, f"Deploying {job.distilled_model}")
+    for stale in client.deployments.list():  # of a run that was cut off
+        client.deployments.delete(stale.id)
+    with observed.phase("deploy"):
+        deployment = client.deployments.create(job.distilled_model)
+        observed.deployment_id = deployment.id
+        deployment = client.deployments.wait_ready(deployment.id)
+    step(console, "Asking student and teacher")
+    with observed.phase("chat"):
+        students = _answers(deployment.url, deployment.model)
+        client.deployments.update(deployment.id, engine={"swiftkv": False})
+        deployment = client.deployments.wait_ready(deployment.id)
+        teachers = _answers(deployment.url, deployment.model)
+    talks = [
+        {"question": question, "teacher": teacher, "student": student}
+        for question, teacher, student in zip(QUESTIONS, teachers, students, strict=True)
+    ]
+    observed.generated_text = students[0]
+    for talk in talks:
+        for who, text in talk.items():
+            console.print(f"[bold]{who:>9}[/] {escape(text.strip())}", highlight=False, soft_wrap=True)
+    return talks
+
+
+def _answers(url: str | None, model: str) -> Sequence[str]:
+    """Greedy answers to `QUESTIONS` over the route that OpenAI's clients use."""
+    texts = []
+    for question in QUESTIONS:
+        answer = httpx.post(
+            f"{url}/v1/chat/completions",
+            json={
+                "model": model,
+                "messages": [{"role": "user", "content": question}],
+                "max_tokens": _ANSWER_TOKENS,
+                "temperature": 0.0,
+            },
+            timeout=_ASKED_WITHIN_S,
+        )
+        if answer.is_error:
+            raise SwiftKVError(f"{url}/v1/chat/completions answered {answer.status_code}: {answer.text[:500]}")
+        texts.append(str(answer.json()["choices"][0]["message"]["content"]))
+    return texts

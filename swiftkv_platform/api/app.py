@@ -165,9 +165,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _reconciler(
-    settings: Settings, parts: Components, lease: Lease, histograms: ControlPlaneHistograms
-) -> Reconciler:
+def _reconciler(settings: Settings, parts: Components, lease: Lease, histograms: ControlPlaneHistograms) -> Reconciler:
     return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,

@@ -155,7 +155,11 @@ async def test_a_function_without_parameters_is_called_without_arguments(client:
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_several_calls_may_be_made_at_once(client: openai.AsyncOpenAI, version: Version, family: str) -> None:
     version.tool_call_parser = family
-    going_on = {**SPACES, str(EOS): -100, str(ALPHABET.index("]")): -25}  # where only "]" and spaces may follow, "]" does
+    going_on = {
+        **SPACES,
+        str(EOS): -100,
+        str(ALPHABET.index("]")): -25,
+    }  # where only "]" and spaces may follow, "]" does
     asked = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 300, "logit_bias": going_on}
     [choice] = (await client.chat.completions.create(**asked)).choices
     calls = choice.message.tool_calls or []

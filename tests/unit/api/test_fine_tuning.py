@@ -11,7 +11,6 @@ from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
-from swiftkv_platform.contract.files import new_file_id
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from tests.unit.api.conftest import SPEC, URL, Server
 
@@ -173,7 +172,7 @@ def test_the_training_file_may_have_options_and_company(client: OpenAI, server: 
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"training_file": new_file_id()}, "data.sources[0].name_or_path"),
+        ({"training_file": f"file-{26 * '0'}"}, "data.sources[0].name_or_path"),
         ({"validation_file": "file-x"}, "validation_file"),
         ({"method": {"type": "dpo"}}, "method.type"),
         ({"hyperparameters": {"learning_rate_multiplier": 2.0}}, "hyperparameters.learning_rate_multiplier"),

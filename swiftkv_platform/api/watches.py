@@ -8,7 +8,7 @@ from swiftkv_platform.orchestration.job import Event
 from swiftkv_platform.orchestration.ports import Clock, JobRepository, Page, Slice
 
 _WATCHED_S = 60.0
-"""How long a job counts as followed after a caller has asked for it."""
+"""Seconds for which a job counts as followed after a caller has asked for it."""
 _AGAIN_S = 20.0
 _MOST = 1000
 """Jobs remembered; of more, some are told of more often than needed."""

@@ -188,10 +188,13 @@ def _exit_counts(logits: torch.Tensor, student: torch.Tensor) -> ExitCounts:
     """Count exits by the head's logits [num_positions, vocab_size] and the student's best tokens [num_positions]."""
     confidence, tokens = logits.float().softmax(-1).max(-1)
     bins = (confidence * NUM_EXIT_BINS).long().clamp(max=NUM_EXIT_BINS - 1)
-    positions, agreements = (
-        tuple(torch.bincount(which, minlength=NUM_EXIT_BINS).tolist()) for which in (bins, bins[tokens == student])
-    )
-    return ExitCounts(positions, agreements)
+    return ExitCounts(_counts(bins, NUM_EXIT_BINS), _counts(bins[tokens == student], NUM_EXIT_BINS))
+
+
+def _counts(bins: torch.Tensor, num_bins: int) -> tuple[int, ...]:
+    """Count of each number below `num_bins` in `bins`."""
+    none = torch.zeros(num_bins, dtype=torch.long, device=bins.device)
+    return tuple(none.index_add_(0, bins, torch.ones_like(bins)).tolist())
 
 
 def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
@@ -205,8 +208,9 @@ def _places(position_ids: torch.Tensor, counted: torch.Tensor) -> tuple[torch.Te
     rows = torch.arange(len(begins), device=begins.device).unsqueeze(-1) * (begins.shape[-1] + 1)
     samples = (begins + rows)[counted]
     positions = position_ids[counted]
-    first = torch.full((int(samples.max()) + 1 if len(samples) else 1,), torch.iinfo(torch.long).max)
-    first = first.to(positions.device).scatter_reduce(0, samples, positions, "amin")
+    # One place for every number that a sample can have: how many there are is known on the device alone.
+    first = begins.new_full((len(begins) * (begins.shape[-1] + 1),), torch.iinfo(torch.long).max)
+    first = first.scatter_reduce(0, samples, positions, "amin")
     prompts = first[samples]
     return positions - prompts, prompts
 
@@ -219,14 +223,15 @@ def _binned(
     bins = torch.bucketize(values, borders, right=True)
 
     def sums(weights: torch.Tensor) -> tuple[float, ...]:
-        return tuple(torch.bincount(bins, weights=weights.double(), minlength=len(BORDERS)).tolist())
+        none = torch.zeros(len(BORDERS), dtype=torch.double, device=bins.device)
+        return tuple(none.index_add_(0, bins, weights.double()).tolist())
 
     return BinnedSums(
-        positions=tuple(torch.bincount(bins, minlength=len(BORDERS)).tolist()),
+        positions=_counts(bins, len(BORDERS)),
         teacher_nll=sums(teacher_nll),
         student_nll=sums(student_nll),
         kl=sums(kl),
-        agreements=tuple(torch.bincount(bins[same], minlength=len(BORDERS)).tolist()),
+        agreements=_counts(bins[same], len(BORDERS)),
     )
 
 

@@ -30,7 +30,7 @@ from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
 SENTENCES = "The grass is green, fire is hot, and a day has 24 hours; two and two make four. "
 CONTEXTS = ["Q: how many?\nA:", "x", SENTENCES, SENTENCES + "Then", 5 * SENTENCES, SENTENCES + "And so on"]
-"""Of different lengths, some with a common beginning, one longer than the models' context."""
+"""Prompts of different lengths, some with a common beginning, one longer than the models' context."""
 
 
 class KeptParts(NoParts):

@@ -98,7 +98,7 @@ def test_a_loop_that_gets_nowhere_is_told(
         failed.set()
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(parts.jobs, "live", broken)
+    monkeypatch.setattr(parts.jobs, "on_cluster", broken)
     settings = Settings(home=tmp_path, reconcile_interval_s=0.01, _env_file=None)
     with TestClient(create_app(settings, components=parts), base_url=URL) as client:
         server = Server(client, parts, settings)

@@ -90,7 +90,7 @@ def read_settings(
 
 
 def _stated(shipped: Any, but: frozenset[str]) -> dict[str, Any]:
-    """What a generation configuration says beyond the defaults."""
+    """Settings of a generation configuration that differ from the defaults."""
     defaults = shipped._get_default_generation_params()
     stated = shipped.to_diff_dict().items()
     return {k: v for k, v in stated if k not in but and v is not None and v != defaults.get(k)}

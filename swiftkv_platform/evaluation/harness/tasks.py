@@ -191,7 +191,7 @@ def _builtin(spec: TaskSpec, fetch: Fetch | None, access: Access) -> dict[str, A
     """A task of this package over its authors' own files, for machines that reach no hub."""
     if spec.name not in BUILTIN_TASKS:
         raise InvalidInputError(
-            f"{FIELD} has {spec.name!r}; {' and '.join(BUILTIN_TASKS)} are known", field=FIELD, value=spec.name
+            f"{FIELD} has {spec.name!r}; {', '.join(BUILTIN_TASKS)} are known", field=FIELD, value=spec.name
         )
     if spec.name == "builtin:tool-calls":
         return tool_calls.configuration()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture
 def parts(tmp_path: Path, empty_database: Path) -> Components:
-    return make_parts(tmp_path, empty_database)
+    return replace(make_parts(tmp_path, empty_database), clock=time.time)  # by which leases are held while a step runs
 
 
 @pytest.fixture

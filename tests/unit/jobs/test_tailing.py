@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from queue import SimpleQueue
 
 import pytest
@@ -13,6 +14,7 @@ from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import ObjectInfo
 from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.object_store import InMemoryObjectStore
 
@@ -29,11 +31,11 @@ class FlakyStore(InMemoryObjectStore):
 
     failures = 0
 
-    def list_directories(self, prefix: str) -> list[str]:
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         if self.failures > 0:
             self.failures -= 1
             raise StorageError("the store is away")
-        return super().list_directories(prefix)
+        return super().list(prefix, start_after=start_after)
 
 
 class Listener:
@@ -76,8 +78,8 @@ def test_an_event_that_could_not_be_passed_on_is_handed_on_again() -> None:
 
 def test_the_last_events_are_looked_for_more_than_once() -> None:
     store, listener = FlakyStore(), Listener()
-    store.failures = 2
     FakeWorker(store, "job").say("message", "one")
+    store.failures = 2
     with following(AttemptStore(store), REQUEST, listener):
         pass
     assert listener.everything() == ["one"]
@@ -85,8 +87,8 @@ def test_the_last_events_are_looked_for_more_than_once() -> None:
 
 def test_a_store_that_stays_away_does_not_hold_up_the_end() -> None:
     store, listener = FlakyStore(), Listener()
-    store.failures = 10**9
     FakeWorker(store, "job").say("message", "one")
+    store.failures = 10**9
     with capture_logs() as lines, following(AttemptStore(store), REQUEST, listener):
         pass
     assert listener.everything() == []

@@ -235,7 +235,7 @@ def test_a_large_student_takes_several_files(tmp_path: Path) -> None:
 LAYERS = int(os.environ.get("SWIFTKV_PHASES_LAYERS", "15"))
 LARGE_WORKERS = int(os.environ.get("SWIFTKV_PHASES_WORKERS", "8"))
 FULL_SIZE = LAYERS >= 15
-"""Whether memory is bounded: beside smaller models a process itself is the larger part, and results alone are compared."""
+"""Whether memory is bounded; beside a smaller model a process itself takes more, and results alone are compared."""
 OWN_BYTES = 512 << 20
 """Most that a worker takes beside weights: libraries on their first use, buffers, the report."""
 

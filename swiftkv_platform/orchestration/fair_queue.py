@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.job import Job
-from swiftkv_platform.orchestration.ports import Deployment, Standing, Waiting
+from swiftkv_platform.orchestration.ports import Deployment
+from swiftkv_platform.orchestration.standing import Standing, Waiting
 from swiftkv_platform.orchestration.tenants import Policies
 
 PRIORITIES = {"high": 0, "normal": 1, "low": 2}

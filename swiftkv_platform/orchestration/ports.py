@@ -14,8 +14,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, MetricPoint, Model
+from swiftkv_platform.orchestration.standing import Claim, Placed, Standing, Usage
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
@@ -77,52 +77,6 @@ class Fence:
     holder: str
     token: int
     """Rises each time that another holder takes the lease."""
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A job that may have an attempt on the cluster, as the columns of its row tell."""
-
-    id: str
-    status: JobStatus
-    version: int
-    watched_until: float
-    """Unix seconds until which somebody follows it."""
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A job of the queue."""
-
-    id: str
-    demand: Demand
-
-
-@dataclass(frozen=True)
-class Standing:
-    """The queue, and what is held of the cluster."""
-
-    held: Mapping[str, Demand]
-    """Sum over each tenant's jobs on the cluster."""
-    total: Demand
-    """Sum over all jobs on the cluster and in the queue."""
-    waiting: Mapping[str, Sequence[Waiting]]
-    """First jobs of each tenant that may start now: by priority, then by age."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Jobs of one tenant that have not ended."""
-
-    waiting: int
-    """Jobs that wait or are paused."""
-    held: Demand
-
-
-class Claim(Protocol):
-    def __call__(self, tenant: str, held: Demand, demand: Demand, /) -> bool:
-        """Whether a tenant that holds this much of the cluster may have this much more."""
-        ...
 
 
 class JobRepository(Protocol):

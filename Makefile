@@ -107,7 +107,7 @@ $(JUDGES_NODE): $(JUDGES)/node/package.json $(JUDGES)/node/package-lock.json
 	npm ci --prefix $(JUDGES)/node --ignore-scripts --no-audit --no-fund --loglevel error
 	touch $@
 
-OUTSIDE = $(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside/serve tests/outside/vllm
+OUTSIDE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python $(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside/serve tests/outside/vllm
 JUDGE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
   $(JUDGES_VENV)/bin/python -m pytest -c $(JUDGES)/pytest.ini --rootdir . --confcutdir $(JUDGES) $(JUDGES)
 outside: install vllm-env judges-env  # the plugin in a real vLLM, vLLM behind serve/, on a CPU; benchmarks that start vLLM; judges

@@ -27,3 +27,9 @@ def required_module(name: str, *, otherwise: str = "") -> Any:
         if error.name != name.partition(".")[0]:
             raise
         missing(f"{error.name} is not installed{otherwise}")
+
+
+def interpreter(variable: str, command: str) -> str:
+    """Return the Python of another environment that `variable` names; `command` makes that environment."""
+    python = os.environ.get(variable)
+    return python or missing(f"{variable} names no interpreter; `make {command}` makes its environment")

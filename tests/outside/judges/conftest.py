@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.requirements import missing
+from tests.requirements import interpreter, missing
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
@@ -74,12 +74,6 @@ class Deployment:
     def openai_url(self) -> str:
         """`base_url` of OpenAI's clients."""
         return f"{self.url}/v1"
-
-
-def interpreter(variable: str, command: str) -> str:
-    """Return the Python of another environment that `variable` names; `command` makes that environment."""
-    python = os.environ.get(variable)
-    return python or missing(f"{variable} names no interpreter; `make {command}` makes its environment")
 
 
 def node_program(package: str) -> list[str]:

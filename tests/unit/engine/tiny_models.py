@@ -30,9 +30,9 @@ def make_model(context: int = CONTEXT) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def save_dense(directory: Path) -> Path:
+def save_dense(directory: Path, context: int = CONTEXT) -> Path:
     """The Llama and its tokenizer."""
-    make_model().save_pretrained(directory)
+    make_model(context).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 

@@ -1,5 +1,5 @@
 """Parts of an attempt's evaluation in the object store: what one that was cut off has measured, the next one takes.
-Knows no measurement.
+Progress of phases that are not counted in steps. Knows no measurement.
 """
 
 from __future__ import annotations
@@ -16,6 +16,30 @@ PROGRESS_INTERVAL_S = 30.0
 """Seconds between events of one part's progress."""
 
 
+class PhaseProgress:
+    """Events that tell how far the parts of a phase are, and how long they will take at the pace so far."""
+
+    def __init__(self, reporter: Reporter, phase: str) -> None:
+        self._reporter = reporter
+        self._phase = phase
+        self._began: dict[str, tuple[float, int]] = {}
+        self._told = 0.0
+
+    def begin(self, part: str, done: int = 0) -> None:
+        """Start the part's clock, `done` of its pieces having been done before."""
+        self._began[part] = time.monotonic(), done
+
+    def tell(self, part: str, done: int, total: int) -> None:
+        """Write an event, unless the last one was written a moment ago and the part is not at its end."""
+        now = time.monotonic()
+        if done < total and now < self._told + PROGRESS_INTERVAL_S:
+            return
+        self._told = now
+        began, before = self._began.setdefault(part, (now, done))
+        eta = (now - began) * (total - done) / (done - before) if done > before else None
+        self._reporter.progress(self._phase, part, done=done, total=total, eta_s=eta)
+
+
 class StoredParts:
     """The `Parts` of an attempt. They belong to the checkpoint that is measured: another's are not taken for them."""
 
@@ -23,9 +47,7 @@ class StoredParts:
         self._store = store
         self._attempt = request.attempt_id
         self._digest = hashlib.sha256(checkpoint.encode()).hexdigest()[:16]
-        self._reporter = Reporter(store, request.attempt_id, "evaluation")
-        self._began: dict[str, float] = {}
-        self._told = 0.0
+        self._progress = PhaseProgress(Reporter(store, request.attempt_id, "evaluation"), "evaluate")
 
     def get(self, name: str) -> bytes | None:
         for attempt in reversed(self._attempt.so_far()):
@@ -33,17 +55,11 @@ class StoredParts:
                 return self._store.get_bytes(attempt.evaluation_key(self._digest, name))
             except ObjectNotFoundError:
                 continue
-        self._began[name] = time.monotonic()
+        self._progress.begin(name)
         return None
 
     def put(self, name: str, data: bytes) -> None:
         self._store.put_bytes(self._attempt.evaluation_key(self._digest, name), data)
 
     def progress(self, name: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if done < total and now < self._told + PROGRESS_INTERVAL_S:
-            return
-        self._told = now
-        elapsed = now - self._began.setdefault(name, now)
-        eta = elapsed * (total - done) / done if done else None
-        self._reporter.progress("evaluate", name, done=done, total=total, eta_s=eta)
+        self._progress.tell(name, done, total)

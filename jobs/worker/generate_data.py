@@ -5,10 +5,13 @@ Knows no Ray itself.
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.attempt.downloads import StoreFiles, access_of, teacher_path
+from jobs.attempt.events import Reporter
+from jobs.attempt.parts import PhaseProgress
 from jobs.worker.memory import free_bytes
 from jobs.worker.prepare import load_tokenizer, set_up_process, task_device, writer
 from swiftkv_platform.contract.attempts import AttemptRequest
@@ -53,7 +56,9 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
     """
     spec = request.spec
     set_up_process(spec)
-    answers, num_tokens = AttemptAnswers(open_store(store_uri), request), 0
+    store = open_store(store_uri)
+    answers, num_tokens = AttemptAnswers(store, request), 0
+    progress = PhaseProgress(Reporter(store, request.attempt_id, f"write-{worker}"), "write")
     with tempfile.TemporaryDirectory(prefix="write-") as directory:
         workspace = Path(directory)
         path = teacher_path(spec.model, workspace, access=access_of(request))
@@ -79,7 +84,12 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
                     access=access_of(request),
                 )
                 num_tokens += write_answers(
-                    prompts, answers, load_engine, worker=worker, num_workers=spec.resources.max_workers
+                    prompts,
+                    answers,
+                    load_engine,
+                    worker=worker,
+                    num_workers=spec.resources.max_workers,
+                    progress=partial(progress.tell, f"data.sources[{index}], worker {worker}"),
                 )
     return num_tokens
 

@@ -20,15 +20,19 @@ def write_answers(
     *,
     worker: int = 0,
     num_workers: int = 1,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> int:
     """Write this worker's share of the shards that are not written yet; returns how many tokens that were.
 
     Args:
         load_engine: called when there is something to write.
+        progress: called after each shard that it writes, with the place of that shard in the share, from 1, and with
+            the size of the share.
     """
     engine, num_tokens = None, 0
+    share = range(worker, sum(1 for _ in source.shards()), num_workers)
     for number, shard in enumerate(source.shards()):
-        if number % num_workers != worker or store.get(shard.key) is not None:
+        if number not in share or store.get(shard.key) is not None:
             continue
         engine = engine or load_engine()
         answers = _answer(engine, shard, source)
@@ -38,6 +42,7 @@ def write_answers(
             for a in answers
         ]
         store.put(shard.key, "".join(f"{line}\n" for line in lines).encode())
+        progress(share.index(number) + 1, len(share))
     return num_tokens
 
 

@@ -12,6 +12,7 @@ from tests.outside.judges.conftest import Deployment
 from tests.outside.judges.programs import MODEL, run
 
 NUM_REQUESTS = 12
+NUM_STREAMS = 4
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
@@ -24,14 +25,17 @@ def test_no_request_fails(native: Deployment, tmp_path: Path, route: str) -> Non
         "backend": backend,
         "tokenizer": tokenizer,
         "data": data,
-        "profile": {"kind": "concurrent", "streams": [4]},
+        "profile": {"kind": "concurrent", "streams": [NUM_STREAMS]},
         "constraint": {"kind": "max_requests", "count": NUM_REQUESTS},
         "output": {"kind": "json", "path": str(report)},
     }
     arguments = [argument for name, value in options.items() for argument in (f"--{name}", json.dumps(value))]
     run([sys.executable, "-m", "guidellm", "run", "--disable-console-interactive", *arguments], cwd=tmp_path)
     [benchmark] = json.loads(report.read_text())["benchmarks"]
-    requests = benchmark["requests"]
+    requests, counted = benchmark["requests"], benchmark["scheduler_state"]
+    assert counted["created_requests"] == NUM_REQUESTS
     assert {request["info"]["error"] for request in requests["errored"]} == set()
-    assert len(requests["successful"]) == NUM_REQUESTS
+    # It ends without waiting for what its own processes have still to tell of the last requests.
+    assert len(requests["successful"]) + counted["processing_requests"] == NUM_REQUESTS
+    assert counted["processing_requests"] < NUM_STREAMS
     assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {16}

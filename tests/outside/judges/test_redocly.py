@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.outside.judges.conftest import ROOT, node_program
-from tests.requirements import interpreter
 from tests.outside.judges.programs import run
+from tests.requirements import interpreter
 
 
 @pytest.fixture(scope="module")

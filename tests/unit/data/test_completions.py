@@ -107,16 +107,27 @@ def test_workers_share_the_shards_and_a_retry_writes_the_missing_ones(write: Wri
     source = prompts_of(data_spec(write(ROWS)))
     whole, answers = written(source, engine)
     store = InMemoryAnswers()
-    shares = [write_answers(source, store, lambda: engine, worker=worker, num_workers=2) for worker in range(2)]
+    told: list[tuple[int, int]] = []
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+
+    shares = [
+        write_answers(source, store, lambda: engine, worker=worker, num_workers=2, progress=progress)
+        for worker in range(2)
+    ]
     assert all(shares)
+    assert told == [(1, 2), (2, 2), (1, 1)]
     assert sum(shares) == sum(len(answer.token_ids) for answer in answers)
     assert store == whole
     lost = next(iter(whole))
     del store[lost]
     with pytest.raises(StorageError, match="are gone"):
         list(source.answers(store))
-    write_answers(source, store, lambda: engine)
+    told.clear()
+    write_answers(source, store, lambda: engine, progress=progress)
     assert store == whole
+    assert told == [(1, 3)]
 
     def refuse() -> LLMEngine:
         raise AssertionError("everything is there: no model need be loaded")

@@ -15,6 +15,7 @@ from swiftkv_platform.data import completions
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
 
@@ -66,6 +67,15 @@ def test_workers_write_their_shares_and_training_sees_them(spec: JobSpec, store:
     second = write(request(spec), store.uri, 1)
     assert (len(shards(store, 1)), num_tokens(store, 1)) == (3, first + second)
     assert 0 < second < first + second <= 30
+    told = [stored.event for stored in AttemptStore(store).read_events(request(spec).attempt_id, {})]
+    shares = [
+        (event.data["part"], event.data["done"], event.data["total"]) for event in told if event.type == "progress"
+    ]
+    assert shares == [
+        ("data.sources[0], worker 0", 1, 2),
+        ("data.sources[0], worker 0", 2, 2),
+        ("data.sources[0], worker 1", 1, 1),
+    ]
     plan, _ = prepare(request(spec), store.uri)
     assert plan.statistics["sources"][0]["written_tokens"] == first + second
     assert plan.statistics["sources"][0]["formats"] == {"prompt_completion": 6}

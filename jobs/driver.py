@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from jobs.attempt.chosen import ENDED, model_checkpoint
 from jobs.attempt.control import LOOK_INTERVAL_S, look
 from jobs.attempt.events import Reporter
 from jobs.attempt.places import say_waiting
@@ -116,11 +117,14 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
 
 
 def _finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
-    """The checkpoint to resume from, if it is the last step's: then there is nothing left to train."""
+    """The checkpoint that the model is made of, if the one to resume from is that of a run's end: then there is nothing
+    left to train."""
     if request.resume_from is None:
         return None
-    step = int(read_manifest(store, request.resume_from).lineage["step"])
-    return request.resume_from if step >= total_steps else None
+    lineage = read_manifest(store, request.resume_from).lineage
+    if int(lineage["step"]) < total_steps and not lineage.get(ENDED):
+        return None
+    return model_checkpoint(store, request.attempt_id, request.resume_from)
 
 
 def as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:

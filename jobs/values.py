@@ -51,7 +51,7 @@ class Outcome:
     """Result of the training run."""
 
     checkpoint: str | None
-    """Key of the newest complete checkpoint."""
+    """Key of the checkpoint that the model is made of; of a run that was stopped, of the newest complete one."""
     error: TrainingError | None = None
     """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
     stopped: StopReason | None = None

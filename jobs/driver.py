@@ -44,9 +44,11 @@ def train(
     plan: Plan = wait_for(plan_ref, store, request)
     for message, is_warning in plan.messages:
         reporter.message(message, level="warn" if is_warning else "info")
+    optimizer = plan.spec.optimizer
+    searched = " (the search begins there)" if optimizer.rate_search else ""
     reporter.message(
         f"{plan.total_steps} steps of {plan.spec.training.batch_size} rows of {plan.spec.data.max_length} tokens, "
-        f"learning rate {plan.spec.optimizer.learning_rate:g}, {plan.num_trained_parameters} trained parameters",
+        f"learning rate {optimizer.learning_rate:g}{searched}, {plan.num_trained_parameters} trained parameters",
         total_steps=plan.total_steps,
         num_trained_parameters=plan.num_trained_parameters,
         data=plan.statistics,

@@ -22,7 +22,7 @@ class Plan:
     """Facts about the run ahead that the driver needs."""
 
     spec: JobSpec
-    """Spec with what the model and the data decide, see `spec_defaults`."""
+    """Spec with what the model and the data decide, see `specs.defaults`."""
     total_steps: int
     num_trained_parameters: int
     statistics: dict[str, Any]

@@ -33,6 +33,8 @@ class CourseCode(StrEnum):
 
     RATE_SEARCHED = "rate_searched"
     """The learning rate is the outcome of a search."""
+    RATE_BOUNDED = "rate_bounded"
+    """The learning rate is as high as the size of the trained matrices allows; the run is too short for a search."""
     HELD_OUT_KL_ABOVE_START = "held_out_kl_above_start"
     HELD_OUT_KL_DIVERGED = "held_out_kl_diverged"
     """Held-out KL is far above its best."""

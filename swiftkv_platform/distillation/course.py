@@ -141,12 +141,18 @@ class CourseNote:
 
 
 def rate_note(course: Course, tried: list[TriedRate]) -> CourseNote:
-    words = ", ".join(f"{_shown(one['held_out_kl'])} at {one['learning_rate']:.3g}" for one in tried)
+    """What is told of the peak rate that a run was given, where no rate was asked for.
+
+    Args:
+        tried: the search; empty where the size of what is trained alone bounds the rate.
+    """
+    found = ", ".join(f"{_shown(one['held_out_kl'])} at {one['learning_rate']:.3g}" for one in tried)
+    why = f"of held-out KL {course.start_kl:.4g}, a few steps left {found}" if tried else "larger updates would ruin it"
     return CourseNote(
-        f"learning rate {course.peak_rate:.3g}: of held-out KL {course.start_kl:.4g}, a few steps left {words}",
+        f"learning rate {course.peak_rate:.3g}: {why}",
         {
             "action": "rate",
-            "code": CourseCode.RATE_SEARCHED,
+            "code": CourseCode.RATE_SEARCHED if tried else CourseCode.RATE_BOUNDED,
             "step": 0,
             "start_kl": course.start_kl,
             "learning_rate": course.peak_rate,

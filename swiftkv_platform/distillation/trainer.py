@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from swiftkv_platform.contract.events import TriedRate
 from swiftkv_platform.contract.reasons import CourseCode
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows, batch_rows
@@ -154,14 +156,26 @@ class Trainer:
         if progress.step == 0:
             course = replace(course, warmup_steps=default_warmup_steps(self._spec.optimizer, self._total_steps))
         course = measured(course, start_kl, progress.step, self._spec.training).course
-        trial_steps = steps_of_trial(self._total_steps)
-        if progress.step == 0 and self._spec.optimizer.rate_search and trial_steps is not None:
-            course = self._search_rate(course, trial_steps, self._held_out)
+        if progress.step == 0 and self._spec.optimizer.rate_search:
+            course = self._settle_rate(course, self._held_out)
         progress = replace(progress, course=course)
         self._checkpointer.save(progress)
         return progress
 
-    def _search_rate(self, course: Course, num_steps: int, held_out: HeldOut) -> Course:
+    def _settle_rate(self, course: Course, held_out: HeldOut) -> Course:
+        """Search the peak rate; of a run too short for that, bound it by the size of what is trained."""
+        asked, num_steps = self._spec.optimizer.learning_rate, steps_of_trial(self._total_steps)
+        assert asked is not None, "settled before training, see specs.defaults"
+        rate, tried = first_rate(asked, self._parallel.matrices()), list[TriedRate]()
+        if num_steps is not None:
+            rate, tried = search(rate, course.start_kl, self._trial(course, num_steps, held_out))
+        course = replace(course, peak_rate=rate)
+        if tried or rate < asked:
+            self._listener.on_course(rate_note(course, tried))
+        return course
+
+    def _trial(self, course: Course, num_steps: int, held_out: HeldOut) -> Callable[[float], float]:
+        """Return what trains for a few steps at a rate, measures, and puts the start back."""
         put_back = self._parallel.remember()
 
         def held_out_kl(rate: float) -> float:
@@ -176,12 +190,7 @@ class Trainer:
             finally:
                 put_back()
 
-        asked = self._spec.optimizer.learning_rate
-        assert asked is not None, "settled before training, see specs.defaults"
-        rate, tried = search(first_rate(asked, self._parallel.matrices()), course.start_kl, held_out_kl)
-        course = replace(course, peak_rate=rate)
-        self._listener.on_course(rate_note(course, tried))
-        return course
+        return held_out_kl
 
     def _advance(self, progress: Progress) -> Progress:
         """Take a step, and whatever turn the held-out KL of its state brings about."""

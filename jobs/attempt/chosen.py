@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.errors import StorageError
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.artifacts import is_complete, read_manifest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
 
@@ -17,19 +17,16 @@ ENDED = "ended"
 
 
 def model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> str:
-    """Key of the checkpoint that the model is made of: the one whose step the `last` one's manifest names, or that.
-
-    Raises:
-        StorageError: it is not there.
-    """
+    """Key of the checkpoint that the model is made of: the one whose step the `last` one's manifest names; the last one
+    itself where that could not be stored."""
     lineage = read_manifest(store, last).lineage
     chosen = lineage.get(CHOSEN_STEP)
     if chosen is None or chosen == lineage["step"]:
         return last
     key = next(checkpoints_of_step(store, attempt, chosen), None)
     if key is None:
-        raise StorageError(f"the checkpoint of step {chosen}, of which the model is made, could not be stored")
-    return key
+        get_logger().warning("best_checkpoint_lost", step=chosen)
+    return key or last
 
 
 def checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:

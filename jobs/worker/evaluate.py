@@ -223,7 +223,7 @@ def _training(lineage: Mapping[str, Any]) -> TrainingOutcome:
     is_best = lineage.get("best_step") == step
     return TrainingOutcome(
         step=step,
-        reason="last_step" if lineage.get(CHOSEN_STEP) is None else "lowest_held_out_kl",
+        reason="lowest_held_out_kl" if lineage.get(CHOSEN_STEP) == step else "last_step",
         held_out_kl=lineage["best_kl"] if is_best else None,
         start_kl=lineage.get("start_kl"),
     )

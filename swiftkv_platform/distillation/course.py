@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 from swiftkv_platform.contract.events import CourseData, TriedRate
 from swiftkv_platform.contract.reasons import CourseCode
@@ -51,7 +52,8 @@ class Course:
     def of(cls, numbers: dict[str, float]) -> Course:
         """The course whose `numbers` these are."""
         whole = {item.name for item in fields(cls) if item.type == "int"}
-        return cls(**{name: int(value) if name in whole else value for name, value in numbers.items()})
+        values: dict[str, Any] = {name: int(value) if name in whole else value for name, value in numbers.items()}
+        return cls(**values)
 
     def without_best(self) -> Course:
         """The course of a run whose best state is lost."""
@@ -181,9 +183,9 @@ def turn_notes(turn: Turn, kl: float, step: int, rate: float, chosen: int | None
     course, notes = turn.course, list[CourseNote]()
     figures = {"kl": _shown(_finite(kl)), "start": _shown(course.start_kl), "best": _shown(course.best_kl)}
 
-    def data(action: str, code: CourseCode) -> CourseData:
+    def data(action: Literal["rollback", "end"], code: CourseCode) -> CourseData:
         return {
-            "action": action,  # type: ignore[typeddict-item]  # one of the three below
+            "action": action,
             "code": code,
             "step": step,
             "held_out_kl": _finite(kl),

@@ -23,7 +23,7 @@ def micro_batches(
     mine = rank_rows(batch, parallel.data_rank, parallel.data_size)
     places = [*mine, *batch[: -(-len(batch) // parallel.data_size) - len(mine)]]
     if training.compile:  # compiled layers take batches of one size
-        places += batch[:1] * (-len(places) % training.micro_batch_size)
+        places += [batch[0]] * (-len(places) % training.micro_batch_size)
     made = []
     for start in range(0, len(places), training.micro_batch_size):
         chosen = places[start : start + training.micro_batch_size]

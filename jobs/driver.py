@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from jobs.attempt.chosen import ENDED, model_checkpoint
+from jobs.attempt.chosen import finished_before
 from jobs.attempt.control import LOOK_INTERVAL_S, look
 from jobs.attempt.events import Reporter
 from jobs.attempt.places import say_waiting
@@ -20,7 +20,6 @@ from jobs.values import STOPPED, Plan, StoppedError, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
-from swiftkv_platform.storage.artifacts import read_manifest
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
@@ -53,7 +52,7 @@ def train(
         num_trained_parameters=plan.num_trained_parameters,
         data=plan.statistics,
     )
-    checkpoint = _finished_before(store, request, plan.total_steps)
+    checkpoint = finished_before(store, request, plan.total_steps)
     if checkpoint is None:
         settled = request.model_copy(update={"spec": plan.spec})
         say_waiting(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
@@ -116,17 +115,6 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
             ray.cancel(task, force=True)
             raise StoppedError(STOPPED[stop_request])
     return ray.get(task)
-
-
-def _finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
-    """The checkpoint that the model is made of, if the one to resume from is that of a run's end: then there is nothing
-    left to train."""
-    if request.resume_from is None:
-        return None
-    lineage = read_manifest(store, request.resume_from).lineage
-    if int(lineage["step"]) < total_steps and not lineage.get(ENDED):
-        return None
-    return model_checkpoint(store, request.attempt_id, request.resume_from)
 
 
 def as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.storage.artifacts import is_complete, read_manifest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
@@ -27,6 +28,17 @@ def model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> str:
     if key is None:
         get_logger().warning("best_checkpoint_lost", step=chosen)
     return key or last
+
+
+def finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
+    """The checkpoint that the model is made of, if the one to resume from is that of a run's end: then there is nothing
+    left to train."""
+    if request.resume_from is None:
+        return None
+    lineage = read_manifest(store, request.resume_from).lineage
+    if int(lineage["step"]) < total_steps and not lineage.get(ENDED):
+        return None
+    return model_checkpoint(store, request.attempt_id, request.resume_from)
 
 
 def checkpoints_of_step(store: ObjectStore, attempt: AttemptId, step: int) -> Iterator[str]:

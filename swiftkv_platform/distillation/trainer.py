@@ -31,7 +31,7 @@ from swiftkv_platform.distillation.held_out import HeldOut
 from swiftkv_platform.distillation.micro_batches import MicroBatch, micro_batches
 from swiftkv_platform.distillation.optimizer import default_warmup_steps, learning_rate
 from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.rate_search import first_rate, search, steps_of_trial
+from swiftkv_platform.distillation.rate_search import first_rate, highest_rate, search, steps_of_trial
 from swiftkv_platform.errors import LossNotFiniteError
 from swiftkv_platform.specs import JobSpec
 
@@ -166,20 +166,21 @@ class Trainer:
         """Search the peak rate; of a run too short for that, bound it by the size of what is trained."""
         asked, num_steps = self._spec.optimizer.learning_rate, steps_of_trial(self._total_steps)
         assert asked is not None, "settled before training, see specs.defaults"
-        rate, tried = first_rate(asked, self._parallel.matrices()), list[TriedRate]()
+        highest = highest_rate(self._parallel.matrices())
+        rate, tried = first_rate(asked, highest, self._spec.distillation.trainable), list[TriedRate]()
         if num_steps is not None:
-            rate, tried = search(rate, course.start_kl, self._trial(course, num_steps, held_out))
+            rate, tried = search(rate, course.start_kl, self._trial(course, num_steps, held_out), highest=highest)
         course = replace(course, peak_rate=rate)
         if tried or rate < asked:
             self._listener.on_course(rate_note(course, tried))
         return course
 
     def _trial(self, course: Course, num_steps: int, held_out: HeldOut) -> Callable[[float], float]:
-        """Return what trains for a few steps at a rate, measures, and puts the start back."""
+        """Return what takes a run's first few steps at a rate, measures, and puts the start back."""
         put_back = self._parallel.remember()
 
         def held_out_kl(rate: float) -> float:
-            trial = Progress(course=replace(course, peak_rate=rate, warmup_steps=num_steps // 2))
+            trial = Progress(course=replace(course, peak_rate=rate))
             try:
                 while trial.step < num_steps:
                     done = self.train_step(trial)

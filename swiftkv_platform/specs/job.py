@@ -92,8 +92,8 @@ class OptimizerSpec(Spec):
     """`muon`: Muon for the trained matrices and AdamW for the rest, with one learning rate; not under `deepspeed`,
     which keeps flat shards instead of matrices."""
     learning_rate: Annotated[float, Field(gt=0.0)] | None = None
-    """Default: found by `rate_search` from 3e-4 on for hidden sizes from 2,048 up, in inverse proportion to smaller
-    ones, at most 3e-3; a third of that with `trainable: all`."""
+    """Default: found by `rate_search` around 3e-4 for hidden sizes from 2,048 up, in inverse proportion to smaller
+    ones, at most 3e-3; far lower with `trainable: all`."""
     rate_search: bool | None = None
     """Try a few rates for a few steps each before training, and take the one whose held-out KL falls furthest; the
     steps come on top of the run's, at most a tenth of them. Default: where `learning_rate` is left out. With one given,

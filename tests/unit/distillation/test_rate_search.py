@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swiftkv_platform.distillation.rate_search import MAX_TRIALS, first_rate, search, steps_of_trial
+from swiftkv_platform.distillation.rate_search import MAX_TRIALS, first_rate, highest_rate, search, steps_of_trial
 
 
 def valley(best: float, *, ruinous: float = math.inf) -> Callable[[float], float]:
@@ -43,14 +43,22 @@ def test_the_lowest_rate_is_taken_where_none_gains_anything() -> None:
     assert len(tried) == MAX_TRIALS
 
 
+def test_no_rate_above_the_highest_is_tried() -> None:
+    rate, tried = search(1e-3, 0.5, valley(9e-3), highest=4e-3)
+    assert rate == pytest.approx(3e-3)
+    assert max(one["learning_rate"] for one in tried) == pytest.approx(3e-3)
+
+
 def test_a_trial_takes_few_steps_and_a_short_run_has_none() -> None:
-    assert steps_of_trial(159) is None
-    assert steps_of_trial(400) == 10
+    assert steps_of_trial(106) is None
+    assert steps_of_trial(400) == 15
     assert steps_of_trial(100_000) == 40
 
 
-def test_the_first_rate_moves_no_matrix_by_more_than_a_share_of_its_size() -> None:
+def test_no_matrix_moves_by_more_than_a_share_of_its_size() -> None:
     matrices = [torch.full((4, 4), size) for size in (0.0, 0.01, 0.02, 9.0)]
-    assert first_rate(1.0, matrices) == pytest.approx(0.05 * 0.02)
-    assert first_rate(1e-5, matrices) == 1e-5
-    assert first_rate(1.0, []) == 1.0
+    assert highest_rate(matrices) == pytest.approx(0.05 * 0.02)
+    assert highest_rate([]) == math.inf
+    assert first_rate(1.0, 1e-3, "qkv") == 1e-3
+    assert first_rate(1e-5, 1e-3, "qkv") == 1e-5
+    assert first_rate(1e-3, 1e-3, "all") == pytest.approx(2e-4)

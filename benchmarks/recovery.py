@@ -43,6 +43,7 @@ from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
+from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork, load_trained, trained_parameters
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.parallel import parallelize
@@ -61,6 +62,9 @@ class _Quiet:
     """Hears the trainer and says nothing."""
 
     def on_start(self, progress: Progress) -> None:
+        """The table tells as much."""
+
+    def on_course(self, note: CourseNote) -> None:
         """The table tells as much."""
 
     def on_step(self, metrics: StepMetrics) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from jobs.attempt.chosen import finished_before
 from jobs.attempt.control import LOOK_INTERVAL_S, look
 from jobs.attempt.events import Reporter
 from jobs.attempt.places import say_waiting
@@ -19,7 +20,6 @@ from jobs.values import STOPPED, Plan, StoppedError, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
-from swiftkv_platform.storage.artifacts import read_manifest
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
 
@@ -43,14 +43,16 @@ def train(
     plan: Plan = wait_for(plan_ref, store, request)
     for message, is_warning in plan.messages:
         reporter.message(message, level="warn" if is_warning else "info")
+    optimizer = plan.spec.optimizer
+    searched = " (the search begins there)" if optimizer.rate_search else ""
     reporter.message(
         f"{plan.total_steps} steps of {plan.spec.training.batch_size} rows of {plan.spec.data.max_length} tokens, "
-        f"learning rate {plan.spec.optimizer.learning_rate:g}, {plan.num_trained_parameters} trained parameters",
+        f"learning rate {optimizer.learning_rate:g}{searched}, {plan.num_trained_parameters} trained parameters",
         total_steps=plan.total_steps,
         num_trained_parameters=plan.num_trained_parameters,
         data=plan.statistics,
     )
-    checkpoint = _finished_before(store, request, plan.total_steps)
+    checkpoint = finished_before(store, request, plan.total_steps)
     if checkpoint is None:
         settled = request.model_copy(update={"spec": plan.spec})
         say_waiting(reporter, request.spec, "train", num_workers=request.spec.resources.min_workers)
@@ -113,14 +115,6 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
             ray.cancel(task, force=True)
             raise StoppedError(STOPPED[stop_request])
     return ray.get(task)
-
-
-def _finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
-    """The checkpoint to resume from, if it is the last step's: then there is nothing left to train."""
-    if request.resume_from is None:
-        return None
-    step = int(read_manifest(store, request.resume_from).lineage["step"])
-    return request.resume_from if step >= total_steps else None
 
 
 def as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:

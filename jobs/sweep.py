@@ -23,6 +23,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import (
     AttemptEvent,
+    CourseEvent,
     MessageEvent,
     MetricsEvent,
     PlacementEvent,
@@ -108,6 +109,8 @@ def run_trial(request: AttemptRequest, store_uri: str, trial: Trial) -> Outcome:
                 reporter.metrics(points, num_trials * total)
             case PlacementEvent():
                 reporter.placement(event.data)
+            case CourseEvent():
+                reporter.course(f"[{trial.name}] {event.message}", event.data)
             case MessageEvent() | TrackingEvent() | ProgressEvent():
                 reporter.message(f"[{trial.name}] {event.message}", level=event.level, **event.data)
 

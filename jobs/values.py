@@ -22,7 +22,7 @@ class Plan:
     """Facts about the run ahead that the driver needs."""
 
     spec: JobSpec
-    """Spec with what the model and the data decide, see `spec_defaults`."""
+    """Spec with what the model and the data decide, see `specs.defaults`."""
     total_steps: int
     num_trained_parameters: int
     statistics: dict[str, Any]
@@ -51,7 +51,7 @@ class Outcome:
     """Result of the training run."""
 
     checkpoint: str | None
-    """Key of the newest complete checkpoint."""
+    """Key of the checkpoint that the model is made of; of a run that was stopped, of the newest complete one."""
     error: TrainingError | None = None
     """Set when going on is pointless. It is returned: Ray Train would answer an exception by starting over."""
     stopped: StopReason | None = None

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
+from jobs.attempt.chosen import (
+    CHOSEN_STEP,
+    ENDED,
+    checkpoints_of_step,
+    model_checkpoint,
+    own_checkpoints_of_step,
+)
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, ManifestFile
+from swiftkv_platform.distillation.course import chosen_step
 from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import (
@@ -29,7 +37,7 @@ class AttemptCheckpoints:
     """The `CheckpointStore` of an attempt: it writes below the attempt's own prefix, and may start elsewhere.
 
     Args:
-        keep: newest complete checkpoints of this attempt that are kept.
+        keep: newest complete checkpoints of this attempt that are kept, beside that of the best state.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class AttemptCheckpoints:
         self._prefix = request.attempt_id.checkpoints_prefix
         self._resume_from = request.resume_from
         self._keep = keep
+        self._training = request.spec.training
         self._on_commit = on_commit
         self._on_failure = on_failure
 
@@ -55,10 +64,14 @@ class AttemptCheckpoints:
 
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
         key = join_key(self._prefix, name)
+        course = progress.course
         lineage = {"step": progress.step, "tokens": progress.tokens, "world_size": world_size}
+        if course.is_measured:
+            lineage |= {CHOSEN_STEP: chosen_step(course, self._training), ENDED: bool(course.ended)}
+            lineage |= {"best_step": course.best_step, "best_kl": course.best_kl, "start_kl": course.start_kl}
         manifest = write_manifest(self._store, key, files, kind="checkpoint", lineage=lineage, metrics={})
         self._on_commit(key, manifest, progress)
-        self._prune()
+        self._prune(course.best_step)
 
     def failed(self, name: str, progress: Progress, error: StorageError) -> None:
         self._on_failure(join_key(self._prefix, name), progress, error)
@@ -75,6 +88,14 @@ class AttemptCheckpoints:
         older = earlier[earlier.index(self._resume_from) + 1 :] if self._resume_from in earlier else []
         return [*self._complete(), self._resume_from, *older]
 
+    def of_step(self, step: int) -> list[str]:
+        return list(checkpoints_of_step(self._store, self._attempt, step))
+
+    def model(self) -> str | None:
+        """Key of the checkpoint that the model is made of, once training has ended."""
+        newest = self.newest()
+        return None if newest is None else model_checkpoint(self._store, self._attempt, newest)
+
     def fetch(self, key: str, directory: Path) -> None:
         fetch_directory(self._store, key, directory)
 
@@ -85,12 +106,15 @@ class AttemptCheckpoints:
             if is_complete(self._store, key):
                 yield key
 
-    def _prune(self) -> None:
-        """Delete what sorts before the newest `keep`, with what a run that died left unfinished there. A later attempt
-        may go on from any of it."""
+    def _prune(self, best_step: int) -> None:
+        """Delete what sorts before the newest `keep`, with what a run that died left unfinished there, but for the best
+        state. A later attempt may go on from any of it."""
         if self._attempts.is_superseded(self._attempt):
             return
         kept = list(islice(self._complete(), self._keep))
+        kept += own_checkpoints_of_step(self._store, self._attempt, best_step)
+        oldest = min(kept[: self._keep])
         for name in self._store.list_directories(self._prefix):
-            if join_key(self._prefix, name) < min(kept):
-                delete_directory(self._store, join_key(self._prefix, name))
+            key = join_key(self._prefix, name)
+            if key < oldest and key not in kept:
+                delete_directory(self._store, key)

@@ -21,6 +21,8 @@ from swiftkv_platform.contract.events import (
     AttemptStatus,
     CheckpointData,
     CheckpointEvent,
+    CourseData,
+    CourseEvent,
     ErrorData,
     ErrorEvent,
     Level,
@@ -90,6 +92,11 @@ class Reporter:
         left = "" if eta_s is None or done >= total else f", {eta_s:.0f} s left"
         message = f"{phase}: {part} {done} of {total}{left}"
         self._write(lambda time: ProgressEvent(time=time, message=message, data=data))
+
+    def course(self, message: str, data: CourseData) -> None:
+        """Tell of a turn of the training run; going back is a warning."""
+        level: Level = "warn" if data["action"] == "rollback" else "info"
+        self._write(lambda time: CourseEvent(time=time, level=level, message=message, data=data))
 
     def error(self, message: str, *, code: str, field: str | None, value: Any, retryable: bool) -> None:
         data: ErrorData = {"code": code, "field": field, "value": value, "retryable": retryable}

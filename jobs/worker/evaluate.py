@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
+from jobs.attempt.chosen import CHOSEN_STEP
 from jobs.attempt.downloads import access_of, fetch_data, teacher_path
 from jobs.attempt.parts import StoredParts
 from jobs.attempt.preparation import Prepared
@@ -32,7 +33,7 @@ from swiftkv_platform.distillation.weights import LazyStudent, save_lazy
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
-from swiftkv_platform.evaluation.report import Report
+from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.sources import Access
@@ -65,7 +66,7 @@ def evaluate_and_publish(
         for name, text in files.items():
             store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
         with _tracked(store, request) as run:
-            run.log_report(report.model_dump(mode="json"), student.step)
+            run.log_report(report.model_dump(mode="json"), student.training.step)
             report.check_gates()
             student.save(workspace / "artifact")
             _write(files, workspace / "artifact")
@@ -84,7 +85,7 @@ def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, pre
         if not student.workers.is_first:
             return None
         with _tracked(store, request) as run:
-            run.log_report(report.model_dump(mode="json"), student.step)
+            run.log_report(report.model_dump(mode="json"), student.training.step)
         lineage = _lineage(request, prepared.data.fingerprint) | {"checkpoint": checkpoint}
         (workspace / "report").mkdir()
         _write(_report_files(store, request, report, lineage), workspace / "report")
@@ -144,7 +145,7 @@ class _Student:
     lazy: LazyStudent
     tokenizer: PreTrainedTokenizerBase
     workspace: Path
-    step: int
+    training: TrainingOutcome
     tokens_trained: int
 
     @classmethod
@@ -158,7 +159,7 @@ class _Student:
         progress = read_manifest(store, checkpoint).lineage
         lazy = open_lazy(spec, path, device=task_device(spec))
         tokenizer = load_tokenizer(spec, path)
-        return cls(spec, access, workers, lazy, tokenizer, workspace, int(progress["step"]), int(progress["tokens"]))
+        return cls(spec, access, workers, lazy, tokenizer, workspace, _training(progress), int(progress["tokens"]))
 
     @property
     def _trained(self) -> TrainedTensors:
@@ -191,6 +192,7 @@ class _Student:
                 rewired=rewired,
                 calibrated=calibrated,
                 tokens_trained=self.tokens_trained,
+                training=self.training,
             )
         )
         return report
@@ -213,6 +215,18 @@ class _Student:
         model.config.save_pretrained(directory)
         model.generation_config.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+def _training(lineage: Mapping[str, Any]) -> TrainingOutcome:
+    """What the manifest of a checkpoint says of the state in it."""
+    step = int(lineage["step"])
+    is_best = lineage.get("best_step") == step
+    return TrainingOutcome(
+        step=step,
+        reason="lowest_held_out_kl" if lineage.get(CHOSEN_STEP) == step else "last_step",
+        held_out_kl=lineage["best_kl"] if is_best else None,
+        start_kl=lineage.get("start_kl"),
+    )
 
 
 def _report_files(

@@ -21,7 +21,7 @@ from swiftkv_platform.evaluation.instruct import is_instruction_tuned, needle_le
 from swiftkv_platform.evaluation.parts import Parts, measured
 from swiftkv_platform.evaluation.prefill_cost import PrefillCost, measure_prefill
 from swiftkv_platform.evaluation.quality import ALONE, Totals, evaluate
-from swiftkv_platform.evaluation.report import Report
+from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import EvaluationSpec
 
@@ -69,6 +69,7 @@ class Evaluation:
         rewired: Totals | None = None,
         calibrated: Totals | None = None,
         tokens_trained: int | None = None,
+        training: TrainingOutcome | None = None,
     ) -> Report:
         """The report of a finished student, both of its modes on the same text, prompts and tasks.
 
@@ -98,6 +99,7 @@ class Evaluation:
             tasks=answered,
             cost=self._measured("prefill", PrefillCost, self._prefill),
             tokens_trained=tokens_trained,
+            training=training,
             instruct=instruct,
         )
 

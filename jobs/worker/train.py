@@ -33,6 +33,7 @@ from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
+from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
@@ -71,7 +72,8 @@ def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
         listener.close()
     if stop_request is StopRequest.LEAVE:
         raise LeftError("a worker was told to end; its checkpoint is complete")
-    return Outcome(checkpoints.newest(), stopped=STOPPED.get(stop_request))
+    stopped = STOPPED.get(stop_request)
+    return Outcome(checkpoints.model() if stopped is None else checkpoints.newest(), stopped=stopped)
 
 
 def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listener: _Listener) -> Trainer:
@@ -89,6 +91,7 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
         spec,
         total_steps=worker.total_steps,
         listener=listener,
+        held_out=prepared.data.held_out,
     )
 
 
@@ -167,6 +170,9 @@ class _Silent:
     def on_step(self, metrics: StepMetrics) -> None:
         """Do nothing: rank 0 reports for all."""
 
+    def on_course(self, note: CourseNote) -> None:
+        """Do nothing: rank 0 reports for all."""
+
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
         """Do nothing: only rank 0 completes checkpoints."""
 
@@ -219,6 +225,11 @@ class _RankZero:
         point = metrics.point() | self._telemetry.point(metrics)
         self._metrics.add(point)
         self._run.log(point, metrics.step)
+
+    def on_course(self, note: CourseNote) -> None:
+        get_logger().info("course", told=note.message)
+        with suppress(StorageError):  # as with metrics, training goes on while the store is away
+            self._reporter.course(note.message, note.data)
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
         self._metrics.flush()

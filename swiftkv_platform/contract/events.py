@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
+from swiftkv_platform.contract.reasons import CourseCode
 from swiftkv_platform.frozen import FrozenModel
 
 Level = Literal["info", "warn", "error"]
@@ -110,6 +111,32 @@ class ProgressData(TypedDict):
     """Seconds until the part is done, at the pace so far."""
 
 
+class TriedRate(TypedDict):
+    learning_rate: float
+    held_out_kl: Annotated[float, Field(ge=0)] | None
+    """After the steps of the trial; None where they did not end in a finite number."""
+
+
+@with_config(_OPEN)
+class CourseData(TypedDict):
+    action: Literal["rate", "rollback", "end"]
+    """The learning rate is settled; training goes back to its best state; training ends."""
+    code: CourseCode
+    step: _Step
+    """Optimizer steps done."""
+    held_out_kl: NotRequired[float | None]
+    """The measurement that brought it about, in nats; None where it is not finite."""
+    start_kl: NotRequired[float | None]
+    best_kl: NotRequired[float | None]
+    best_step: NotRequired[_Step | None]
+    chosen_step: NotRequired[_Step | None]
+    """`end`: the step whose state the model is made of."""
+    learning_rate: NotRequired[float | None]
+    """Peak rate from here on."""
+    tried: NotRequired[list[TriedRate]]
+    """`rate`: the search."""
+
+
 @with_config(_OPEN)
 class ErrorData(TypedDict):
     code: str
@@ -183,6 +210,13 @@ class ProgressEvent(_Event):
     data: ProgressData
 
 
+class CourseEvent(_Event):
+    """A turn of the training run that its held-out KL brought about."""
+
+    type: Literal["course"] = "course"
+    data: CourseData
+
+
 class ErrorEvent(_Event):
     """Failure of the attempt."""
 
@@ -199,6 +233,7 @@ AttemptEvent = Annotated[
     | TrackingEvent
     | PlacementEvent
     | ProgressEvent
+    | CourseEvent
     | ErrorEvent,
     Field(discriminator="type"),
 ]

@@ -1,4 +1,4 @@
-"""Reasons for the end of an attempt, or for a job's status, that are no error of ours."""
+"""Reasons for the end of an attempt, for a job's status, that are no error of ours, and for turns of a training run."""
 
 from __future__ import annotations
 
@@ -26,3 +26,21 @@ class ReasonCode(StrEnum):
     """A caller asked for the pause."""
     RESUMED = "resumed"
     CANCELLED = "cancelled"
+
+
+class CourseCode(StrEnum):
+    """Reason for a turn of a training run, see `contract.events.CourseEvent`."""
+
+    RATE_SEARCHED = "rate_searched"
+    """The learning rate is the outcome of a search."""
+    RATE_BOUNDED = "rate_bounded"
+    """The learning rate is as high as the size of the trained matrices allows; the run is too short for a search."""
+    HELD_OUT_KL_ABOVE_START = "held_out_kl_above_start"
+    HELD_OUT_KL_DIVERGED = "held_out_kl_diverged"
+    """Held-out KL is far above its best."""
+    LOSS_NOT_FINITE = "loss_not_finite"
+    EARLY_STOPPING = "early_stopping"
+    """Held-out KL no longer falls."""
+    ROLLBACKS_EXHAUSTED = "rollbacks_exhausted"
+    """Held-out KL has risen once more than a run may go back."""
+    LAST_STEP = "last_step"

@@ -1,8 +1,9 @@
 """Training state, sharded: trained parameters, optimizer, and how far the run is. Where the files go is the store's
 business, behind a protocol.
 
-A run needs no other state: the learning rate and the rows of a batch are functions of the step, and a step draws no
-random numbers. Another number of workers, or another sharding strategy, may take a checkpoint over.
+A run needs no other state: the learning rate is a function of the step and the run's course, the rows of a batch are
+one of the step, and a step draws no random numbers. Another number of workers, or another sharding strategy, may take a
+checkpoint over.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, cast
 from uuid import uuid4
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from swiftkv_platform.distillation.course import Course
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.uploads import CheckpointStore, Progress, Retries, Uploader
 from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError
@@ -59,7 +62,12 @@ class Checkpointer:
         # A step may be saved twice, by a run that died before it could complete the first: the names must differ.
         name = from_rank_0(lambda: f"step-{progress.step:08d}-w{dist.get_world_size()}-{uuid4().hex[:8]}")
         directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-        progressed = {"step": torch.tensor(progress.step), "tokens": torch.tensor(progress.tokens)}
+        numbers = progress.course.numbers()
+        progressed = {
+            "step": torch.tensor(progress.step),
+            "tokens": torch.tensor(progress.tokens),
+            "course": {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()},
+        }
         try:
             save({**self._parallel.state(), "progress": progressed}, storage_writer=FileSystemWriter(directory))
         except BaseException:  # such as a full disk, which what is there would keep full
@@ -80,17 +88,39 @@ class Checkpointer:
         keys = from_rank_0(self._store.candidates)
         if not keys:
             return Progress()
+        progress = self._load(keys)
+        course = progress.course
+        if course.is_measured and not from_rank_0(lambda: self._store.of_step(course.best_step)):
+            get_logger().warning("best_checkpoint_lost", step=course.best_step)
+            return replace(progress, course=course.without_best())
+        return progress
+
+    def go_back(self, step: int) -> None:
+        """Load the state that was saved after `step`; waits until it is in the store.
+
+        Raises:
+            StorageError: it is not there, or cannot be read; a later attempt goes on from the newest checkpoint.
+        """
+        self._uploader.wait()
+        keys = from_rank_0(lambda: self._store.of_step(step))
+        if not keys:
+            raise StorageError(f"the checkpoint of step {step}, to which training is to go back, could not be stored")
+        self._load(keys)
+
+    def _load(self, keys: Sequence[str]) -> Progress:
+        """Load the first of `keys` that can be read."""
         directory = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"checkpoint-{uuid4().hex}")
         try:
             self._fetch_first(keys, directory)
             step, tokens = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
             load({"progress": {"step": step, "tokens": tokens}}, storage_reader=FileSystemReader(directory))
+            course = _load_course(directory)
             self._parallel.load_state(lambda state: load(state, storage_reader=FileSystemReader(directory)))
             dist.barrier()
         finally:
             if self._local_rank == 0:
                 shutil.rmtree(directory, ignore_errors=True)
-        return Progress(int(step), int(tokens))
+        return Progress(int(step), int(tokens), course)
 
     def _fetch_first(self, keys: Sequence[str], directory: Path) -> None:
         """Download the first of `keys` that comes whole to every machine."""
@@ -112,6 +142,19 @@ class Checkpointer:
             if self._local_rank == 0:
                 shutil.rmtree(directory, ignore_errors=True)
             dist.barrier()
+
+
+def _load_course(directory: Path) -> Course:
+    """The course of a checkpoint; one of a version before has none, or not all of its numbers."""
+    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    numbers = {
+        name: torch.tensor(value, dtype=torch.float64)
+        for name, value in Course().numbers().items()
+        if f"progress.course.{name}" in stored
+    }
+    if numbers:
+        load({"progress": {"course": numbers}}, storage_reader=FileSystemReader(directory))
+    return Course.of({name: float(value) for name, value in numbers.items()})
 
 
 class TrainedTensors(Mapping[str, Tensor]):

@@ -121,6 +121,8 @@ class Fork(nn.Module):
         position_ids: Tensor,
         loss_mask: Tensor,
         sample_lengths: Sequence[int] | None = None,
+        *,
+        measures: bool = False,
     ) -> dict[str, Tensor]:
         """Sums of the losses over the positions where `loss_mask` is set, by name, in nats (`hidden_loss`: squared).
 
@@ -131,11 +133,13 @@ class Fork(nn.Module):
             position_ids: int64 of the same shape; they restart with every packed sample.
             loss_mask: bool of the same shape.
             sample_lengths: of the samples in a batch of one row; None: as the positions say, which the host then reads.
+            measures: only `held_out` is summed, by which held-out text is measured: the KL at temperature 1, or with
+                `objective: lm` the loss on the next token.
         """
         decoder = self.student.model
         teacher_states: list[Tensor] = []  # the output of each upper layer, where a loss asks for it
         student_states: list[Tensor] = []
-        recorded = self._hidden_index is not None
+        recorded = self._hidden_index is not None and not measures
         with torch.no_grad():
             context = self._begin(input_ids, position_ids, sample_lengths)
             targets, loss_mask = input_ids.roll(-1, dims=1).view(1, -1), loss_mask.reshape(1, -1)
@@ -159,6 +163,8 @@ class Fork(nn.Module):
             return _rows(state, counted) if kept is None else state[0, : len(counted)]
 
         student = of_student(student)
+        if measures:
+            return {"held_out": self._held_out(student, teacher, targets[0, counted])}
         sums = {}
         if self._spec.objective == "lm":
             sums["lm_loss"] = lm_loss(student, self.student.lm_head.weight, targets[0, counted])
@@ -200,6 +206,12 @@ class Fork(nn.Module):
 
     def _kl(self, hidden: Tensor, head: Tensor, teacher: Tensor) -> Tensor:
         return logits_loss(hidden, teacher, head, self.student.lm_head.weight, temperature=self._spec.temperature)
+
+    def _held_out(self, student: Tensor, teacher: Tensor | None, targets: Tensor) -> Tensor:
+        head = self.student.lm_head.weight
+        if teacher is None or self._spec.objective == "lm":
+            return lm_loss(student, head, targets)
+        return logits_loss(student, teacher, head, head, temperature=1.0)
 
     @property
     def _needs_teacher(self) -> bool:

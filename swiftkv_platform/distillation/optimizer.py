@@ -1,5 +1,5 @@
-"""The optimizers and their learning rate. The rate is a pure function of the step, so a resumed run needs no scheduler
-state.
+"""The optimizers and their learning rate. The rate is a pure function of the step and the run's course, so a resumed
+run needs no scheduler state.
 """
 
 from __future__ import annotations
@@ -11,18 +11,44 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from swiftkv_platform.distillation.course import Course
 from swiftkv_platform.specs import OptimizerSpec
 
+FEWEST_WARMUP_STEPS = 20
+"""Adam's second moments average over far more steps than a short run's share; with fewer, a handful of gradients sizes
+the first full steps."""
+WARMUP_RATIO = 0.05
+_STEADY = Course()
 
-def learning_rate(spec: OptimizerSpec, step: int, total_steps: int) -> float:
+
+def learning_rate(spec: OptimizerSpec, step: int, total_steps: int, course: Course = _STEADY) -> float:
     """The rate of optimizer step `step` (0-based): a linear rise over the warm-up, then the schedule down to zero.
 
-    The warm-up takes ceil(warmup_ratio x total_steps) steps; its last one has the full rate. The step after the last
-    would have rate 0, so the last one still learns.
+    The last step of the warm-up has the full rate. The step after the last would have rate 0, so the last one still
+    learns.
+
+    Args:
+        course: its peak rate and warm-up, where it has them, stand for the spec's; after going back, the rate is lower
+            and rises over a warm-up once more.
     """
-    peak = spec.learning_rate
-    assert peak is not None, "settled before training, see spec_defaults"
-    warmup_steps = math.ceil(spec.warmup_ratio * total_steps)
+    peak = spec.learning_rate if math.isnan(course.peak_rate) else course.peak_rate
+    assert peak is not None, "settled before training, see specs.defaults"
+    warmup_steps = course.warmup_steps
+    if warmup_steps < 0:
+        warmup_steps = math.ceil((WARMUP_RATIO if spec.warmup_ratio is None else spec.warmup_ratio) * total_steps)
+    rate = _scheduled(spec, peak, step, total_steps, warmup_steps) * course.rate_scale
+    since = step - course.restarted_at
+    return rate * (since + 1) / warmup_steps if course.restarted_at and since < warmup_steps else rate
+
+
+def default_warmup_steps(spec: OptimizerSpec, total_steps: int) -> int:
+    """Steps of the warm-up: the spec's share of the run, or 5% and no fewer than 20, of a short run a fifth."""
+    if spec.warmup_ratio is not None:
+        return math.ceil(spec.warmup_ratio * total_steps)
+    return max(math.ceil(WARMUP_RATIO * total_steps), min(FEWEST_WARMUP_STEPS, math.ceil(total_steps / 5)))
+
+
+def _scheduled(spec: OptimizerSpec, peak: float, step: int, total_steps: int, warmup_steps: int) -> float:
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)

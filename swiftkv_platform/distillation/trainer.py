@@ -6,18 +6,33 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from swiftkv_platform.contract.events import TriedRate
+from swiftkv_platform.contract.reasons import CourseCode
 from swiftkv_platform.contract.stop_requests import StopRequest
-from swiftkv_platform.data.packing import PackedRows, batch_rows, rank_rows
+from swiftkv_platform.data.packing import PackedRows, batch_rows
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
-from swiftkv_platform.distillation.optimizer import learning_rate
+from swiftkv_platform.distillation.course import (
+    Course,
+    CourseNote,
+    Turn,
+    chosen_step,
+    measured,
+    rate_note,
+    turn_notes,
+    went_back,
+)
+from swiftkv_platform.distillation.held_out import HeldOut
+from swiftkv_platform.distillation.micro_batches import MicroBatch, micro_batches
+from swiftkv_platform.distillation.optimizer import default_warmup_steps, learning_rate
 from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.rate_search import first_rate, highest_rate, search, steps_of_trial
 from swiftkv_platform.errors import LossNotFiniteError
-from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import JobSpec
 
 
@@ -36,13 +51,17 @@ class StepMetrics:
     """Norm before clipping."""
     tokens_per_second: float
     world_size: int
+    held_out_kl: float | None = None
+    """Of the state after the step, where that is measured."""
 
     def point(self) -> dict[str, float]:
         """A flat mapping, for events and trackers."""
+        held_out = {} if self.held_out_kl is None else {"held_out_kl": self.held_out_kl}
         return {
             "step": self.step,
             "tokens": self.tokens,
             **self.losses,
+            **held_out,
             "lr": self.lr,
             "grad_norm": self.grad_norm,
             "tokens_per_second": self.tokens_per_second,
@@ -59,6 +78,9 @@ class TrainerListener(Protocol):
     def on_step(self, metrics: StepMetrics) -> None:
         """A step is done."""
 
+    def on_course(self, note: CourseNote) -> None:
+        """The learning rate is settled, training goes back, or ends."""
+
     def stop_request(self) -> StopRequest:
         """Return the stop request that this worker has been told since the last step."""
 
@@ -68,6 +90,7 @@ class Trainer:
 
     Args:
         total_steps: where the run, and its learning rate, end.
+        held_out: rows by which the run is steered, see `course`; None trains to the last step, whatever it comes to.
     """
 
     def __init__(
@@ -79,6 +102,7 @@ class Trainer:
         *,
         total_steps: int,
         listener: TrainerListener,
+        held_out: PackedRows | None = None,
     ) -> None:
         self._parallel = parallel
         self._rows = rows
@@ -86,27 +110,31 @@ class Trainer:
         self._spec = spec
         self._total_steps = total_steps
         self._listener = listener
+        self._held_out: HeldOut | None = None
+        if held_out is not None and spec.training.validation is not None:
+            self._held_out = HeldOut(parallel, held_out, spec.training, total_steps=total_steps)
 
     def run(self) -> StopRequest:
-        """Go on from the newest checkpoint to the last step, or until told to stop; a checkpoint says where that was.
+        """Go on from the newest checkpoint to the end, or until told to stop; a checkpoint says where that was.
 
-        Returns the stop request that ended the run, `NONE` at the last step.
+        Returns the stop request that ended the run, `NONE` at its end.
 
         Raises:
             LossNotFiniteError: on every worker alike; checkpoints stay.
-            StorageError: training went well, and the last checkpoint cannot be stored.
+            StorageError: training went well, and the last checkpoint cannot be stored; or a state to go back to is
+                not there.
         """
         progress = self._checkpointer.restore()
         self._listener.on_start(progress)
         stop_request = StopRequest.NONE
         try:
-            while progress.step < self._total_steps and stop_request < StopRequest.LEAVE:
-                metrics = self.train_step(progress)
-                progress = Progress(metrics.step, metrics.tokens)
-                self._listener.on_step(metrics)
+            progress = self._begin(progress)
+            while not self._is_over(progress) and stop_request < StopRequest.LEAVE:
+                progress = self._advance(progress)
                 stop_request = StopRequest(self._parallel.agree(self._listener.stop_request()))
-                last = progress.step == self._total_steps
-                if last or stop_request or progress.step % self._spec.checkpoint.every_steps == 0:
+                is_best = progress.course.best_step == progress.step
+                due = progress.step % self._spec.checkpoint.every_steps == 0
+                if is_best or due or stop_request or self._is_over(progress):
                     self._checkpointer.save(progress)
         except BaseException as error:
             try:
@@ -115,7 +143,86 @@ class Trainer:
                 error.add_note(f"The last checkpoint is not stored: {unstored}")
             raise
         self._checkpointer.finish()
-        return stop_request if progress.step < self._total_steps else StopRequest.NONE
+        return StopRequest.NONE if self._is_over(progress) else stop_request
+
+    def _is_over(self, progress: Progress) -> bool:
+        return progress.step >= self._total_steps or bool(progress.course.ended)
+
+    def _begin(self, progress: Progress) -> Progress:
+        """Measure the start, settle the rate, and save both; of a run that goes on there is nothing to do."""
+        if self._held_out is None or self._is_over(progress) or progress.course.is_measured:
+            return progress
+        start_kl, course = self._held_out.measure(), progress.course
+        if progress.step == 0:
+            course = replace(course, warmup_steps=default_warmup_steps(self._spec.optimizer, self._total_steps))
+        course = measured(course, start_kl, progress.step, self._spec.training).course
+        if progress.step == 0 and self._spec.optimizer.rate_search:
+            course = self._settle_rate(course, self._held_out)
+        progress = replace(progress, course=course)
+        self._checkpointer.save(progress)
+        return progress
+
+    def _settle_rate(self, course: Course, held_out: HeldOut) -> Course:
+        """Search the peak rate; of a run too short for that, bound it by the size of what is trained."""
+        asked, num_steps = self._spec.optimizer.learning_rate, steps_of_trial(self._total_steps)
+        assert asked is not None, "settled before training, see specs.defaults"
+        highest = highest_rate(self._parallel.matrices())
+        rate, tried = first_rate(asked, highest, self._spec.distillation.trainable), list[TriedRate]()
+        if num_steps is not None:
+            rate, tried = search(rate, course.start_kl, self._trial(course, num_steps, held_out), highest=highest)
+        course = replace(course, peak_rate=rate)
+        if tried or rate < asked:
+            self._listener.on_course(rate_note(course, tried))
+        return course
+
+    def _trial(self, course: Course, num_steps: int, held_out: HeldOut) -> Callable[[float], float]:
+        """Return what takes a run's first few steps at a rate, measures, and puts the start back."""
+        put_back = self._parallel.remember()
+
+        def held_out_kl(rate: float) -> float:
+            trial = Progress(course=replace(course, peak_rate=rate))
+            try:
+                while trial.step < num_steps:
+                    done = self.train_step(trial)
+                    trial = replace(trial, step=done.step, tokens=done.tokens)
+                return held_out.measure()
+            except LossNotFiniteError:  # on every worker alike
+                return math.inf
+            finally:
+                put_back()
+
+        return held_out_kl
+
+    def _advance(self, progress: Progress) -> Progress:
+        """Take a step, and whatever turn the held-out KL of its state brings about."""
+        training = self._spec.training
+        try:
+            metrics = self.train_step(progress)
+        except LossNotFiniteError:
+            course = progress.course
+            if training.guard is None or not course.is_measured or course.num_rollbacks >= training.guard.max_rollbacks:
+                raise
+            turn = went_back(course, CourseCode.LOSS_NOT_FINITE, progress.step, training)
+            return self._take(turn, math.nan, progress)
+        progress = replace(progress, step=metrics.step, tokens=metrics.tokens)
+        if self._held_out is None or not self._held_out.is_due(progress.step):
+            self._listener.on_step(metrics)
+            return progress
+        kl = self._held_out.measure()
+        self._listener.on_step(replace(metrics, held_out_kl=kl))
+        is_last = progress.step >= self._total_steps
+        return self._take(measured(progress.course, kl, progress.step, training, is_last=is_last), kl, progress)
+
+    def _take(self, turn: Turn, kl: float, progress: Progress) -> Progress:
+        """Take a turn, on every worker alike: they all know the same figures."""
+        course = turn.course
+        if turn.rollback is not None:
+            self._checkpointer.go_back(course.best_step)
+        peak = self._spec.optimizer.learning_rate if math.isnan(course.peak_rate) else course.peak_rate
+        rate, chosen = (peak or 0.0) * course.rate_scale, chosen_step(course, self._spec.training)
+        for note in turn_notes(turn, kl, progress.step, rate, chosen):
+            self._listener.on_course(note)
+        return replace(progress, course=course)
 
     def train_step(self, progress: Progress) -> StepMetrics:
         """One optimizer step over `training.batch_size` rows, shared by the workers and cut into micro batches.
@@ -140,7 +247,7 @@ class Trainer:
         means = (parallel.sum(totals) / max(num_counted, 1)).tolist()
         losses = dict(zip(weights, means, strict=True))
         losses = {"loss": sum(weights[name] * mean for name, mean in losses.items()), **losses}
-        rate = learning_rate(self._spec.optimizer, progress.step, self._total_steps)
+        rate = learning_rate(self._spec.optimizer, progress.step, self._total_steps, progress.course)
         grad_norm = parallel.update(rate)
         self._check_finite(progress.step, losses["loss"], grad_norm)
         return StepMetrics(
@@ -153,25 +260,12 @@ class Trainer:
             world_size=parallel.world_size,
         )
 
-    def _micro_batches(self, step: int) -> list[tuple[dict[str, torch.Tensor], tuple[int, ...]]]:
-        """This worker's samples of a step, of `micro_batch_size` rows at a time, and their lengths. Every worker has
-        equally many micro batches: one whose share is shorter fills it up with a row that no loss counts."""
-        training, parallel = self._spec.training, self._parallel
-        assert training.batch_size is not None, "settled before training, see spec_defaults"
+    def _micro_batches(self, step: int) -> list[MicroBatch]:
+        """This worker's share of a step."""
+        training = self._spec.training
+        assert training.batch_size is not None, "settled before training, see specs.defaults"
         batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)
-        mine = rank_rows(batch, parallel.data_rank, parallel.data_size)
-        places = [*mine, *batch[: -(-len(batch) // parallel.data_size) - len(mine)]]
-        micro_batches = []
-        for start in range(0, len(places), training.micro_batch_size):
-            rows = places[start : start + training.micro_batch_size]
-            # Compiled layers take batches of one size.
-            multiple = len(rows) * self._rows.max_length if training.compile else parallel.sequence_parallel_size
-            num_counted = max(len(mine) - start, 0)
-            arrays, lengths = self._rows.end_to_end(rows, multiple=multiple, num_counted=num_counted)
-            tensors = to_tensors(arrays)
-            tensors["loss_mask"] = parallel.own_positions(tensors["loss_mask"])
-            micro_batches.append((tensors, lengths))
-        return micro_batches
+        return micro_batches(self._parallel, self._rows, batch, training)
 
     def _check_finite(self, step: int, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):

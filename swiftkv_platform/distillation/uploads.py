@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 
 from swiftkv_platform.contract.attempts import ManifestFile
+from swiftkv_platform.distillation.course import Course
 from swiftkv_platform.errors import StorageError
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ class Progress:
     """Optimizer steps done."""
     tokens: int = 0
     """Positions the loss has counted."""
+    course: Course = field(default_factory=Course)
 
 
 class CheckpointStore(Protocol):
@@ -37,13 +39,17 @@ class CheckpointStore(Protocol):
         """Add one worker's files to checkpoint `name`; again after a failure, it completes them."""
 
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
-        """Make `name`, all of whose `files` are there, complete, and drop what is older than the newest few."""
+        """Make `name`, all of whose `files` are there, complete, and drop what is older than the newest few,
+        the state that `progress` says is the best left out."""
 
     def failed(self, name: str, progress: Progress, error: StorageError) -> None:
         """Checkpoint `name` stays incomplete, and training goes on."""
 
     def candidates(self) -> list[str]:
         """Keys of complete checkpoints, the one to go on from first."""
+
+    def of_step(self, step: int) -> list[str]:
+        """Keys of complete checkpoints of that step, the one to take first."""
 
     def fetch(self, key: str, directory: Path) -> None:
         """Download a complete checkpoint to `directory`, which does not exist yet."""
@@ -84,6 +90,10 @@ class Uploader:
         self._error = None
         self._thread = threading.Thread(target=self._run, args=(directory, name, progress), name="checkpoint")
         self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the last checkpoint, complete or reported as lost."""
+        self._join()
 
     def finish(self) -> None:
         """Wait for the last checkpoint.

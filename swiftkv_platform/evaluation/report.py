@@ -106,6 +106,19 @@ class Gate(FrozenModel):
         return f"{said}: undecided, too few samples for this limit{needed}"
 
 
+class TrainingOutcome(FrozenModel):
+    """The state of the training run that a model is made of."""
+
+    step: int
+    """Optimizer steps done."""
+    reason: Literal["lowest_held_out_kl", "last_step"]
+    held_out_kl: float | None = None
+    """Of that state, in nats, on the few rows that are measured while a job trains; the report's own figures take more
+    of them."""
+    start_kl: float | None = None
+    """Of the state before training, on the same rows."""
+
+
 class Report(FrozenModel):
     """`evaluation.json`; `demo-report.json` takes its keys."""
 
@@ -133,6 +146,8 @@ class Report(FrozenModel):
     ttft_ms: BothModes
     """Medians of the time from the prompt to the first token, milliseconds."""
     tokens_trained: int | None
+    training: TrainingOutcome | None = None
+    """None for a model whose training is not known."""
     continuations: ContinuationQuality | None = None
     by_position: tuple[QualityBin, ...] = ()
     """The distilled student by the number of the position in its sample's counted part, an answer's for instance."""
@@ -156,6 +171,7 @@ class Report(FrozenModel):
         rewired: Totals | None = None,
         calibrated: Totals | None = None,
         tokens_trained: int | None = None,
+        training: TrainingOutcome | None = None,
         continuations: ContinuationQuality | None = None,
         tasks: TaskResults = NO_TASKS,
         instruct: bool = False,
@@ -182,6 +198,7 @@ class Report(FrozenModel):
             kv_bytes_per_token=_both(cost, "kv_bytes_per_token"),
             ttft_ms=_both(cost, "ttft_ms"),
             tokens_trained=tokens_trained,
+            training=training,
             continuations=continuations,
             by_position=_quality_bins(distilled.by_position),
             by_prompt_length=_quality_bins(distilled.by_prompt_length),

@@ -12,6 +12,7 @@ from swiftkv_platform.contract.events import (
     AttemptEvent,
     AttemptStatus,
     CheckpointEvent,
+    CourseEvent,
     ErrorData,
     ErrorEvent,
     Level,
@@ -90,7 +91,7 @@ def _take(reading: Reading, event: AttemptEvent) -> None:
         case ProgressEvent():
             _note_progress(reading)
             _record(reading, event, "message")
-        case MessageEvent() | ArtifactEvent():
+        case MessageEvent() | ArtifactEvent() | CourseEvent():
             _record(reading, event, "message")
         case _:
             assert_never(event)

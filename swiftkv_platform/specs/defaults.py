@@ -19,21 +19,22 @@ SHARE_FOR_ALL_LAYERS = 1 / 3
 
 def resolve_defaults(spec: JobSpec, *, context_length: int | None, hidden_size: int) -> JobSpec:
     """The spec with what the model decides: rows are no longer than its context, and the learning rate, where none is
-    given, is in inverse proportion to its hidden size, and lower where all layers are trained.
+    given, is in inverse proportion to its hidden size, and lower where all layers are trained; the rate search, if
+    there is one, begins there.
 
     Args:
         context_length: the model's `max_position_embeddings`; None where its configuration has none.
     """
     length = min(spec.data.max_length, context_length or spec.data.max_length)
     length -= length % spec.sharding.sequence_parallel_size
-    rate = spec.optimizer.learning_rate
+    rate, searches = spec.optimizer.learning_rate, spec.optimizer.rate_search
     if rate is None:
+        searches = searches is not False
         rate = min(LEARNING_RATE * max(1.0, FULL_WIDTH / hidden_size), HIGHEST_LEARNING_RATE)
         rate *= SHARE_FOR_ALL_LAYERS if spec.distillation.trainable == "all" else 1.0
     data = spec.data.model_copy(update={"max_length": length})
-    return spec.model_copy(
-        update={"data": data, "optimizer": spec.optimizer.model_copy(update={"learning_rate": rate})}
-    )
+    optimizer = spec.optimizer.model_copy(update={"learning_rate": rate, "rate_search": searches})
+    return spec.model_copy(update={"data": data, "optimizer": optimizer})
 
 
 def resolve_batch_size(spec: JobSpec, num_rows: int) -> JobSpec:

@@ -21,6 +21,7 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
+from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
@@ -57,9 +58,9 @@ def tiny_student(*, group_size: int = 2, early_exit: bool = False, family: str |
     )
 
 
-def tiny_rows(num_samples: int = 60) -> PackedRows:
+def tiny_rows(num_samples: int = 60, *, seed: int = 0) -> PackedRows:
     """Rows of two and more samples of different lengths, some positions of which do not count."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     lengths = generator.integers(3, ROW_LENGTH // 2, num_samples)
     counts = generator.random(lengths.sum()) < 0.8
     counts[np.cumsum(lengths) - 1] = False
@@ -89,6 +90,8 @@ class Run:
     """Family among `tiny_models.FAMILY_CONFIGS`; None for the tiny Llama."""
     teacher: str | None = None
     """Directory of the teacher, whose weights are then read piece by piece where they are sharded."""
+    held_out: bool = False
+    """Steer the run by held-out rows."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Sections of the job spec that differ from `job_spec`."""
 
@@ -98,6 +101,7 @@ class Outcome:
     steps: list[StepMetrics]
     trained: dict[str, Tensor]
     """Trained parameters, whole, by the student's names."""
+    notes: list[CourseNote]
     frozen_changed: list[str]
     """Names of frozen parameters that are not what they were."""
     largest_share: float = 1.0
@@ -129,6 +133,7 @@ class _Recorder:
 
     def __init__(self, stop_after: int | None, stop_requests: dict[int, StopRequest]) -> None:
         self.steps: list[StepMetrics] = []
+        self.notes: list[CourseNote] = []
         self._stop_requests = stop_requests
         self._stop_after = stop_after
 
@@ -139,6 +144,9 @@ class _Recorder:
         self.steps.append(metrics)
         if metrics.step == self._stop_after:
             raise _KilledError
+
+    def on_course(self, note: CourseNote) -> None:
+        self.notes.append(note)
 
     def stop_request(self) -> StopRequest:
         return self._stop_requests.get(self.steps[-1].step, StopRequest.NONE)
@@ -175,12 +183,21 @@ def run(scenario: Run) -> Outcome:
     told = scenario.stop_requests if dist.get_rank() == dist.get_world_size() - 1 else {}
     recorder = _Recorder(scenario.stop_after, told)
     total_steps = spec.training.max_steps or 0
-    trainer = Trainer(parallel, tiny_rows(), checkpointer, spec, total_steps=total_steps, listener=recorder)
+    trainer = Trainer(
+        parallel,
+        tiny_rows(),
+        checkpointer,
+        spec,
+        total_steps=total_steps,
+        listener=recorder,
+        held_out=tiny_rows(9, seed=1) if scenario.held_out else None,
+    )
     with suppress(_KilledError):
         trainer.run()
     after = {name: _whole(p) for name, p in student.named_parameters()}
     return Outcome(
         steps=recorder.steps,
+        notes=recorder.notes,
         trained={name: after[name] for name in trained_names},
         largest_share=1.0 if weights is None else max(weights.held),
         share_read=1.0 if weights is None else weights.share_read(),

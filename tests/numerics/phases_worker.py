@@ -31,6 +31,7 @@ from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
+from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.parallel import parallelize
@@ -99,6 +100,9 @@ class _Steps:
         self.steps: list[StepMetrics] = []
 
     def on_start(self, progress: Progress) -> None:
+        """The steps tell as much."""
+
+    def on_course(self, note: CourseNote) -> None:
         """The steps tell as much."""
 
     def on_step(self, metrics: StepMetrics) -> None:

@@ -103,7 +103,7 @@ export function Chart({ title, x, series, unit = "step" }) {
       height: 200,
       scales: { x: { time: false } },
       axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => figure(value)) }],
-      series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2 }))],
+      series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2, spanGaps: true }))],
     };
     plot.current = new uPlot(options, data, place.current);
     const observer = new ResizeObserver(() =>

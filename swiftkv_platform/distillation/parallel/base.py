@@ -91,6 +91,23 @@ class Parallel(ABC):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
+    @torch.no_grad()
+    def measure(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
+        """The fork's sum of what held-out text is measured by over this worker's `batch`, see `Fork.forward`."""
+        tensors = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        with self.micro_batch(last=False):
+            measured: Tensor = self.module(**tensors, sample_lengths=sample_lengths, measures=True)["held_out"]
+        return measured
+
+    @abstractmethod
+    def remember(self) -> Callable[[], None]:
+        """Keep the trained weights of now in memory, before the first update. What is returned puts them back, with an
+        optimizer that has not updated anything. Both are collective."""
+
+    @abstractmethod
+    def matrices(self) -> Iterator[Tensor]:
+        """Trained matrices, whole, one at a time. Collective."""
+
     @abstractmethod
     def update(self, learning_rate: float) -> float:
         """Clip the step's gradients, move the weights, forget the gradients.

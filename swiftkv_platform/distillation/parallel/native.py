@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
@@ -58,17 +58,48 @@ class _Native(Parallel):
             optimizer.zero_grad()
         return grad_norm
 
+    def remember(self) -> Callable[[], None]:
+        kept = [_local(parameter).detach().to("cpu", copy=True) for parameter in self._trained]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for parameter, values in zip(self._trained, kept, strict=True):
+                _local(parameter).copy_(values)
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+
+        return put_back
+
+    def matrices(self) -> Iterator[Tensor]:
+        for parameter in self._trained:
+            if parameter.ndim >= 2:
+                yield parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
     def state(self) -> State:
+        self._create_moments()
         optimizer = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED)
         return {"model": self._trained_tensors(), "optimizer": optimizer["state"]}
 
     def load_state(self, read: Read) -> None:
+        self._create_moments()
         groups = get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED)["param_groups"]
         state = self.state()
         read(state)
         set_model_state_dict(self.module, state["model"], options=_TRAINED)
         optimizer = {"state": state["optimizer"], "param_groups": groups}
         set_optimizer_state_dict(self.module, self._optimizers, optimizer, options=_TRAINED)
+
+    def _create_moments(self) -> None:
+        """Create the optimizers' state where nothing has been updated: torch does so by an update that moves nothing,
+        and counts it."""
+        fresh = [optimizer for optimizer in self._optimizers if not optimizer.state]
+        if not fresh:
+            return
+        get_optimizer_state_dict(self.module, self._optimizers, options=_TRAINED)
+        for optimizer in fresh:
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].zero_()
 
     def _trained_tensors(self) -> State:
         """Trained tensors by name. Torch leaves out frozen parameters, but not the second name of one that is tied to
@@ -123,6 +154,16 @@ class FullySharded(_Native):
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         cast("FSDPModule", self.module).set_requires_gradient_sync(last)
         yield
+
+    def measure(self, batch: Mapping[str, Tensor], sample_lengths: Sequence[int] | None = None) -> Tensor:
+        measured = super().measure(batch, sample_lengths)
+        cast("FSDPModule", self.module).reshard()  # the root waits for a backward pass, which does not come
+        return measured
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This worker's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def materialize(sharded: nn.Module, device: torch.device) -> None:

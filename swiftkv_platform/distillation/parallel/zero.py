@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +78,23 @@ class ZeRO(Parallel):
         norm = float(self._engine.get_global_grad_norm())
         return norm if norm >= 0.0 else math.nan
 
+    def remember(self) -> Callable[[], None]:
+        kept = {name: safe_get_full_fp32_param(p).detach().to("cpu", copy=True) for name, p in self._trained.items()}
+
+        def put_back() -> None:
+            for name, parameter in self._trained.items():
+                whole = kept[name].view(_shape(parameter))
+                self._set(parameter, whole, [torch.zeros_like(whole) for _ in _MOMENTS])
+            self._finish_setting(torch.zeros(()))
+
+        return put_back
+
+    def matrices(self) -> Iterator[Tensor]:
+        for parameter in self._trained.values():
+            whole = safe_get_full_fp32_param(parameter)  # of all workers, whatever is made of it
+            if len(_shape(parameter)) >= 2:
+                yield whole.detach().view(_shape(parameter))
+
     def state(self) -> State:
         """Whole tensors, gathered one at a time, in host memory of the first worker; the others have none."""
         first = self.rank == 0
@@ -104,6 +121,9 @@ class ZeRO(Parallel):
                 }
             )
             self._set(parameter, whole, moments)
+        self._finish_setting(step)
+
+    def _finish_setting(self, step: Tensor) -> None:
         for state in self._moments():
             state["step"].copy_(step)
         if self._stage < 3:

@@ -11,6 +11,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import ManifestFile
 from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.uploads import Progress, Retries, Uploader
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
@@ -53,6 +54,9 @@ class Store:
 
     def candidates(self) -> list[str]:
         return self.committed[::-1]
+
+    def of_step(self, step: int) -> list[str]:
+        raise NotImplementedError
 
     def fetch(self, key: str, directory: Path) -> None:
         raise NotImplementedError
@@ -131,6 +135,8 @@ class _Alone:
     def on_start(self, progress: Progress) -> None: ...
 
     def on_step(self, metrics: StepMetrics) -> None: ...
+
+    def on_course(self, note: CourseNote) -> None: ...
 
     def stop_request(self) -> StopRequest:
         return StopRequest.NONE

@@ -80,6 +80,7 @@ def test_the_report_has_the_published_keys() -> None:
         "kv_bytes_per_token": {"dense": 64.0, "swiftkv": 48.0},
         "ttft_ms": {"dense": 4.0, "swiftkv": 3.0},
         "tokens_trained": 99,
+        "training": None,
         "continuations": None,
         "by_position": [],
         "by_prompt_length": [],

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from jobs.attempt.checkpoints import AttemptCheckpoints
+from jobs.attempt.chosen import finished_before
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.distillation.checkpoint import Progress
+from swiftkv_platform.distillation.course import Course
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
@@ -93,6 +95,62 @@ def test_old_checkpoints_and_unfinished_ones_before_them_go(store: ObjectStore, 
         _save(checkpoints, shard, f"step-{step:08d}-w2-z", step)
 
     assert store.list_directories(PREFIX) == ["step-00000009-w2-z", "step-00000012-w2-z"]
+
+
+def _steered(store: ObjectStore, **training: object) -> AttemptCheckpoints:
+    spec = JobSpec.model_validate({"name": "n", "training": training})
+    request = AttemptRequest(job_id="job", attempt=2, spec=spec, run_id="run")
+    return AttemptCheckpoints(store, request, keep=1)
+
+
+def _save_steered(checkpoints: AttemptCheckpoints, shard: Path, step: int, *, best_step: int, ended: int = 0) -> str:
+    name = f"step-{step:08d}-w2-z"
+    course = Course(start_kl=0.5, best_kl=0.1, best_step=best_step, ended=ended)
+    checkpoints.commit(name, checkpoints.upload(shard, name), Progress(step, 10 * step, course), world_size=2)
+    return f"{PREFIX}/{name}"
+
+
+def test_the_best_state_stays_beside_the_newest_until_another_is_better(store: ObjectStore, shard: Path) -> None:
+    checkpoints = _steered(store)
+    for step, best_step in ((0, 0), (3, 3), (6, 3), (9, 3)):
+        _save_steered(checkpoints, shard, step, best_step=best_step)
+    assert store.list_directories(PREFIX) == ["step-00000003-w2-z", "step-00000009-w2-z"]
+    assert checkpoints.of_step(3) == [f"{PREFIX}/step-00000003-w2-z"]
+    assert checkpoints.of_step(6) == []
+
+    _save_steered(checkpoints, shard, 12, best_step=12)
+    assert store.list_directories(PREFIX) == ["step-00000012-w2-z"]
+
+
+def test_the_model_is_made_of_the_best_state_that_was_stored(store: ObjectStore, shard: Path) -> None:
+    checkpoints = _steered(store)
+    best = _save_steered(checkpoints, shard, 3, best_step=3)
+    last = _save_steered(checkpoints, shard, 9, best_step=3)
+    assert (checkpoints.newest(), checkpoints.model()) == (last, best)
+    later = AttemptRequest(job_id="job", attempt=3, spec=JobSpec(name="n"), run_id="run", resume_from=last)
+    assert AttemptCheckpoints(store, later, keep=1).model() == best
+
+    lost = _save_steered(checkpoints, shard, 12, best_step=10)
+    assert checkpoints.model() == lost
+
+
+def test_the_model_is_made_of_the_last_state_where_that_is_asked_for(store: ObjectStore, shard: Path) -> None:
+    checkpoints = _steered(store, keep_best=False)
+    _save_steered(checkpoints, shard, 3, best_step=3)
+    last = _save_steered(checkpoints, shard, 9, best_step=3)
+    assert checkpoints.model() == last
+
+
+def test_a_run_that_has_ended_early_is_trained_no_more(store: ObjectStore, shard: Path) -> None:
+    checkpoints = _steered(store)
+    best = _save_steered(checkpoints, shard, 3, best_step=3)
+    running = _save_steered(checkpoints, shard, 6, best_step=3)
+    request = AttemptRequest(job_id="job", attempt=3, spec=JobSpec(name="n"), run_id="run", resume_from=running)
+    assert finished_before(store, request, total_steps=9) is None
+    assert finished_before(store, request, total_steps=6) == best
+    ended = _save_steered(checkpoints, shard, 8, best_step=3, ended=1)
+    request = request.model_copy(update={"resume_from": ended})
+    assert finished_before(store, request, total_steps=9) == best
 
 
 def test_a_step_that_is_saved_again_takes_no_others_place(store: ObjectStore, shard: Path) -> None:

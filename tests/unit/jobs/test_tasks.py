@@ -164,6 +164,12 @@ def test_a_job_may_start_from_the_copies(tiny_teacher: Path, corpus: Path, store
     assert manifest.metrics["calibrated"] is None
     assert manifest.metrics["distilled"] == manifest.metrics["rewired"]
     assert manifest.metrics["tokens_trained"] == 77
+    assert manifest.metrics["training"] == {
+        "step": 4,
+        "reason": "last_step",
+        "held_out_kl": None,
+        "start_kl": None,
+    }
 
 
 @pytest.mark.slow  # prepares, trains and evaluates

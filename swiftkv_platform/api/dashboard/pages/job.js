@@ -9,6 +9,7 @@ import { Sweep } from "./sweep.js";
 const LIVE = new Set(["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling"]);
 const CHARTS = [
   { title: "Loss", fits: (name) => name === "loss" || name.endsWith("_loss") },
+  { title: "Held-out KL", fits: (name) => name === "held_out_kl" },
   { title: "Learning rate", fits: (name) => name === "lr" },
   { title: "Gradient norm", fits: (name) => name === "grad_norm" },
   { title: "Tokens per second", fits: (name) => name === "tokens_per_second" },
@@ -79,6 +80,7 @@ export function Report({ report }) {
       "KV bytes": percent(report.kv_bytes_ratio),
       "time to first token": report.ttft_ms && `${figure(report.ttft_ms.dense)} ms dense, ${figure(report.ttft_ms.swiftkv)} ms SwiftKV`,
       "trained tokens": figure(report.tokens_trained),
+      "state of": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", the lowest held-out KL" : ""}`,
     }} />`;
 }
 
@@ -113,6 +115,7 @@ export function Job({ id }) {
   if (!job) return html`<h1>${id}</h1><${Problem} problem=${problem} />`;
   const reason = job.error ?? job.status_reason;
   const trials = events.findLast((event) => event.data.sweep);
+  const turns = events.filter((event) => event.data.action && event.data.code);
   const said = events.filter((event) => event.type !== "metrics").toReversed();
   return html`<div class="row"><h1>${job.name}</h1><${Status} status=${job.status} /><${Progress} job=${job} /></div>
     <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}>${reason.code}: ${reason.message}</p>`}</div>
@@ -133,6 +136,7 @@ export function Job({ id }) {
     }} />
     <h2>Curves</h2>
     <${Curves} points=${points} />
+    ${turns.length > 0 && html`<h2>Course</h2><${Table} caption="Turns of the training run" columns=${EVENTS} rows=${turns} empty="" />`}
     ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} />`}
     ${job.result && html`<h2>Quality</h2><${Report} report=${job.result} />`}
     ${files?.length > 0 && html`<h2>Artifact</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}

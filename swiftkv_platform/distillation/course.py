@@ -1,0 +1,218 @@
+"""The course of a training run by its held-out KL: which state is the best, when to go back to it, when to end. A pure
+function of the measurements; knows no model and no workers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from swiftkv_platform.contract.events import CourseData, TriedRate
+from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.specs import TrainingSpec
+
+_ROUNDING = 1e-6
+"""Share by which a KL may exceed that of the start before it counts as risen."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """State that steers a run, part of every checkpoint. Numbers only, so that it is stored as tensors."""
+
+    peak_rate: float = math.nan
+    """Learning rate after warm-up before the schedule; not a number where the spec's own holds."""
+    rate_scale: float = 1.0
+    """Share of it that is left after going back."""
+    warmup_steps: int = -1
+    """-1: as `optimizer.warmup_ratio` says of the whole run, 0.05 where it says nothing."""
+    restarted_at: int = 0
+    """Step from which the rate rises anew after going back."""
+    start_kl: float = math.nan
+    """Held-out KL when it was first measured."""
+    best_kl: float = math.nan
+    best_step: int = -1
+    """-1 where nothing has been measured yet."""
+    reference_kl: float = math.nan
+    """Best KL when it last improved by `early_stopping.min_delta`."""
+    num_stale: int = 0
+    """Measurements in a row since then."""
+    num_rollbacks: int = 0
+    ended: int = 0
+    """1 where the run is over, whatever its step."""
+
+    @property
+    def is_measured(self) -> bool:
+        return self.best_step >= 0
+
+    def numbers(self) -> dict[str, float]:
+        return {name: float(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def of(cls, numbers: dict[str, float]) -> Course:
+        """The course whose `numbers` these are."""
+        whole = {item.name for item in fields(cls) if item.type == "int"}
+        values: dict[str, Any] = {name: int(value) if name in whole else value for name, value in numbers.items()}
+        return cls(**values)
+
+    def without_best(self) -> Course:
+        """The course of a run whose best state is lost."""
+        return replace(self, best_kl=math.nan, best_step=-1, reference_kl=math.nan, num_stale=0)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a measurement brings about."""
+
+    course: Course
+    """From here on."""
+    rollback: CourseCode | None = None
+    """Reason to go back to the best state."""
+    end: CourseCode | None = None
+    """Reason to end."""
+    is_best: bool = False
+
+
+def measured(course: Course, kl: float, step: int, spec: TrainingSpec, *, is_last: bool = False) -> Turn:
+    """The turn of a run whose held-out KL after `step` is `kl`.
+
+    Going back keeps counting steps, so the run's budget and the order of its rows stay as they are.
+    """
+    if not course.is_measured:
+        start = kl if math.isnan(course.start_kl) else course.start_kl
+        first = replace(course, start_kl=start, best_kl=kl, best_step=step, reference_kl=kl)
+        return Turn(first, is_best=True, end=CourseCode.LAST_STEP if is_last else None)
+    reason = _reason_to_go_back(course, kl, spec)
+    if reason is not None:
+        return went_back(course, reason, step, spec, is_last=is_last)
+    is_best = kl < course.best_kl
+    if is_best:
+        course = replace(course, best_kl=kl, best_step=step)
+    stopping = spec.early_stopping
+    if stopping is not None:
+        improved = kl < course.reference_kl - stopping.min_delta
+        course = replace(
+            course,
+            reference_kl=kl if improved else course.reference_kl,
+            num_stale=0 if improved else course.num_stale + 1,
+        )
+        if course.num_stale >= stopping.patience and not is_last:
+            return Turn(replace(course, ended=1), end=CourseCode.EARLY_STOPPING, is_best=is_best)
+    return Turn(course, end=CourseCode.LAST_STEP if is_last else None, is_best=is_best)
+
+
+def went_back(course: Course, reason: CourseCode, step: int, spec: TrainingSpec, *, is_last: bool = False) -> Turn:
+    """The turn of a run that goes back to its best state after `step`, and on at a lower rate unless it may not."""
+    guard = spec.guard
+    assert guard is not None, "nothing goes back without a guard"
+    if is_last:
+        return Turn(course, rollback=reason, end=CourseCode.LAST_STEP)
+    if course.num_rollbacks >= guard.max_rollbacks:
+        return Turn(replace(course, ended=1), rollback=reason, end=CourseCode.ROLLBACKS_EXHAUSTED)
+    gone = replace(
+        course,
+        rate_scale=course.rate_scale * guard.rate_factor,
+        restarted_at=step,
+        num_stale=0,
+        num_rollbacks=course.num_rollbacks + 1,
+    )
+    return Turn(gone, rollback=reason)
+
+
+def _reason_to_go_back(course: Course, kl: float, spec: TrainingSpec) -> CourseCode | None:
+    if spec.guard is None:
+        return None
+    if not kl <= course.start_kl * (1.0 + _ROUNDING):  # nor where it is not a number
+        return CourseCode.HELD_OUT_KL_ABOVE_START
+    if kl > course.best_kl * spec.guard.divergence_factor:
+        return CourseCode.HELD_OUT_KL_DIVERGED
+    return None
+
+
+def chosen_step(course: Course, spec: TrainingSpec) -> int | None:
+    """The step whose state the model is made of; None for the last."""
+    return course.best_step if spec.keep_best and course.is_measured else None
+
+
+@dataclass(frozen=True)
+class CourseNote:
+    """A turn of a run, to be told of."""
+
+    message: str
+    data: CourseData
+
+
+def rate_note(course: Course, tried: list[TriedRate]) -> CourseNote:
+    """What is told of the peak rate that a run was given, where no rate was asked for.
+
+    Args:
+        tried: the search; empty where the size of what is trained alone bounds the rate.
+    """
+    found = ", ".join(f"{_shown(one['held_out_kl'])} at {one['learning_rate']:.3g}" for one in tried)
+    why = f"of held-out KL {course.start_kl:.4g}, a few steps left {found}" if tried else "larger updates would ruin it"
+    return CourseNote(
+        f"learning rate {course.peak_rate:.3g}: {why}",
+        {
+            "action": "rate",
+            "code": CourseCode.RATE_SEARCHED if tried else CourseCode.RATE_BOUNDED,
+            "step": 0,
+            "start_kl": course.start_kl,
+            "learning_rate": course.peak_rate,
+            "tried": tried,
+        },
+    )
+
+
+_WHY = {
+    CourseCode.HELD_OUT_KL_ABOVE_START: "held-out KL {kl} is above the start's {start}",
+    CourseCode.HELD_OUT_KL_DIVERGED: "held-out KL {kl} is far above the best, {best}",
+    CourseCode.LOSS_NOT_FINITE: "the loss is not finite",
+    CourseCode.EARLY_STOPPING: "held-out KL, now {kl}, no longer falls",
+    CourseCode.ROLLBACKS_EXHAUSTED: "held-out KL rose again, as often as training may go back",
+    CourseCode.LAST_STEP: "the last step is done",
+}
+
+
+def turn_notes(turn: Turn, kl: float, step: int, rate: float, chosen: int | None) -> list[CourseNote]:
+    """What is told of a turn: nothing, that training goes back, that it ends, or both.
+
+    Args:
+        rate: the peak learning rate from here on.
+        chosen: the step whose state the model is made of, where the run ends; None for the last.
+    """
+    course, notes = turn.course, list[CourseNote]()
+    figures = {"kl": _shown(_finite(kl)), "start": _shown(course.start_kl), "best": _shown(course.best_kl)}
+
+    def data(action: Literal["rollback", "end"], code: CourseCode) -> CourseData:
+        return {
+            "action": action,
+            "code": code,
+            "step": step,
+            "held_out_kl": _finite(kl),
+            "start_kl": course.start_kl,
+            "best_kl": course.best_kl,
+            "best_step": course.best_step,
+            "learning_rate": rate,
+        }
+
+    if turn.rollback is not None:
+        on = f", on with learning rate {rate:.3g}" if turn.end is None else ""
+        message = (
+            f"step {step}: {_WHY[turn.rollback].format(**figures)}; back to the state of step {course.best_step}{on}"
+        )
+        notes.append(CourseNote(message, data("rollback", turn.rollback)))
+    if turn.end is not None:
+        made = step if chosen is None else chosen
+        message = f"step {step}: {_WHY[turn.end].format(**figures)}; the model is that of step {made}"
+        if made == course.best_step:
+            message += f", whose held-out KL is the lowest, {figures['best']}, from {figures['start']} at the start"
+        notes.append(CourseNote(message, {**data("end", turn.end), "chosen_step": made}))
+    return notes
+
+
+def _finite(kl: float) -> float | None:
+    return kl if math.isfinite(kl) else None
+
+
+def _shown(kl: float | None) -> str:
+    return "no number" if kl is None else f"{kl:.4g}"

@@ -1,0 +1,117 @@
+"""What a measurement of held-out KL makes of a run, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseEvent
+from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.distillation.course import Course, Turn, chosen_step, measured, turn_notes, went_back
+from swiftkv_platform.specs import TrainingSpec
+
+
+def training(**fields: Any) -> TrainingSpec:
+    return TrainingSpec.model_validate(fields)
+
+
+def course_of(*kls: float, spec: TrainingSpec | None = None) -> Turn:
+    """The last turn of a run measured at steps 0, 10, 20, ..."""
+    turn = Turn(Course())
+    for number, kl in enumerate(kls):
+        turn = measured(turn.course, kl, 10 * number, spec or training())
+    return turn
+
+
+def test_the_first_measurement_is_start_and_best() -> None:
+    turn = course_of(0.5)
+    assert (turn.course.start_kl, turn.course.best_kl, turn.course.best_step) == (0.5, 0.5, 0)
+    assert turn.is_best
+    assert (turn.rollback, turn.end) == (None, None)
+
+
+def test_the_lowest_is_the_best_and_a_little_more_is_no_matter() -> None:
+    turn = course_of(0.5, 0.3, 0.35)
+    assert (turn.course.best_kl, turn.course.best_step) == (0.3, 10)
+    assert (turn.is_best, turn.rollback) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("kls", "reason"),
+    [
+        ((0.5, 0.51), CourseCode.HELD_OUT_KL_ABOVE_START),
+        ((0.5, math.nan), CourseCode.HELD_OUT_KL_ABOVE_START),
+        ((0.5, math.inf), CourseCode.HELD_OUT_KL_ABOVE_START),
+        ((0.5, 0.2, 0.31), CourseCode.HELD_OUT_KL_DIVERGED),
+    ],
+)
+def test_kl_above_the_start_or_far_above_the_best_goes_back_at_half_the_rate(
+    kls: tuple[float, ...], reason: CourseCode
+) -> None:
+    turn = course_of(*kls)
+    assert (turn.rollback, turn.end) == (reason, None)
+    assert (turn.course.rate_scale, turn.course.num_rollbacks) == (0.5, 1)
+    assert turn.course.restarted_at == 10 * (len(kls) - 1)
+    assert turn.course.best_step == 10 * (len(kls) - 2)
+
+
+def test_a_run_that_may_not_go_back_again_ends_with_the_best() -> None:
+    turn = course_of(0.5, 0.4, 0.6, 0.6, 0.6, 0.6)
+    assert (turn.rollback, turn.end) == (CourseCode.HELD_OUT_KL_ABOVE_START, CourseCode.ROLLBACKS_EXHAUSTED)
+    assert (turn.course.num_rollbacks, turn.course.ended, turn.course.best_step) == (3, 1, 10)
+
+
+def test_the_last_step_goes_back_whatever_has_been() -> None:
+    spec = training(keep_best=False)
+    turn = measured(course_of(0.5, 0.4).course, 0.6, 20, spec, is_last=True)
+    assert (turn.rollback, turn.end) == (CourseCode.HELD_OUT_KL_ABOVE_START, CourseCode.LAST_STEP)
+
+
+def test_without_a_guard_nothing_goes_back() -> None:
+    turn = course_of(0.5, 0.1, 7.0, spec=training(guard=None))
+    assert (turn.rollback, turn.course.best_step) == (None, 10)
+
+
+def test_a_run_stops_once_its_kl_no_longer_falls() -> None:
+    spec = training(early_stopping={"patience": 2, "min_delta": 0.01})
+    assert course_of(0.5, 0.4, 0.395, spec=spec).end is None
+    turn = course_of(0.5, 0.4, 0.395, 0.392, spec=spec)
+    assert (turn.end, turn.course.ended) == (CourseCode.EARLY_STOPPING, 1)
+    assert turn.course.best_step == 30  # the lowest, though it is no improvement that counts
+    slowly = course_of(0.5, 0.4, 0.395, 0.389, 0.385, spec=spec)  # small steps add up
+    assert (slowly.end, slowly.course.num_stale) == (None, 1)
+
+
+def test_the_model_is_of_the_best_step_unless_the_last_is_asked_for() -> None:
+    course = course_of(0.5, 0.4, 0.45).course
+    assert chosen_step(course, training()) == 10
+    assert chosen_step(course, training(keep_best=False)) is None
+    assert chosen_step(Course(), training()) is None
+
+
+def test_a_course_is_its_numbers() -> None:
+    course = went_back(course_of(0.5, 0.4).course, CourseCode.LOSS_NOT_FINITE, 17, training()).course
+    assert Course.of(course.numbers()) == course
+    assert math.isnan(Course.of({}).start_kl)
+
+
+@pytest.mark.parametrize(("kl", "shown"), [(0.6, "held-out KL 0.6 is above the start's 0.5"), (math.nan, "no number")])
+def test_a_step_back_is_told_with_its_reason_and_travels_as_an_event(kl: float, shown: str) -> None:
+    turn = measured(course_of(0.5, 0.4).course, kl, 20, training())
+    (note,) = turn_notes(turn, kl, 20, 5e-4, 10)
+    event = CourseEvent(time=0.0, message=note.message, data=note.data)
+    assert shown in note.message
+    assert note.message.endswith("back to the state of step 10, on with learning rate 0.0005")
+    assert ATTEMPT_EVENT.validate_json(event.model_dump_json()) == event
+
+
+def test_the_end_says_which_step_the_model_is_of_and_why() -> None:
+    turn = measured(course_of(0.5, 0.4).course, 0.45, 20, training(), is_last=True)
+    (note,) = turn_notes(turn, 0.45, 20, 1e-3, 10)
+    assert note.data["chosen_step"] == 10
+    assert note.message == (
+        "step 20: the last step is done; the model is that of step 10, whose held-out KL is the lowest, 0.4, "
+        "from 0.5 at the start"
+    )

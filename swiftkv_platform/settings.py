@@ -63,6 +63,18 @@ class Settings(BaseSettings):
     """Price of a CPU core for an hour."""
     flops_per_second: Annotated[float, Field(gt=0.0)] | None = None
     """FLOPs a second that one worker reaches, for the time estimate while no job like it has been measured."""
+    node_gpus: Annotated[int, Field(ge=1)] = 8
+    """GPUs of a node, for the plan of a job's disk, downloads and time, as the five that follow."""
+    node_cpus: Annotated[float, Field(gt=0.0)] | None = None
+    """CPUs of a node; None plans all workers without GPUs on one."""
+    node_disk_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes that a job may take on the disk of a node; one that needs more is refused. None: not known."""
+    hub_bytes_per_second: Annotated[float, Field(gt=0.0)] = 100e6
+    """Rate at which a node reads from the hub."""
+    store_bytes_per_second: Annotated[float, Field(gt=0.0)] = 500e6
+    """Rate at which a node reads from the object store, or writes to it."""
+    disk_bytes_per_second: Annotated[float, Field(gt=0.0)] = 1e9
+    """Rate at which a node reads its disk, or writes to it."""
     webhook_origins: tuple[str, ...] = ()
     """Origins open to webhooks: `https://host`, `https://*.domain`, `http://host:port`; none: they are refused."""
     secrets_dir: Path | None = None

@@ -15,8 +15,9 @@ from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.calibration_text import calibration_batches
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
-from swiftkv_platform.model.directories import MAX_SHARD_BYTES, ShardWriter
+from swiftkv_platform.model.directories import ShardWriter
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.specs import JobSpec
 
 

@@ -14,12 +14,10 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.planning.devices import PEAK_FLOPS
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
-
-_PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
-"""Dense bfloat16 operations a second, by a part of CUDA's name of the device, as their maker states them."""
 
 
 class Telemetry:
@@ -79,4 +77,4 @@ def _known_peak(spec: JobSpec, device: torch.device) -> float | None:
     if device.type != "cuda" or spec.model.dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.items() if part in name), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -12,6 +12,7 @@ from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, MetricPoint, Reason
 from swiftkv_platform.orchestration.ports import Page, Slice
+from swiftkv_platform.planning.job_plan import Assumptions, PhasePlan
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 
@@ -203,6 +204,11 @@ class EstimateAnswer(Answer):
     cost: float | None
     """Cost of those seconds, at the operator's prices."""
     sources: list[SourceEstimateAnswer]
+    phases: list[PhasePlan]
+    """Memory, disk, bytes moved and time of each phase; of a sweep, its first trial's. Empty where the teacher's
+    configuration is on the hub."""
+    assumptions: Assumptions | None
+    """Nodes and rates that `phases` assume."""
 
 
 class EventAnswer(Answer):

@@ -7,10 +7,9 @@ from typing import Any
 
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.local.units import count, duration, flops, plural, size
+from swiftkv_platform.planning.devices import DEVICE_MEMORY
 from swiftkv_platform.specs import JobSpec
 
-_GPU_BYTES = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4": 24e9}
-"""Memory of a GPU by Ray's name of its type, of those that are sold with one size."""
 _SMALLER = "does not fit: fewer workers or a smaller training.micro_batch_size would do"
 _SMALLER_ON_GPU = "does not fit: more workers, or a smaller training.micro_batch_size or data.max_length, would do"
 
@@ -94,7 +93,7 @@ def _memory(known: Mapping[str, Any], spec: JobSpec, machine_bytes: int | None) 
 
 
 def _on_gpu(wanted: float, accelerator_type: str | None) -> str:
-    capacity = _GPU_BYTES.get(accelerator_type or "")
+    capacity = DEVICE_MEMORY.get(accelerator_type or "")
     if capacity is None:
         return " of GPU memory"
     return f" of one {accelerator_type}'s {size(capacity)}: {'fits' if wanted <= capacity else _SMALLER_ON_GPU}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -27,13 +26,12 @@ from swiftkv_platform.cli.output import (
     print_table,
     say,
 )
-from swiftkv_platform.client import Client, Estimate, Job
+from swiftkv_platform.cli.phases import foresee, print_phases
+from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.local.units import count, duration
-from swiftkv_platform.orchestration.validation import validate as validate_spec
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.storage.addresses import open_store
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
 jobs_app.command()(job_outputs.events)
@@ -112,8 +110,7 @@ def validate(
     """Check a spec as `submit` would, and say what it would make of the teacher; nothing is stored."""
     spec = read_spec(file)
     if config is not None or url is None:
-        found = validate_spec(spec, _read_object, config=config)
-        estimate = Estimate.model_validate({"object": "distillation.estimate", **asdict(found)})
+        estimate = foresee(spec, config=config)
     else:
         with connect(url) as client:
             estimate = client.jobs.validate(spec)
@@ -122,6 +119,7 @@ def validate(
     else:
         say(f"{file} is accepted.")
         print_fields(describe_estimate(estimate, spec, _memory_here(url)))
+        print_phases(estimate.model_dump())
         if estimate.model_dump().get("num_hidden_layers") is None:
             say(
                 "The teacher is on the hub: with its config.json (--config) layers are checked and memory is told, too."
@@ -235,10 +233,6 @@ def _print_status(job: Job, *, json: bool) -> None:
         print_json(job)
     else:
         say(f"{job.id} is {job.status}.")
-
-
-def _read_object(store: str, key: str) -> bytes:
-    return open_store(store, patient=False).get_bytes(key)
 
 
 def _watch(client: Client, job: Job, *, json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from swiftkv_platform.cli.context import Json
 from swiftkv_platform.cli.dry_run import print_dry_run
 from swiftkv_platform.cli.output import out, print_json, print_table, say
+from swiftkv_platform.cli.phases import print_plan
 from swiftkv_platform.cli.sources import model_config
 from swiftkv_platform.local.units import size
 from swiftkv_platform.planning import Components, Plan
@@ -30,7 +32,7 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL_OR_CONFIG",
-            help="Directory, .gguf, config.json, hub id or builtin:python-5m; with --dry-run a job spec.",
+            help="Directory, .gguf, config.json, hub id or builtin:python-5m; or a job spec (.yaml, .yml).",
         ),
     ],
     num_key_value_layers: Annotated[
@@ -53,13 +55,22 @@ def plan(
     ] = False,
     config: Annotated[
         str | None,
-        typer.Option(metavar="FILE_OR_DIR", help="The teacher's config.json, for --dry-run without the hub."),
+        typer.Option(metavar="FILE_OR_DIR", help="The config.json of a job spec's teacher, which is on the hub."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a job's data, where only the workers can read them.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """FLOPs per prompt token by component (paper, table 1) and KV bytes: students beside their teacher."""
+    """FLOPs per prompt token by component (paper, table 1) and KV bytes: students beside their teacher.
+
+    Of a job spec: memory, disk, bytes moved and time of each phase.
+    """
     if dry_run:
         print_dry_run(model, config, json=json)
+        return
+    if Path(model).suffix in (".yaml", ".yml"):
+        print_plan(Path(model), config=None if config is None else Path(config), num_tokens=tokens, json=json)
         return
     values = model_config(model)
     plans = [

@@ -40,6 +40,11 @@ def model_path(name: str) -> str:
     return str(path) if name.startswith("builtin:") else name
 
 
+def read_stored(store: str, key: str) -> bytes:
+    """An object of any store, for checking a spec's sources."""
+    return open_store(store, patient=False).get_bytes(key)
+
+
 def _from_hub(name: str) -> str:
     try:
         from huggingface_hub import hf_hub_download

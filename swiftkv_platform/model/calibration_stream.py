@@ -27,9 +27,7 @@ from swiftkv_platform.model.calibration import (
 )
 from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Regression
 from swiftkv_platform.model.workers import Workers
-
-MAX_ACTIVATION_BYTES = 4 << 30
-"""Bytes of activations in memory, above which they go to disk."""
+from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
 
 
 class LayerSource(Protocol):

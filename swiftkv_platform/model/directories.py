@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from swiftkv_platform.errors import ConflictError
+from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 
-MAX_SHARD_BYTES = 2 << 30
 Files = Literal["link", "copy"]
 """Way of putting an unchanged weight file into a new directory: as a hard link, which takes no space and no time, or as
 a copy, for a target that must not share its bytes with the source."""

@@ -22,7 +22,6 @@ from swiftkv_platform.model.calibration import TokenBatch
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.conversion import convert, make_student_config, read_config
 from swiftkv_platform.model.directories import (
-    MAX_SHARD_BYTES,
     Files,
     ShardWriter,
     check_new,
@@ -38,6 +37,7 @@ from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import check_tensors
 from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.planning import Sharing
+from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 
 Progress = Callable[[int, int], None]
 """Callback that is told how many tensors of how many are written."""

@@ -9,18 +9,27 @@ from typing import Any
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.planning import (
     LayerMap,
+    TrainingSetup,
     plan,
     read_architecture,
     resolve_num_key_value_layers,
     shared_key_value_heads,
 )
+from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.job_plan import Assumptions, JobPlan, PhasePlan, calibration_tokens, plan_job
 from swiftkv_platform.planning.job_setup import training_setup
-from swiftkv_platform.planning.parameters import student_parameters
+from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.planning.parameters import Parameters, student_parameters
 from swiftkv_platform.planning.phases import PhaseMemory, plan_phases, refuse_what_cannot_fit
 from swiftkv_platform.planning.training import plan_training
+from swiftkv_platform.planning.volumes import Inputs, Origin
 from swiftkv_platform.planning.writing import refuse_writers_without_room
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources import HubSource, S3Source, parse_source
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import FULL_WIDTH, resolve_batch_size, resolve_defaults
+
+DEFAULT_MACHINES = Machines()
 
 PROCESS_MEMORY = 710 << 20
 """Bytes of a worker's process beside its model, where none has been measured: Linux, torch 2.13 for CPUs."""
@@ -62,13 +71,42 @@ class Estimate:
     cost: float | None = None
     """Cost of those seconds, at the operator's prices."""
     sources: tuple[SourceEstimate, ...] = ()
+    phases: tuple[PhasePlan, ...] = ()
+    """Memory, disk, bytes moved and time of each phase; without `training.max_steps` by the size of the data, if that
+    is known."""
+    assumptions: Assumptions | None = None
+    """Nodes and rates that `phases` assume."""
 
 
-def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimate, ...]) -> Estimate:
+def machines(settings: Settings) -> Machines:
+    """Nodes and rates as the operator has set them."""
+    return Machines(
+        node_gpus=settings.node_gpus,
+        node_cpus=settings.node_cpus,
+        node_disk_bytes=settings.node_disk_bytes,
+        hub_bytes_per_second=settings.hub_bytes_per_second,
+        store_bytes_per_second=settings.store_bytes_per_second,
+        disk_bytes_per_second=settings.disk_bytes_per_second,
+        flops_per_second=settings.flops_per_second,
+    )
+
+
+def estimate(
+    spec: JobSpec,
+    config: dict[str, Any],
+    sources: tuple[SourceEstimate, ...],
+    machines: Machines = DEFAULT_MACHINES,
+    *,
+    num_tokens: int | None = None,
+) -> Estimate:
     """The estimate of a job without a sweep.
 
+    Args:
+        num_tokens: tokens of an epoch, where they are known better than from the size of the sources.
+
     Raises:
-        InvalidInputError: l, g or a batch size that does not fit, or more memory than the GPU named has.
+        InvalidInputError: l, g or a batch size that does not fit, more memory than the GPU named has or than is asked
+            for, or more disk than a node has.
         ModelError: a family without a row, or a configuration that lacks a key.
     """
     spec = _settled(spec, config)
@@ -90,8 +128,8 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         key_value_group_size=group_size,
         num_tokens=max_tokens,
     )
-    _refuse_what_cannot_fit(spec, config, num_key_value_layers)
     refuse_writers_without_room(spec, config)
+    planned = _planned(spec, config, Inputs(_origin(spec), _text_bytes(sources), num_tokens), machines)
     return Estimate(
         num_hidden_layers=prefill.num_hidden_layers,
         num_key_value_layers=prefill.num_key_value_layers,
@@ -108,6 +146,8 @@ def estimate(spec: JobSpec, config: dict[str, Any], sources: tuple[SourceEstimat
         total_flops=training.total_flops,
         flops_per_step=training.flops_per_token.total * tokens_per_step,
         sources=sources,
+        phases=planned.phases,
+        assumptions=planned.assumptions,
     )
 
 
@@ -118,25 +158,59 @@ def memory_by_phase(spec: JobSpec, config: dict[str, Any]) -> tuple[PhaseMemory,
         InvalidInputError: l or g out of range.
         ModelError: a family without a row, or a configuration that lacks a key.
     """
-    spec = _settled(spec, config)
-    model, setup = read_architecture(config), training_setup(spec)
-    layer_map = LayerMap(len(model.layers), _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size)
-    parameters = student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable)
-    calibrated = spec.swiftkv.initialization == "calibrated"
-    return plan_phases(model, layer_map, parameters, setup, calibrated=calibrated)
+    student = _Student.of(_settled(spec, config), config)
+    return plan_phases(*student.parts, calibration_tokens=calibration_tokens(spec))
 
 
-def _refuse_what_cannot_fit(spec: JobSpec, config: dict[str, Any], num_key_value_layers: int) -> None:
-    model, setup = read_architecture(config), training_setup(spec)
-    layer_map = LayerMap(len(model.layers), num_key_value_layers, spec.swiftkv.key_value_group_size)
+@dataclass(frozen=True)
+class _Student:
+    """Shape of a job's student, and the settings of its training."""
+
+    model: Architecture
+    layer_map: LayerMap
+    parameters: Parameters
+    setup: TrainingSetup
+
+    @classmethod
+    def of(cls, spec: JobSpec, config: dict[str, Any]) -> _Student:
+        model, setup = read_architecture(config), training_setup(spec)
+        layer_map = LayerMap(len(model.layers), _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size)
+        parameters = student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable)
+        return cls(model, layer_map, parameters, setup)
+
+    @property
+    def parts(self) -> tuple[Architecture, LayerMap, Parameters, TrainingSetup]:
+        return self.model, self.layer_map, self.parameters, self.setup
+
+
+def _planned(spec: JobSpec, config: dict[str, Any], inputs: Inputs, machines: Machines) -> JobPlan:
+    """All phases of a settled spec, unless one cannot fit."""
+    student = _Student.of(spec, config)
     refuse_what_cannot_fit(
-        model,
-        layer_map,
-        student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable),
-        setup,
-        calibrated=spec.swiftkv.initialization == "calibrated",
+        *student.parts,
+        calibration_tokens=calibration_tokens(spec),
         accelerator_type=spec.resources.accelerator_type,
+        memory_per_worker=spec.resources.memory_per_worker,
     )
+    model, layer_map, parameters, _ = student.parts
+    return plan_job(spec, config, model, layer_map, parameters, inputs=inputs, machines=machines)
+
+
+def _origin(spec: JobSpec) -> Origin:
+    """Place of the teacher, by its name."""
+    match parse_source(spec.model.name_or_path, field="model.name_or_path"):
+        case HubSource():
+            return "hub"
+        case S3Source():
+            return "store"
+        case _:
+            return "node"
+
+
+def _text_bytes(sources: tuple[SourceEstimate, ...]) -> int | None:
+    """Bytes of all sources; None unless all are known."""
+    sizes = [source.num_bytes for source in sources if source.num_bytes is not None]
+    return sum(sizes) if sizes and len(sizes) == len(sources) else None
 
 
 def _settled(spec: JobSpec, config: dict[str, Any]) -> JobSpec:

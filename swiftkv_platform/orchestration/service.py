@@ -12,7 +12,7 @@ from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaE
 from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
 from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap
 from swiftkv_platform.orchestration.demand import Demand
-from swiftkv_platform.orchestration.estimates import Estimate
+from swiftkv_platform.orchestration.estimates import DEFAULT_MACHINES, Estimate
 from swiftkv_platform.orchestration.files import FilesOf, no_files
 from swiftkv_platform.orchestration.job import (
     Event,
@@ -30,6 +30,7 @@ from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, 
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.orchestration.webhooks import WebhookRules
+from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import NO_RULES, SourceRules
 from swiftkv_platform.specs import JobSpec
 
@@ -75,7 +76,7 @@ class JobService:
         policies: Policies = NO_LIMITS,
         webhooks: WebhookRules = NO_WEBHOOKS,
         prices: Prices = FREE,
-        flops_per_second: float | None = None,
+        machines: Machines = DEFAULT_MACHINES,
         limits: JobLimits = UNLIMITED,
         files: FilesOf = no_files,
         rehearse: Callable[[Job], object] = _nothing,
@@ -90,16 +91,29 @@ class JobService:
         self._policies = policies
         self._webhooks = webhooks
         self._prices = prices
-        self._flops_per_second = flops_per_second
+        self._machines = machines
 
     def validate(self, spec: JobSpec, caller: Caller) -> Estimate:
         """Everything `submit` checks but the queue's length, and how long the job would take; stores nothing.
 
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.validate`.
         """
-        return self._as_measured(self._check(spec, caller), spec, caller)
+        measured, machines = self._measured(spec, caller), self._machines
+        if measured is not None:
+            speed, source = measured
+            machines = machines.model_copy(update={"flops_per_second": speed.flops_per_second, "flops_source": source})
+        return self._as_measured(self._check(spec, caller, machines), measured, spec)
 
-    def _check(self, spec: JobSpec, caller: Caller) -> Estimate:
+    def _measured(self, spec: JobSpec, caller: Caller) -> tuple[Speed, str] | None:
+        """Speed of a job like this one, else the configured one, and where it is from."""
+        succeeded = JobFilter(status=JobStatus.SUCCEEDED)
+        earlier = self._jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
+        measured = speed_for(spec, earlier)
+        if measured is None and self._machines.flops_per_second is not None:
+            return Speed(self._machines.flops_per_second, 0.0, 0.0), self._machines.flops_source
+        return measured
+
+    def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> Estimate:
         self._limits.check(spec)
         organizations = self._policies.policy(caller.tenant).hub_organizations
         access = self._rules.access(caller.tenant, organizations, self._files(spec, caller.tenant))
@@ -114,15 +128,10 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        return validate(spec, self._read_object, access=access)
+        return validate(spec, self._read_object, access=access, machines=machines)
 
-    def _as_measured(self, found: Estimate, spec: JobSpec, caller: Caller) -> Estimate:
+    def _as_measured(self, found: Estimate, measured: tuple[Speed, str] | None, spec: JobSpec) -> Estimate:
         """Add the time that jobs like it took, and its cost. A sweep's trials are not foreseen."""
-        succeeded = JobFilter(status=JobStatus.SUCCEEDED)
-        earlier = self._jobs.list(Page(limit=_MEASURED_JOBS), tenant=caller.tenant, where=succeeded).items
-        measured = speed_for(spec, earlier)
-        if measured is None and self._flops_per_second is not None:
-            measured = Speed(self._flops_per_second, 0.0, 0.0), "configured"
         if measured is None:
             return found
         speed, source = measured
@@ -144,7 +153,7 @@ class JobService:
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         if idempotency is not None and (known := self._jobs.recall(caller.tenant, idempotency)) is not None:
             return known
-        foreseen = self._check(spec, caller)
+        foreseen = self._check(spec, caller, self._machines)
         now = int(self._clock())
         job = Job(
             id=new_id("job"),

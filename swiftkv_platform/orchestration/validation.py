@@ -12,9 +12,10 @@ from typing import Any
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, expand
 from swiftkv_platform.data.checks import check_sources
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.orchestration.estimates import DEFAULT_MACHINES, Estimate, estimate
 from swiftkv_platform.orchestration.task_checks import check_tasks
 from swiftkv_platform.planning import student_layer_map
+from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.sources.teacher_config import (
     ReadObject,
@@ -27,12 +28,22 @@ from swiftkv_platform.specs import JobSpec
 __all__ = ["ReadObject", "validate"]
 
 
-def validate(spec: JobSpec, read_object: ReadObject, *, config: Path | None = None, access: Access = OPEN) -> Estimate:
+def validate(
+    spec: JobSpec,
+    read_object: ReadObject,
+    *,
+    config: Path | None = None,
+    access: Access = OPEN,
+    machines: Machines = DEFAULT_MACHINES,
+    num_tokens: int | None = None,
+) -> Estimate:
     """Check `spec` as far as this machine can.
 
     Args:
         config: the teacher's `config.json`, or its directory, read instead of the one at `model.name_or_path`.
         access: what the caller may read.
+        machines: nodes and rates that the plan assumes.
+        num_tokens: tokens of an epoch, where they are known better than from the size of the sources.
 
     Raises:
         ModelError: the teacher's configuration cannot be read.
@@ -47,7 +58,7 @@ def validate(spec: JobSpec, read_object: ReadObject, *, config: Path | None = No
     if values is None:
         return Estimate(sources=sources)
     trial = _first_fitting_trial(spec, _num_hidden_layers(values, name))
-    return estimate(trial, values, sources)
+    return estimate(trial, values, sources, machines, num_tokens=num_tokens)
 
 
 def _first_fitting_trial(spec: JobSpec, num_hidden_layers: int) -> JobSpec:

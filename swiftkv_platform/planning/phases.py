@@ -1,13 +1,16 @@
-"""Memory of a worker in the phases of a job, and whether it fits the GPUs that are named. Knows bytes, no cluster."""
+"""Memory of a worker in the phases of a job that run the model, and whether it fits the device and the host memory that
+are named. Knows bytes, no cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.devices import DEVICE_MEMORY
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.parameters import Parameters, largest_teacher_layer
 from swiftkv_platform.planning.training_memory import WIDE, gathered_weights, layer_buffers, worker_memory
@@ -15,44 +18,74 @@ from swiftkv_platform.planning.training_setup import TrainingSetup
 
 Phase = Literal["train", "calibrate", "evaluate"]
 
-DEVICE_MEMORY = {"B200": 180e9, "H200": 141e9, "H100": 80e9, "L40S": 48e9, "L4": 24e9, "T4": 16e9}
-"""Bytes of GPUs by Ray's names that tell them."""
-
 _DOUBLE = 8
 _TOKENS_PER_FORWARD = 8192
 """Tokens of the rows of a forward pass of an evaluation, or a whole row."""
 _MOST_WORKERS = 4096
+MAX_ACTIVATION_BYTES = 4 << 30
+"""Most bytes of activations that a worker keeps in host memory while it calibrates; more go to disk."""
 
 
 class PhaseMemory(FrozenModel):
     """Bytes that the worker with the most holds in a phase."""
 
     phase: Phase
+    on_gpu: bool
     device: int
     """On its device; without a GPU, in its process."""
     host: int
-    """In host memory beside that, while weights are read: 0 without a GPU."""
+    """In host memory beside that: weights on their way to a GPU, what is offloaded from it, activations that wait."""
+
+    @property
+    def in_host_memory(self) -> int:
+        """Bytes in host memory, beside what a process holds without a model."""
+        return self.host if self.on_gpu else self.host + self.device
 
 
 def plan_phases(
-    model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup, *, calibrated: bool
+    model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup, *, calibration_tokens: int
 ) -> tuple[PhaseMemory, ...]:
-    """Memory of training, of calibration layer by layer, and of evaluation with the weights divided as in training."""
+    """Memory of training, of calibration layer by layer, and of evaluation with the weights divided as in training.
+
+    Args:
+        calibration_tokens: tokens of the calibrated start; 0 for a copied one.
+    """
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     on_gpu = setup.device != "cpu"
     read = narrow * max(parameters.largest_layer, parameters.root)
     training = worker_memory(model, layer_map, parameters, setup)
     sharded = setup.strategy == "fsdp2" or (setup.strategy == "deepspeed" and setup.zero_stage == 3)
     weights = narrow * parameters.total
-    phases = [
-        PhaseMemory(phase="train", device=training.peak, host=on_gpu * (training.host + (read if sharded else weights)))
-    ]
-    if calibrated:
+    whole_on_host = read if sharded else weights
+    if setup.strategy == "deepspeed":  # the first worker puts a checkpoint together in host memory
+        training_host = training.host + max(whole_on_host, 3 * WIDE * parameters.trained)
+    else:
+        training_host = training.host + whole_on_host
+
+    def phase(name: Phase, device: int, host: int) -> PhaseMemory:
+        return PhaseMemory(phase=name, on_gpu=on_gpu, device=device, host=on_gpu * host)
+
+    phases = [phase("train", training.peak, training_host)]
+    if calibration_tokens:
+        waiting = min(waiting_activations(model, setup, calibration_tokens), MAX_ACTIVATION_BYTES)
+        # Without a GPU the row that runs is in the process already.
+        beside = read + waiting if on_gpu else waiting - waiting // calibration_rows(setup, calibration_tokens)
         device = _calibration(model, layer_map, setup, narrow)
-        phases.append(PhaseMemory(phase="calibrate", device=device, host=on_gpu * read))
+        phases.append(PhaseMemory(phase="calibrate", on_gpu=on_gpu, device=device, host=beside))
     device = _evaluation(model, layer_map, parameters, setup, narrow, sharded=sharded)
-    phases.append(PhaseMemory(phase="evaluate", device=device, host=on_gpu * (read if sharded else weights)))
+    phases.append(phase("evaluate", device, whole_on_host))
     return tuple(phases)
+
+
+def calibration_rows(setup: TrainingSetup, calibration_tokens: int) -> int:
+    """Most rows that one worker calibrates on."""
+    return -(-calibration_tokens // (setup.sequence_length * setup.num_workers))
+
+
+def waiting_activations(model: Architecture, setup: TrainingSetup, calibration_tokens: int) -> int:
+    """Bytes of the activations of a worker's rows that wait for the next layer, with those of layer l."""
+    narrow = 2 if setup.dtype == "bfloat16" else WIDE
+    return calibration_rows(setup, calibration_tokens) * setup.sequence_length * 2 * narrow * model.hidden_size
 
 
 def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, narrow: int) -> int:
@@ -97,35 +130,47 @@ def refuse_what_cannot_fit(
     parameters: Parameters,
     setup: TrainingSetup,
     *,
-    calibrated: bool,
+    calibration_tokens: int,
     accelerator_type: str | None,
+    memory_per_worker: int | None,
 ) -> None:
-    """Compare what each phase needs with the memory of the GPU that is named; others are not known.
+    """Compare what each phase needs with the memory of the GPU that is named, where it is known, and with the host
+    memory that is asked for.
 
     Raises:
         InvalidInputError: a phase that cannot fit, with what would do.
     """
+
+    def planned(setup: TrainingSetup) -> tuple[PhaseMemory, ...]:
+        return plan_phases(model, layer_map, parameters, setup, calibration_tokens=calibration_tokens)
+
     given = DEVICE_MEMORY.get(accelerator_type or "")
-    if given is None or setup.device == "cpu":
-        return
-    for memory in plan_phases(model, layer_map, parameters, setup, calibrated=calibrated):
-        if memory.device <= given:
-            continue
-        enough = None
-        if memory.phase == "train":
-            enough = _enough_workers(model, layer_map, parameters, setup, given)
-        raise _unfit(memory, accelerator_type, given, setup.num_workers, enough)
+    phases = planned(setup)
+    unfit = None if given is None else next((each for each in phases if each.on_gpu and each.device > given), None)
+    if unfit is not None and given is not None:
+        enough = _enough_workers(setup, lambda larger: _of_phase(planned(larger), unfit.phase).device <= given)
+        raise _unfit(unfit, accelerator_type, given, setup.num_workers, enough)
+    needed = max(phases, key=lambda memory: memory.in_host_memory)
+    if memory_per_worker is not None and needed.in_host_memory > memory_per_worker:
+        raise InvalidInputError(
+            f"to {needed.phase} needs {needed.in_host_memory / 1e9:.1f} GB of a worker's host memory, and "
+            f"resources.memory_per_worker is {memory_per_worker / 1e9:.1f} GB; {needed.in_host_memory}, and what the "
+            "process takes beside the model, would do",
+            field="resources.memory_per_worker",
+            value=memory_per_worker,
+        )
 
 
-def _enough_workers(
-    model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup, given: float
-) -> int | None:
-    """The number of workers, doubled until a step fits; None where no number does."""
+def _of_phase(phases: tuple[PhaseMemory, ...], name: Phase) -> PhaseMemory:
+    return next(memory for memory in phases if memory.phase == name)
+
+
+def _enough_workers(setup: TrainingSetup, fits: Callable[[TrainingSetup], bool]) -> int | None:
+    """The number of workers, doubled until a phase fits; None where no number does."""
     wanted = setup.num_workers * 2
     while wanted <= _MOST_WORKERS:
         larger = replace(setup, num_workers=wanted)
-        larger = replace(larger, batch_size=max(setup.batch_size, larger.rows_per_pass))
-        if worker_memory(model, layer_map, parameters, larger).peak <= given:
+        if fits(replace(larger, batch_size=max(setup.batch_size, larger.rows_per_pass))):
             return wanted
         wanted *= 2
     return None
@@ -135,17 +180,13 @@ def _unfit(
     memory: PhaseMemory, accelerator_type: str | None, given: float, num_workers: int, enough: int | None
 ) -> InvalidInputError:
     needed = f"{memory.device / 1e9:.0f} GB of a worker's device, and an {accelerator_type} has {given / 1e9:.0f} GB"
-    if memory.phase != "train":
-        ways = "a GPU with more memory"
-        ways += " or swiftkv.initialization copied" if memory.phase == "calibrate" else " or more workers"
-        return InvalidInputError(
-            f"to {memory.phase} needs {needed}; {ways} would do",
-            field="resources.accelerator_type",
-            value=accelerator_type,
-        )
-    ways = f"resources.num_workers {enough}" if enough else "sharding.strategy fsdp2, or a GPU with more memory,"
-    return InvalidInputError(
-        f"to train with {num_workers} workers needs {needed}; {ways} would do",
-        field="resources.num_workers",
-        value=num_workers,
-    )
+    if enough is not None:
+        ways = f"resources.num_workers {enough}"
+    elif memory.phase == "calibrate":
+        ways = "a GPU with more memory or swiftkv.initialization copied"
+    else:
+        ways = "sharding.strategy fsdp2, or a GPU with more memory,"
+    message = f"to {memory.phase} with {num_workers} workers needs {needed}; {ways} would do"
+    if memory.phase == "calibrate":  # a worker runs a layer whole, however many there are
+        return InvalidInputError(message, field="resources.accelerator_type", value=accelerator_type)
+    return InvalidInputError(message, field="resources.num_workers", value=num_workers)

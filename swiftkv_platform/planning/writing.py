@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.config import ConfigSource
+from swiftkv_platform.planning.devices import DEVICE_MEMORY
 from swiftkv_platform.planning.families import read_architecture
-from swiftkv_platform.planning.phases import DEVICE_MEMORY
 from swiftkv_platform.planning.prefill import dense_layer_map
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving, weights_bytes
 from swiftkv_platform.specs import JobSpec

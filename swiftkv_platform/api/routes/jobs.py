@@ -25,6 +25,7 @@ from swiftkv_platform.api.dependencies import (
 )
 from swiftkv_platform.api.schemas import EstimateAnswer, JobAnswer, ListAnswer, ResumeRequest, list_answer
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.orchestration.estimates import machines
 from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
@@ -54,7 +55,7 @@ def _service(parts: Parts, settings: TheSettings, present: Present) -> JobServic
         policies=parts.policies,
         webhooks=webhook_rules(settings),
         prices=prices(settings),
-        flops_per_second=settings.flops_per_second,
+        machines=machines(settings),
         limits=job_limits(settings),
         files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
         rehearse=lambda job: present(job).model_dump_json(),

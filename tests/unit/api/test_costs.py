@@ -104,6 +104,44 @@ def test_a_configured_speed_does_until_there_is_a_measured_one(
     assert estimate["cost"] is None, "without prices"
 
 
+def test_every_phase_is_planned_at_the_measured_speed(priced: Server, clock: Clock, teacher: dict[str, str]) -> None:
+    spec = {"model": teacher, "training": TRAINING}
+    unmeasured = validate(priced, **spec)
+    assert [phase["phase"] for phase in unmeasured["phases"]] == [
+        "prepare",
+        "calibrate",
+        "train",
+        "evaluate",
+        "publish",
+    ]
+    assert unmeasured["phases"][2]["host_bytes"] == unmeasured["memory_per_worker"]
+    assert unmeasured["phases"][2]["seconds"] is None
+    assert unmeasured["assumptions"]["flops_source"] is None
+    job = run(priced, clock, model=teacher)
+    found = validate(priced, **spec)
+    assert found["assumptions"]["flops_source"] == job["id"]
+    computing = found["phases"][2]["seconds_of"]["compute"]
+    assert computing == pytest.approx(found["seconds"] - 30), "without its startup and its end"
+    assert found["phases"][2]["seconds"] > computing
+    schema = priced.client.get("/openapi.json").json()["components"]["schemas"]
+    assert schema["EstimateAnswer"]["properties"]["phases"]["items"] == {"$ref": "#/components/schemas/PhasePlan"}
+    assert set(schema["PhasePlan"]["properties"]) == found["phases"][0].keys()
+
+
+def test_a_job_that_a_node_has_no_disk_for_is_refused(
+    tmp_path: Path, empty_database: Path, teacher: dict[str, str]
+) -> None:
+    settings = Settings(home=tmp_path, node_disk_bytes=1 << 20, _env_file=None)
+    with control_plane(make_parts(tmp_path, empty_database), settings) as client:
+        body = {**SPEC, "model": teacher, "training": TRAINING}
+        for path in ("/jobs/validate", "/jobs"):
+            refused = client.post(path, json=body)
+            assert refused.status_code == 422, refused.text
+            assert refused.json()["errors"][0]["field"] == "model.name_or_path"
+            assert "a node has 0.0 GB (SWIFTKV_NODE_DISK_BYTES)" in refused.json()["detail"]
+        assert client.get("/jobs").json()["data"] == []
+
+
 def test_cost_counts_the_time_on_the_cluster_alone(priced: Server, clock: Clock) -> None:
     job_id = priced.submit()["id"]
     clock.now += 3600

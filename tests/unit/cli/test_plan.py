@@ -62,3 +62,37 @@ def test_a_model_that_is_not_there(name: str, message: str) -> None:
     assert result.exit_code == 1
     assert message in result.stderr
     assert "Traceback" not in result.output + result.stderr
+
+
+def test_a_job_spec_is_planned_phase_by_phase() -> None:
+    recipe = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
+    result = run(recipe, "--config", LLAMA_70B, "--tokens", "160000000")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:6]] == ["prepare", "calibrate", "train", "evaluate", "publish"]
+    assert lines[3].split()[1:6] == ["32", "22.6", "GiB", "3.91", "GiB"]
+    assert lines[6].startswith("All phases take ")
+    assert "of which training 2 h" in lines[6]
+    assert "A worker's device holds most in training, 22.6 GiB." in lines[6]
+    assert "A node's disk holds most in publishing, " in lines[6]
+    assert "answers to tasks, needles and continuations (evaluation)" in lines[7]
+    assert lines[8].startswith("Assumed: 4 nodes of up to 8 workers; 396 TFLOPs a second and worker (assumed: 40% of ")
+    document = json.loads(run(recipe, "--config", LLAMA_70B, "--json").output)
+    assert (document["phases"][2]["phase"], document["phases"][2]["seconds"]) == ("train", None)
+
+
+def test_a_job_spec_of_a_hub_teacher_needs_its_configuration() -> None:
+    recipe = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
+    assert "--config" in run(recipe).stdout
+
+
+def test_the_operators_figures_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = LLAMA_70B.parents[2] / "jobs" / "recipes" / "llama-3.1-70b.yaml"
+    monkeypatch.setenv("SWIFTKV_NODE_GPUS", "4")
+    monkeypatch.setenv("SWIFTKV_HUB_BYTES_PER_SECOND", "1e9")
+    found = json.loads(run(recipe, "--config", LLAMA_70B, "--json").output)
+    assert (found["assumptions"]["num_nodes"], found["assumptions"]["hub_bytes_per_second"]) == (8, 1e9)
+    monkeypatch.setenv("SWIFTKV_NODE_DISK_BYTES", "100000000000")
+    refused = run(recipe, "--config", LLAMA_70B)
+    assert refused.exit_code == 1
+    assert "of a node's disk" in refused.output

@@ -1,0 +1,195 @@
+"""Fake weights, rows and workers of a job, and stand-ins for what fake tensors do not have. Measures nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from swiftkv_platform.data.packing import PackedRows, Samples, pack
+from swiftkv_platform.distillation import losses
+from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.specs import JobSpec
+
+T = TypeVar("T")
+
+_SAMPLE_TOKENS = 128
+"""Length of the samples of a packed row."""
+
+
+class _Assume(TorchDispatchMode):
+    """Stand-ins for contents that fake tensors do not have: a number is one, a mask is set everywhere."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten.nonzero.default:
+            return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device=args[0].device)
+        if func is torch.ops.aten.index.Tensor:
+            indices = [place for index in args[1] for place in _places(index)]
+            return func(args[0], indices)
+        return func(*args, **kwargs or {})
+
+
+def _places(index: Tensor | None) -> list[Tensor | None]:
+    """Where a mask is set, dimension by dimension; other indices as they are."""
+    if index is None or index.dtype != torch.bool:
+        return [index]
+    return [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.ndim)]
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Shapes of an attention kernel that keeps no scores, as CUDA has them for every head size; the CPU's writes them
+    out where keys and values differ in theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        bias = None if mask is None else mask.to(query.dtype)
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, bias, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
+    output: Tensor = _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    return output
+
+
+class Fakes:
+    """Fake weights and rows for a job."""
+
+    def __init__(self, spec: JobSpec, mode: FakeTensorMode) -> None:
+        self._spec = spec
+        self._mode = mode
+        self._tied = WeakIdKeyDictionary()
+
+    @contextmanager
+    def active(self, *modes: TorchDispatchMode) -> Iterator[None]:
+        """Under fake tensors, `modes` and the assumptions about contents."""
+        with ExitStack() as stack:
+            for mode in (self._mode, *modes, _Assume()):  # type: ignore[no-untyped-call]
+                stack.enter_context(mode)
+            yield
+
+    def student(self, config: Any) -> Any:
+        """A student on the meta device, but for its positional buffers."""
+        config = copy.deepcopy(config)
+        with torch.device("meta"):
+            model = student_classes(config.model_type.removesuffix("_swiftkv")).causal_lm(config)
+        model.tie_weights()
+        # No expert is chosen where scores have no contents: the loop over experts becomes one product of as many rows.
+        model.config._experts_implementation_internal = "grouped_mm"
+        with self._mode:
+            model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+        return model.eval()
+
+    def fill(self, module: nn.Module) -> None:
+        """Give every parameter of `module` that is on the meta device a fake tensor on the CPU."""
+        for part in module.modules():
+            for leaf, parameter in part._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    part._parameters[leaf] = self._filled(parameter)
+
+    def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
+        known: nn.Parameter | None = self._tied.get(parameter)
+        if known is None:
+            with self._mode:
+                values = torch.empty(parameter.shape, dtype=parameter.dtype)
+                known = self._tied[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        return known
+
+    def rows(self, num_rows: int) -> PackedRows:
+        """Full rows; packed ones of samples of a usual length."""
+        data = self._spec.data
+        length = min(_SAMPLE_TOKENS, data.max_length) if data.packing else data.max_length
+        per_row = -(-data.max_length // length)
+        num_tokens = num_rows * data.max_length
+        starts = np.concatenate([row * data.max_length + np.arange(per_row) * length for row in range(num_rows)])
+        samples = Samples(
+            tokens=np.zeros(num_tokens, dtype=np.int32),
+            counts=np.ones(num_tokens, dtype=np.bool_),
+            starts=np.append(starts, num_tokens),
+        )
+        return pack(samples, np.arange(len(samples)), max_length=data.max_length, pad_token_id=0, packing=data.packing)
+
+
+@contextmanager
+def faked(spec: JobSpec) -> Iterator[Fakes]:
+    """A fake process group of all workers, and fake tensors that are chunked and attended to as on the job's device."""
+    store, size = FakeStore(), spec.resources.max_workers
+    dist.init_process_group("fake", store=store, rank=0, world_size=size)
+    try:
+        with ExitStack() as patched:
+            if spec.resources.gpus_per_worker:
+                patched.enter_context(patch.object(losses, "LOGITS_PER_CHUNK_ON_CPU", losses.LOGITS_PER_CHUNK))
+                patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
+            patched.enter_context(
+                patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen)
+            )
+            yield Fakes(spec, FakeTensorMode(allow_non_fake_inputs=True))
+    finally:
+        dist.destroy_process_group()
+
+
+_propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+
+def _propagate_unseen(propagator: ShardingPropagator, op_schema: Any) -> Any:
+    """Find the shape of an operator's result as DTensor does, over fake tensors as large as all workers' shards
+    together: fake in a real run as well, so that no tracker may see them."""
+    with _disable_current_modes():
+        return _propagate(propagator, op_schema)
+
+
+class FakeWeights:
+    """Weights without values, in place of a `LazyStudent`."""
+
+    def __init__(self, model: Any, fakes: Fakes) -> None:
+        self.model = model
+        self._fakes = fakes
+
+    def attach(self, _fork: nn.Module) -> None:
+        """Learn nothing: all weights are alike."""
+
+    def fill(self, module: nn.Module, *, own: bool = True, read: bool = True) -> None:
+        """Give the parameters of `module` that are on the meta device storage."""
+        del own, read
+        self._fakes.fill(module)
+
+    def fill_shards(self, _root: nn.Module) -> None:
+        """Write nothing: shards have their storage."""
+
+    def release(self, module: nn.Module) -> None:
+        """Put the parameters of `module` back on the meta device."""
+        for part in module.modules():
+            for leaf, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+class FakeWorkers(Workers):
+    """Workers of a fake process group, which carries no objects: this one speaks for all."""
+
+    def gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def from_first(self, value: T) -> T:
+        return value

@@ -1,0 +1,434 @@
+"""A job's plan, phase by phase: memory of a worker, disk of a node and in the store, bytes moved, time. Arithmetic on a
+spec, a `config.json` and what an operator states of the machines; docs/planning.md explains each figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.planning.architecture import Architecture, Linear
+from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.planning.parameters import Parameters
+from swiftkv_platform.planning.phases import (
+    MAX_ACTIVATION_BYTES,
+    Phase,
+    PhaseMemory,
+    calibration_rows,
+    plan_phases,
+    waiting_activations,
+)
+from swiftkv_platform.planning.training import TrainingFlops, training_flops
+from swiftkv_platform.planning.training_setup import TrainingSetup
+from swiftkv_platform.planning.volumes import BYTES_PER_TOKEN, MAX_SHARD_BYTES, Inputs, Volumes, volumes
+from swiftkv_platform.specs import JobSpec
+
+PhaseName = Literal["prepare", "calibrate", "train", "evaluate", "publish"]
+
+_MEMORY_PER_TEXT_BYTE = 0.42
+"""Host memory that the preparation of a byte of text takes, as docs/data.md measured it."""
+_DATA = "data sources, whose size is not known here"
+_FETCHED_DATA = "downloads of data sources"
+_ANSWERS = "answers to tasks, needles and continuations"
+_EPOCHS = "steps, which data and epochs decide"
+
+
+class DiskUse(FrozenModel):
+    """Bytes on a disk or in the store."""
+
+    cache: int
+    """The teacher as downloaded, prepared rows, the calibrated start, and activations that wait on disk."""
+    checkpoints: int
+    artifact: int
+    total: int
+
+    @classmethod
+    def of(cls, *, cache: int, checkpoints: int = 0, artifact: int = 0) -> DiskUse:
+        return cls(cache=cache, checkpoints=checkpoints, artifact=artifact, total=cache + checkpoints + artifact)
+
+
+class PhaseSeconds(FrozenModel):
+    """Seconds by what they go to, one after the other."""
+
+    download: float
+    read: float
+    """Reading and writing a node's disk."""
+    compute: float | None
+    """Null where neither a speed nor the size of the data is known."""
+    upload: float
+    """Uploads that the job waits for."""
+
+
+class PhasePlan(FrozenModel):
+    """Needs of one phase. Bytes are those that are known; `left_out` names what comes on top."""
+
+    phase: PhaseName
+    num_workers: int
+    device_bytes: int | None
+    """On the device of the worker that holds most; null without GPUs."""
+    host_bytes: int
+    """In host memory of the worker that holds most, beside what its process takes without a model."""
+    node_disk: DiskUse
+    """On the disk of the node with most, at one time."""
+    store: DiskUse
+    """In the object store when the phase ends, with checkpoints that are kept and one on its way."""
+    downloaded_bytes: int
+    """From hub and store, by all nodes together."""
+    uploaded_bytes: int
+    seconds: float | None
+    """Duration; null where a part of it is not known."""
+    seconds_of: PhaseSeconds
+    left_out: tuple[str, ...] = ()
+    """Parts that no figure of this phase has."""
+
+
+class Assumptions(FrozenModel):
+    """Figures of the operator's, or defaults, that the plan takes for true."""
+
+    num_nodes: int
+    workers_per_node: int
+    node_disk_bytes: int | None
+    """Bytes that a job may take of a node's disk; null: not stated."""
+    flops_per_second: float | None
+    """FLOPs a second that a worker reaches; null: not known."""
+    flops_source: str | None
+    """Id of the job that was measured, `configured`, or the share of a GPU's peak that is assumed."""
+    hub_bytes_per_second: float
+    store_bytes_per_second: float
+    disk_bytes_per_second: float
+    text_bytes_per_second: float
+    """Text that a process turns into rows."""
+    bytes_per_token: int
+    """Bytes of text that a token stands for."""
+
+
+class JobPlan(FrozenModel):
+    """All phases of a job, in their order."""
+
+    phases: tuple[PhasePlan, ...]
+    assumptions: Assumptions
+
+
+def plan_job(
+    spec: JobSpec,
+    config: Mapping[str, Any],
+    model: Architecture,
+    layer_map: LayerMap,
+    parameters: Parameters,
+    *,
+    inputs: Inputs,
+    machines: Machines,
+) -> JobPlan:
+    """Plan a job whose defaults are resolved.
+
+    Raises:
+        InvalidInputError: a node's disk that is too small for a phase.
+    """
+    setup = training_setup(spec)
+    memory = plan_phases(model, layer_map, parameters, setup, calibration_tokens=calibration_tokens(spec))
+    job = _Job(
+        spec=spec,
+        model=model,
+        layer_map=layer_map,
+        parameters=parameters,
+        setup=setup,
+        memory={each.phase: each for each in memory},
+        volumes=volumes(spec, config, model, layer_map, inputs),
+        inputs=inputs,
+        machines=machines,
+    )
+    phases = [job.prepare(), *([job.calibrate()] if calibration_tokens(spec) else []), job.train(), job.evaluate()]
+    plan = JobPlan(phases=(*phases, job.publish()), assumptions=job.assumptions)
+    _refuse_small_disks(plan, spec)
+    return plan
+
+
+def calibration_tokens(spec: JobSpec) -> int:
+    """Tokens of a job's calibrated start; 0 for a copied one."""
+    return spec.swiftkv.calibration_tokens if spec.swiftkv.initialization == "calibrated" else 0
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Bytes that each of `nodes` downloads."""
+
+    nodes: int = 1
+    hub: int = 0
+    store: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.nodes * (self.hub + self.store)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A job and its surroundings; a method for each phase."""
+
+    spec: JobSpec
+    model: Architecture
+    layer_map: LayerMap
+    parameters: Parameters
+    setup: TrainingSetup
+    memory: Mapping[Phase, PhaseMemory]
+    volumes: Volumes
+    inputs: Inputs
+    machines: Machines
+
+    @property
+    def num_workers(self) -> int:
+        return self.setup.num_workers
+
+    @cached_property
+    def on_node(self) -> int:
+        """Workers of the fullest node."""
+        return self.machines.workers_per_node(self.spec.resources)
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_workers // self.on_node)
+
+    @cached_property
+    def flops_per_second(self) -> float | None:
+        speed = self.machines.speed(self.spec)
+        return None if speed is None else speed[0]
+
+    @property
+    def assumptions(self) -> Assumptions:
+        machines, speed = self.machines, self.machines.speed(self.spec)
+        return Assumptions(
+            num_nodes=self.num_nodes,
+            workers_per_node=self.on_node,
+            node_disk_bytes=machines.node_disk_bytes,
+            flops_per_second=None if speed is None else speed[0],
+            flops_source=None if speed is None else speed[1],
+            hub_bytes_per_second=machines.hub_bytes_per_second,
+            store_bytes_per_second=machines.store_bytes_per_second,
+            disk_bytes_per_second=machines.disk_bytes_per_second,
+            text_bytes_per_second=machines.text_bytes_per_second,
+            bytes_per_token=BYTES_PER_TOKEN,
+        )
+
+    def prepare(self) -> PhasePlan:
+        """One task that checks the teacher's files, of which it fetches all, and makes the rows."""
+        own, known = self.volumes, self.inputs.tokens is not None
+        teacher = self._teacher()
+        return self._phase(
+            "prepare",
+            num_workers=1,
+            device=0,
+            host=int(_MEMORY_PER_TEXT_BYTE * own.text),
+            disk=DiskUse.of(cache=teacher.total + own.rows),
+            store=DiskUse.of(cache=own.rows),
+            fetched=teacher,
+            disk_bytes=own.rows,
+            compute=own.text / self.machines.text_bytes_per_second if known else None,
+            uploaded=own.rows,
+            left_out=(_FETCHED_DATA,) if known else (_DATA,),
+        )
+
+    def calibrate(self) -> PhasePlan:
+        """The teacher layer by layer over a share of the rows on each worker."""
+        own, memory, setup = self.volumes, self.memory["calibrate"], self.setup
+        tokens = self.spec.swiftkv.calibration_tokens
+        flops = self._measuring_flops.lower + self._measuring_flops.teacher
+        waiting = max(waiting_activations(self.model, setup, tokens) - MAX_ACTIVATION_BYTES, 0)
+        fetched = self._teacher(self.num_nodes)
+        return self._phase(
+            "calibrate",
+            device=memory.device,
+            host=memory.in_host_memory,
+            disk=DiskUse.of(cache=self._on_node + self.on_node * waiting),
+            store=DiskUse.of(cache=own.rows + own.start),
+            fetched=replace(fetched, store=fetched.store + own.rows + own.start),
+            disk_bytes=own.teacher + own.start,
+            compute=self._seconds(calibration_rows(setup, tokens) * setup.sequence_length * flops),
+            uploaded=own.start,
+            left_out=() if self.inputs.tokens is not None else (_DATA,),
+        )
+
+    def train(self) -> PhasePlan:
+        """Every step, with a checkpoint now and then; a run that goes on fetches one to each node."""
+        own, memory, steps = self.volumes, self.memory["train"], self._steps
+        calibrated = "calibrate" in self.memory
+        fetched = _Fetched(self.num_nodes)
+        if not calibrated:
+            fetched = self._teacher(self.num_nodes)
+            fetched = replace(fetched, store=fetched.store + own.rows)
+        kept = self._kept_teacher + own.rows
+        share = self.on_node / self.num_workers if self.spec.sharding.shards_parameters else 1.0
+        num_checkpoints = 1 if steps is None else -(-steps // self.spec.checkpoint.every_steps)
+        own_flops = training_flops(self.model, self.layer_map, self.setup).total
+        tokens_per_step = self.setup.batch_size * self.setup.sequence_length
+        whole = None if steps is None else self._seconds(steps * tokens_per_step * own_flops / self.num_workers)
+        left_out = (_DATA,) if self.inputs.tokens is None else ()
+        return self._phase(
+            "train",
+            device=memory.device,
+            host=memory.in_host_memory,
+            disk=max(
+                DiskUse.of(cache=self._on_node),
+                DiskUse.of(cache=kept, checkpoints=own.checkpoint),
+                key=lambda use: use.total,
+            ),
+            store=DiskUse.of(cache=own.rows + own.start, checkpoints=(self.spec.checkpoint.keep + 1) * own.checkpoint),
+            fetched=fetched,
+            disk_bytes=int(share * own.teacher) + own.start,
+            compute=whole,
+            uploaded=num_checkpoints * own.checkpoint,
+            awaited=own.checkpoint,
+            left_out=left_out if steps is not None else (*left_out, _EPOCHS),
+        )
+
+    def evaluate(self) -> PhasePlan:
+        """Held-out rows through teacher and student: as copied, as calibrated, as trained."""
+        own, memory, setup = self.volumes, self.memory["evaluate"], self.setup
+        stages = 3 if "calibrate" in self.memory else 2
+        rows = -(-self.spec.evaluation.max_tokens // (setup.sequence_length * self.num_workers))
+        flops = self._measuring_flops
+        head = 2 * Linear(self.model.hidden_size, self.model.vocab_size).flops
+        per_token = 2 * flops.lower + flops.teacher + flops.student + head
+        fetched = self._teacher(self.num_nodes)
+        brought = own.rows + own.start + own.checkpoint
+        fetched = replace(fetched, hub=0, store=fetched.store + brought)  # the hub's cache has the teacher
+        share = self.on_node / self.num_workers if self.spec.sharding.shards_parameters else 1.0
+        return self._phase(
+            "evaluate",
+            device=memory.device,
+            host=memory.in_host_memory,
+            disk=DiskUse.of(cache=self._on_node, checkpoints=own.checkpoint),
+            store=self._stored,
+            fetched=fetched,
+            disk_bytes=int(share * own.teacher) + own.start + own.checkpoint,
+            compute=self._seconds(stages * rows * setup.sequence_length * per_token),
+            uploaded=0,
+            left_out=(_ANSWERS,) if self.inputs.tokens is not None else (_ANSWERS, _DATA),
+        )
+
+    def publish(self) -> PhasePlan:
+        """The student's weight files, written one after the other by the first worker and uploaded."""
+        own = self.volumes
+        largest = (2 if self.setup.dtype == "bfloat16" else 4) * self.parameters.largest_tensor
+        stored = self._stored
+        return self._phase(
+            "publish",
+            num_workers=1,
+            device=0,
+            host=min(own.artifact, MAX_SHARD_BYTES + largest),
+            disk=DiskUse.of(cache=self._on_node, checkpoints=own.checkpoint, artifact=own.artifact),
+            store=DiskUse.of(cache=stored.cache, checkpoints=stored.checkpoints, artifact=own.artifact),
+            fetched=_Fetched(),
+            disk_bytes=3 * own.artifact,  # tensors are read, files written, and read again for their digests
+            compute=0.0,
+            uploaded=own.artifact,
+            left_out=() if self.inputs.tokens is not None else (_DATA,),
+        )
+
+    def _phase(
+        self,
+        name: PhaseName,
+        *,
+        device: int,
+        host: int,
+        disk: DiskUse,
+        store: DiskUse,
+        fetched: _Fetched,
+        disk_bytes: int,
+        compute: float | None,
+        uploaded: int,
+        left_out: tuple[str, ...],
+        num_workers: int | None = None,
+        awaited: int | None = None,
+    ) -> PhasePlan:
+        """A phase whose parts follow each other.
+
+        Args:
+            disk_bytes: bytes read from and written to the busiest disk.
+            awaited: bytes of `uploaded` that the phase waits for; None: all.
+        """
+        machines = self.machines
+        seconds = PhaseSeconds(
+            download=fetched.hub / machines.hub_bytes_per_second + fetched.store / machines.store_bytes_per_second,
+            read=disk_bytes / machines.disk_bytes_per_second,
+            compute=compute,
+            upload=(uploaded if awaited is None else awaited) / machines.store_bytes_per_second,
+        )
+        return PhasePlan(
+            phase=name,
+            num_workers=num_workers or self.num_workers,
+            device_bytes=device if self.spec.resources.gpus_per_worker else None,
+            host_bytes=host,
+            node_disk=disk,
+            store=store,
+            downloaded_bytes=fetched.total,
+            uploaded_bytes=uploaded,
+            seconds=None if compute is None else seconds.download + seconds.read + compute + seconds.upload,
+            seconds_of=seconds,
+            left_out=left_out,
+        )
+
+    def _teacher(self, nodes: int = 1) -> _Fetched:
+        """The teacher's files, by each of `nodes`."""
+        size, origin = self.volumes.teacher, self.inputs.teacher
+        return _Fetched(nodes, hub=size * (origin == "hub"), store=size * (origin == "store"))
+
+    @property
+    def _kept_teacher(self) -> int:
+        """Bytes of the teacher that stay on a node: the hub's cache."""
+        return self._teacher().hub
+
+    @property
+    def _on_node(self) -> int:
+        """Bytes on a node while a phase with all workers begins."""
+        return self._teacher().total + self.volumes.rows + self.volumes.start
+
+    @property
+    def _stored(self) -> DiskUse:
+        """Bytes in the store after training."""
+        own = self.volumes
+        return DiskUse.of(cache=own.rows + own.start, checkpoints=self.spec.checkpoint.keep * own.checkpoint)
+
+    @cached_property
+    def _measuring_flops(self) -> TrainingFlops:
+        """FLOPs a token of both modes, whatever is trained."""
+        plain = replace(self.setup, objective="logits", trainable="qkv", gradient_checkpointing=False)
+        return training_flops(self.model, self.layer_map, plain)
+
+    @property
+    def _steps(self) -> int | None:
+        training, tokens = self.spec.training, self.inputs.tokens
+        if training.max_steps is not None or tokens is None:
+            return training.max_steps
+        return max(-(-training.num_epochs * tokens // (self.setup.batch_size * self.setup.sequence_length)), 1)
+
+    def _seconds(self, flops: float) -> float | None:
+        """Seconds of one worker's arithmetic."""
+        return None if self.flops_per_second is None else flops / self.flops_per_second
+
+
+def _refuse_small_disks(plan: JobPlan, spec: JobSpec) -> None:
+    """Compare the disk of the fullest node in each phase with what the operator says that a node has.
+
+    Raises:
+        InvalidInputError: a phase that needs more.
+    """
+    given = plan.assumptions.node_disk_bytes
+    needed = max(plan.phases, key=lambda phase: phase.node_disk.total)
+    if given is None or needed.node_disk.total <= given:
+        return
+    use = needed.node_disk
+    parts = {"cache": use.cache, "checkpoints": use.checkpoints, "the artifact": use.artifact}
+    listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
+    raise InvalidInputError(
+        f"to {needed.phase} needs {use.total / 1e9:.1f} GB of a node's disk ({listed}), and a node has "
+        f"{given / 1e9:.1f} GB (SWIFTKV_NODE_DISK_BYTES); nodes with {use.total} bytes, a smaller teacher, or one in a "
+        "directory that every node mounts, would do",
+        field="model.name_or_path",
+        value=spec.model.name_or_path,
+    )

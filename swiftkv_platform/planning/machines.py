@@ -1,0 +1,54 @@
+"""Nodes and rates that a job's plan assumes: an operator's figures, else the defaults here."""
+
+from __future__ import annotations
+
+from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.planning.devices import PEAK_FLOPS
+from swiftkv_platform.specs import JobSpec, ResourcesSpec
+
+ASSUMED_UTILISATION = 0.4
+"""Share of a GPU's peak that a step is taken to reach, while no job has been measured and no speed is configured."""
+
+
+class Machines(FrozenModel):
+    """What an operator knows of the cluster."""
+
+    node_gpus: int = 8
+    """GPUs of a node."""
+    node_cpus: float | None = None
+    """CPUs of a node; None takes all workers without GPUs to be on one node."""
+    node_disk_bytes: int | None = None
+    """Bytes that a job may take on the disk of a node; None: not known."""
+    hub_bytes_per_second: float = 100e6
+    """Rate at which a node reads from the hub."""
+    store_bytes_per_second: float = 500e6
+    """Rate at which a node reads from the object store, or writes to it."""
+    disk_bytes_per_second: float = 1e9
+    """Rate at which a node reads its disk, or writes to it."""
+    text_bytes_per_second: float = 0.5e6
+    """Rate at which one process makes rows of text (docs/data.md)."""
+    flops_per_second: float | None = None
+    """FLOPs a second that one worker reaches; None: a share of its GPU's peak, where that is known."""
+    flops_source: str = "configured"
+    """Origin of `flops_per_second`."""
+
+    def workers_per_node(self, resources: ResourcesSpec) -> int:
+        """Most workers on a node."""
+        room: float = resources.max_workers
+        if resources.gpus_per_worker:
+            room = self.node_gpus // resources.gpus_per_worker
+        elif self.node_cpus is not None:
+            room = self.node_cpus // resources.cpus_per_worker
+        return max(1, min(int(room), resources.max_workers))
+
+    def speed(self, spec: JobSpec) -> tuple[float, str] | None:
+        """FLOPs a second of a worker and their origin; None where nothing tells them."""
+        if self.flops_per_second is not None:
+            return self.flops_per_second, self.flops_source
+        resources = spec.resources
+        peak = resources.peak_flops_per_second
+        if peak is None and resources.gpus_per_worker and spec.model.dtype == "bfloat16":
+            peak = PEAK_FLOPS.get(resources.accelerator_type or "")
+        if peak is None:
+            return None
+        return ASSUMED_UTILISATION * peak, f"assumed: {ASSUMED_UTILISATION:.0%} of a peak of {peak / 1e12:g} TFLOPs"

@@ -1,0 +1,92 @@
+"""Bytes of what a job reads and leaves: teacher, rows, calibrated start, checkpoints, artifact. Knows no place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.kv_cache import DTYPE_BYTES
+from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.parameters import served_parameters, student_parameters
+from swiftkv_platform.planning.prefill import dense_layer_map
+from swiftkv_platform.planning.serving import weights_bytes
+from swiftkv_platform.planning.training_memory import WIDE
+from swiftkv_platform.specs import JobSpec
+
+MAX_SHARD_BYTES = 2 << 30
+"""Most bytes of one weight file that a job writes, but for a larger tensor."""
+BYTES_PER_TOKEN = 4
+"""Bytes of text that a token is taken to stand for."""
+
+_NARROW_VOCABULARY = 1 << 16
+"""Largest vocabulary whose ids take two bytes."""
+
+Origin = Literal["hub", "store", "node"]
+"""Place of a teacher: on the hub, at an `s3://` address, or on every node already."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Teacher and data that a job reads."""
+
+    teacher: Origin = "node"
+    text_bytes: int | None = None
+    """Bytes of all data sources; None where they are not known."""
+    num_tokens: int | None = None
+    """Tokens of an epoch, where they are known better than from `text_bytes`."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of an epoch; None where they are not known."""
+        if self.num_tokens is not None or self.text_bytes is None:
+            return self.num_tokens
+        return self.text_bytes // BYTES_PER_TOKEN
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Bytes."""
+
+    teacher: int
+    """The teacher's weight files."""
+    text: int
+    rows: int
+    """Prepared rows; with `text`, 0 where the data are not known."""
+    start: int
+    """The calibrated start; 0 for a copied one."""
+    checkpoint: int
+    """Trained tensors in float32, and the optimizer's state."""
+    artifact: int
+    """The student's weight files, with the teacher's projections unless layers were trained."""
+
+
+def volumes(
+    spec: JobSpec, config: Mapping[str, Any], model: Architecture, layer_map: LayerMap, inputs: Inputs
+) -> Volumes:
+    """Bytes of a job whose defaults are resolved."""
+    narrow = DTYPE_BYTES[spec.model.dtype]
+    early_exit, trainable = spec.swiftkv.early_exit, spec.distillation.trainable
+    own = student_parameters(model, layer_map, early_exit=early_exit)
+    trained = student_parameters(model, layer_map, early_exit=early_exit, trainable=trainable).trained
+    exported = own.total
+    if trainable != "qkv":
+        exit_head = early_exit * (model.vocab_size + 1) * model.hidden_size
+        exported = sum(served_parameters(model, layer_map)) + exit_head
+    moments = 1 if spec.optimizer.name == "muon" else 2
+    tokens = inputs.tokens or 0
+    return Volumes(
+        teacher=_stored_teacher(config, model),
+        text=inputs.text_bytes if inputs.text_bytes is not None else BYTES_PER_TOKEN * tokens,
+        rows=tokens * (3 if model.vocab_size <= _NARROW_VOCABULARY else 5),
+        start=narrow * own.trained if spec.swiftkv.initialization == "calibrated" else 0,
+        checkpoint=WIDE * (1 + moments) * trained,
+        artifact=narrow * exported,
+    )
+
+
+def _stored_teacher(config: Mapping[str, Any], model: Architecture) -> int:
+    """A teacher's files, in its configuration's dtype; quantised layers take a byte a parameter."""
+    dtype = model.dtype if model.dtype in DTYPE_BYTES else "bfloat16"
+    return weights_bytes(model, dense_layer_map(model), "fp8" if config.get("quantization_config") else dtype)

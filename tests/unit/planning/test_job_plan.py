@@ -1,0 +1,193 @@
+"""Plans of whole jobs: memory, disk, bytes moved and time of each phase, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.data.checks import SourceEstimate
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.planning.job_plan import PhasePlan
+from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.specs import JobSpec
+
+CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
+TEACHER = 2 * 8_030_261_248
+TRAINED = 402_657_280
+"""Queries, keys and values of 16 layers, and a norm."""
+TEXT = 4_000_000
+SOURCES = (SourceEstimate("text.jsonl", num_files=1, num_bytes=TEXT, formats=("text",)),)
+GPUS = {"num_workers": 16, "gpus_per_worker": 1, "accelerator_type": "H100"}
+
+
+def job(**sections: Any) -> JobSpec:
+    fixed = {
+        "name": "planned",
+        "model": {"name_or_path": "org/teacher"},
+        "training": {"gradient_checkpointing": True, "batch_size": 32, "max_steps": 1000},
+        "checkpoint": {"every_steps": 300, "keep": 2},
+        "resources": GPUS,
+    }
+    return JobSpec.model_validate({**fixed, **sections})
+
+
+def plan(
+    spec: JobSpec, *, sources: tuple[SourceEstimate, ...] = SOURCES, num_tokens: int | None = None, **machines: Any
+) -> Estimate:
+    return estimate(spec, CONFIG, sources, Machines(**machines), num_tokens=num_tokens)
+
+
+def phases(spec: JobSpec, **arguments: Any) -> dict[str, PhasePlan]:
+    return {phase.phase: phase for phase in plan(spec, **arguments).phases}
+
+
+def test_phases_come_in_their_order() -> None:
+    assert list(phases(job())) == ["prepare", "calibrate", "train", "evaluate", "publish"]
+    assert list(phases(job(swiftkv={"initialization": "copied"}))) == ["prepare", "train", "evaluate", "publish"]
+
+
+def test_a_hub_teacher_is_fetched_by_every_node_once() -> None:
+    """16 workers on two nodes; rows of five bytes a token, a token of four bytes of text."""
+    found, rows, start = phases(job()), 5 * TEXT // 4, 2 * TRAINED
+    assert found["prepare"].downloaded_bytes == TEACHER
+    assert found["prepare"].uploaded_bytes == rows
+    assert found["calibrate"].downloaded_bytes == 2 * (TEACHER + rows + start)
+    assert found["train"].downloaded_bytes == 0
+    assert found["evaluate"].downloaded_bytes == 2 * (rows + start + 12 * TRAINED)
+    assert found["train"].node_disk.cache == TEACHER + rows
+
+
+def test_a_stored_teacher_is_fetched_again_to_be_measured() -> None:
+    stored = phases(job(model={"name_or_path": "s3://bucket/teacher"}))
+    assert stored["evaluate"].downloaded_bytes - phases(job())["evaluate"].downloaded_bytes == 2 * TEACHER
+
+
+def test_a_directory_is_not_fetched(tmp_path: Path) -> None:
+    """A job that starts from copies brings rows to its nodes before it trains."""
+    local = phases(job(model={"name_or_path": str(tmp_path)}, swiftkv={"initialization": "copied"}))
+    assert local["prepare"].downloaded_bytes == 0
+    assert local["train"].downloaded_bytes == 2 * 5 * TEXT // 4
+    assert local["publish"].node_disk.artifact == TEACHER + 2 * TRAINED
+
+
+def test_checkpoints_are_counted() -> None:
+    found = phases(job())["train"]
+    assert found.uploaded_bytes == 4 * 12 * TRAINED, "after 300, 600, 900 and 1,000 steps"
+    assert found.store.checkpoints == 3 * 12 * TRAINED, "two are kept while another comes"
+    assert phases(job(optimizer={"name": "muon"}))["train"].store.checkpoints == 3 * 8 * TRAINED
+
+
+def test_epochs_and_the_size_of_the_data_decide_the_steps() -> None:
+    """Two epochs of a million tokens are 8 steps of 32 rows of 8,192, and two of 320 million 2,442."""
+    epochs = job(training={"gradient_checkpointing": True, "batch_size": 32, "num_epochs": 2})
+    assert phases(epochs)["train"].uploaded_bytes == 12 * TRAINED
+    assert phases(epochs, num_tokens=320_000_000)["train"].uploaded_bytes == 9 * 12 * TRAINED
+    unknown = phases(epochs, sources=(SourceEstimate("org/data"),))
+    assert (unknown["train"].seconds, unknown["prepare"].seconds) == (None, None)
+    assert "steps, which data and epochs decide" in unknown["train"].left_out
+    assert all("size is not known" in " ".join(phase.left_out) for phase in unknown.values())
+
+
+def test_time_is_the_sum_of_its_parts_at_the_rates_given() -> None:
+    rates = {"hub_bytes_per_second": 1e8, "store_bytes_per_second": 2e8, "disk_bytes_per_second": 5e8}
+    found = phases(job(), flops_per_second=1e14, **rates)
+    for phase in found.values():
+        parts = phase.seconds_of
+        assert parts.compute is not None
+        assert phase.seconds == pytest.approx(parts.download + parts.read + parts.compute + parts.upload)
+    assert found["prepare"].seconds_of.download == pytest.approx(TEACHER / 1e8)
+    assert found["prepare"].seconds_of.compute == pytest.approx(TEXT / 0.5e6)
+    assert found["publish"].seconds_of.upload == pytest.approx((TEACHER + 2 * TRAINED) / 2e8)
+    planned = plan(job(), flops_per_second=1e14)
+    assert planned.total_flops is not None
+    assert found["train"].seconds_of.compute == pytest.approx(planned.total_flops / 16e14)
+
+
+def test_the_origin_of_the_speed_is_told() -> None:
+    def speed(spec: JobSpec, **machines: Any) -> tuple[float | None, str | None]:
+        found = plan(spec, **machines).assumptions
+        assert found is not None
+        return found.flops_per_second, found.flops_source
+
+    assert speed(job()) == (0.4 * 989e12, "assumed: 40% of a peak of 989 TFLOPs")
+    assert speed(job(), flops_per_second=1e12) == (1e12, "configured")
+    assert speed(job(resources={"num_workers": 16})) == (None, None)
+    assert speed(job(resources={"num_workers": 16, "peak_flops_per_second": 1e12}))[0] == 4e11
+    assert phases(job(resources={"num_workers": 16}))["train"].seconds is None
+
+
+@pytest.mark.parametrize(
+    ("resources", "machines", "nodes"),
+    [
+        (GPUS, {}, (2, 8)),
+        (GPUS, {"node_gpus": 4}, (4, 4)),
+        ({**GPUS, "gpus_per_worker": 2}, {}, (4, 4)),
+        ({**GPUS, "num_workers": {"min": 2, "max": 4}}, {}, (1, 4)),
+        ({"num_workers": 16}, {}, (1, 16)),
+        ({"num_workers": 16, "cpus_per_worker": 4}, {"node_cpus": 10}, (8, 2)),
+    ],
+)
+def test_workers_fill_nodes(resources: dict[str, Any], machines: dict[str, Any], nodes: tuple[int, int]) -> None:
+    found = plan(job(resources=resources), **machines).assumptions
+    assert found is not None
+    assert (found.num_nodes, found.workers_per_node) == nodes
+
+
+def test_a_gpu_is_told_apart_from_host_memory() -> None:
+    on_gpus, on_cpus = phases(job()), phases(job(resources={"num_workers": 16}))
+    assert on_gpus["train"].device_bytes is not None
+    assert on_gpus["train"].host_bytes < on_gpus["train"].device_bytes, "weights on their way alone"
+    assert {phase.device_bytes for phase in on_cpus.values()} == {None}
+    assert on_cpus["train"].host_bytes == plan(job(resources={"num_workers": 16})).memory_per_worker
+
+
+def test_rows_of_a_calibration_wait_in_host_memory() -> None:
+    """Eight rows of 8,192 tokens on one worker: x and h of each, in bfloat16."""
+    few = {**GPUS, "num_workers": 2}
+    one, eight = (
+        phases(job(resources=few, swiftkv={"calibration_tokens": 2 * rows * 8192}))["calibrate"] for rows in (1, 8)
+    )
+    assert eight.host_bytes - one.host_bytes == 7 * 8192 * 4096 * 2 * 2
+    assert eight.device_bytes == one.device_bytes
+
+
+def test_the_first_worker_of_zero_holds_a_checkpoint() -> None:
+    resources = {**GPUS, "num_workers": 2}
+    sharding = {"strategy": "deepspeed", "zero_stage": 3}
+    assert phases(job(resources=resources, sharding=sharding))["train"].host_bytes == 12 * TRAINED
+
+
+def test_too_small_a_disk_is_refused() -> None:
+    needed = phases(job())["publish"].node_disk
+    assert needed.total == needed.cache + needed.checkpoints + needed.artifact
+    plan(job(), node_disk_bytes=needed.total)
+    with pytest.raises(InvalidInputError) as refused:
+        plan(job(), node_disk_bytes=needed.total - 1)
+    error = refused.value
+    assert (error.field, error.value) == ("model.name_or_path", "org/teacher")
+    assert "to publish needs 38.6 GB of a node's disk (cache 16.9, checkpoints 4.8, the artifact 16.9)" in error.message
+    assert f"nodes with {needed.total} bytes" in error.message
+    assert "would do" in error.message
+
+
+def test_too_little_host_memory_is_refused() -> None:
+    needed = max(phases(job()).values(), key=lambda phase: phase.host_bytes if phase.phase != "publish" else 0)
+    plan(job(resources={**GPUS, "memory_per_worker": needed.host_bytes}))
+    with pytest.raises(InvalidInputError, match="of a worker's host memory") as refused:
+        plan(job(resources={**GPUS, "memory_per_worker": needed.host_bytes - 1}))
+    assert (refused.value.field, refused.value.value) == ("resources.memory_per_worker", needed.host_bytes - 1)
+    assert f"{needed.host_bytes}, and what the process takes" in refused.value.message
+
+
+def test_workers_that_would_do_to_evaluate_are_named() -> None:
+    """16 GB of a T4: neither a training step nor an evaluation fits on one worker."""
+    alone = {**GPUS, "num_workers": 1, "accelerator_type": "L4"}
+    with pytest.raises(
+        InvalidInputError, match=r"with 1 workers? needs .* resources\.num_workers \d+ would do"
+    ) as refused:
+        plan(job(resources=alone))
+    assert refused.value.field == "resources.num_workers"

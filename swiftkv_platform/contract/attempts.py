@@ -78,8 +78,8 @@ class Manifest(FrozenModel):
     created_at: float
     """Unix seconds."""
     lineage: dict[str, Any] = {}
-    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec. Checkpoint: step, tokens,
-    world_size."""
+    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec; of an adapter base_digest.
+    Checkpoint: step, tokens, world_size."""
     metrics: dict[str, Any] = {}
     """Artifact: the evaluation report (`evaluation.json`)."""
 

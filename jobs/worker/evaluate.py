@@ -24,7 +24,7 @@ from jobs.worker.measure import Evaluation
 from jobs.worker.memory import MODEL_SHARE, free_bytes, local_first
 from jobs.worker.prepare import load_tokenizer, open_lazy, set_up_process, task_device
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest, Manifest
 from swiftkv_platform.contract.events import MetricsEvent
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.measured import MeasuredStudent, parameter_bytes
@@ -222,7 +222,7 @@ class _Student:
                 model.config,
                 self.lazy.base,
                 directory,
-                name_or_path=self.spec.model.name_or_path,
+                name_or_path=_findable(self.spec.model.name_or_path),
                 revision=self.spec.model.revision,
                 teacher_modules=model.teacher_modules(model.config),
             )
@@ -231,7 +231,12 @@ class _Student:
             model.config.save_pretrained(directory)
         model.generation_config.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-        return {} if adapter is None else {"base_digest": adapter.base.digest}
+        return {} if adapter is None else {ADAPTER_LINEAGE: adapter.base.digest}
+
+
+def _findable(name: str) -> str:
+    """A teacher's name as it is found from any working directory."""
+    return str(Path(name).expanduser().absolute()) if Path(name).expanduser().exists() else name
 
 
 def _report_files(

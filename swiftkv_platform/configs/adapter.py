@@ -47,7 +47,7 @@ class BaseModelReference(FrozenModel):
     revision: str | None = None
     """Hub revision."""
     digest: str
-    """SHA-256 over names, types, shapes and digests of all its tensors; how they are spread over files does not count."""
+    """SHA-256 over names, types, shapes and digests of all its tensors, however they are spread over files."""
     tensors: dict[str, BaseTensor]
     """Every tensor of its weight files, by name."""
 
@@ -95,8 +95,8 @@ class AdapterConfig(FrozenModel):
                 first = error.errors()[0]
                 why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, and it is {str(first['input'])[:64]!r}"
             raise ModelError(
-                f"{ADAPTER} of {source!r} cannot be read ({why}); one that `swiftkv export --adapter` of this version has "
-                "written would do",
+                f"{ADAPTER} of {source!r} cannot be read ({why}); one that `swiftkv export --adapter` of this version "
+                "has written would do",
                 field=ADAPTER,
                 value=source,
             ) from error
@@ -107,8 +107,8 @@ class AdapterConfig(FrozenModel):
         for name, value in self.swiftkv:
             if getattr(found, name) != value:
                 raise ModelError(
-                    f"{name} is {getattr(found, name)!r} in config.json of the adapter {source!r}, and {value!r} in its "
-                    f"{ADAPTER}; both files as `swiftkv export --adapter` wrote them would do",
+                    f"{name} is {getattr(found, name)!r} in config.json of the adapter {source!r}, and {value!r} in "
+                    f"its {ADAPTER}; both files as `swiftkv export --adapter` wrote them would do",
                     field=name,
                     value=getattr(found, name),
                 )
@@ -119,8 +119,8 @@ class AdapterConfig(FrozenModel):
         for what, which in (("lacks", expected - found), ("has no place for", found - expected)):
             if which:
                 raise ModelError(
-                    f"the adapter {source!r} {what} {_listed(which)}; its files as `swiftkv export --adapter` wrote them "
-                    "would do",
+                    f"the adapter {source!r} {what} {_listed(which)}; its files as `swiftkv export --adapter` wrote "
+                    "them would do",
                     field="adapter",
                     value=source,
                 )

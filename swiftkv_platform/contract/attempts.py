@@ -30,6 +30,8 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
 MANIFEST = "manifest.json"
+ADAPTER_LINEAGE = "base_digest"
+"""Key of an artifact's lineage that an adapter alone has: the digest of the weights of `teacher`, its base model."""
 
 
 class AttemptRequest(FrozenModel):

@@ -8,6 +8,7 @@ no layers.
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -155,6 +156,7 @@ def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: 
         ModelError: the base is not the one that the adapter was made of, or the adapter's files are incomplete.
     """
     own = stored_checkpoint(directory)
+    adapter.check_shape(json.loads((directory / "config.json").read_bytes()), str(directory))
     adapter.check_own(own.shards, str(directory))
     check_base(adapter, base)
     kept = {name: shard for name, shard in base.shards.items() if adapter.keeps(name)}
@@ -233,13 +235,10 @@ def whole_model(
 
 
 @contextmanager
-def readable(
-    source: str | Path, config: Any, arguments: dict[str, Any]
-) -> Iterator[tuple[str | Path, Checkpoint | None]]:
+def readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
     """The model and the checkpoint that a `from_pretrained` of `source` reads, adapters applied to their base.
 
     Args:
-        config: the student's.
         arguments: those of `from_pretrained`. `base_model` is taken out; of an adapter those about the hub too.
 
     Raises:
@@ -252,7 +251,6 @@ def readable(
     find_base = None if base_model is None else (lambda _: base_model)
     with whole_model(source, find_base=find_base, **arguments) as (directory, adapter):
         if adapter is not None:
-            adapter.check_shape(config, str(source))
             for name in hub_arguments(arguments):
                 del arguments[name]
         yield directory, find_checkpoint(directory, arguments)

@@ -141,7 +141,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         # Of config.json `swiftkv` reads as True; the Auto classes set it from an argument after that.
         enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
         config.swiftkv = True
-        with readable(source, config, kwargs) as (directory, checkpoint):
+        with readable(source, kwargs) as (directory, checkpoint):
             if checkpoint is not None:
                 stored = {name.rpartition(".")[0] for name in checkpoint.shards}
                 teacher = cls.teacher_modules(config)

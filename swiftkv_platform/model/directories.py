@@ -82,7 +82,9 @@ def place(source: Path, target: Path, files: Files) -> None:
 def copy_companions(source: Path, target: Path, *, leaving_out: Collection[str] = ()) -> None:
     """Tokenizer, generation defaults, chat template, licence: what lies beside a model and fits its student too."""
     for path in sorted(source.iterdir()):
-        unfit = path.name.startswith(".") or path.name.endswith((*_WEIGHTS, ".py")) or path.name in {*_OWN, *leaving_out}
+        unfit = (
+            path.name.startswith(".") or path.name.endswith((*_WEIGHTS, ".py")) or path.name in {*_OWN, *leaving_out}
+        )
         if path.is_file() and not unfit:
             shutil.copyfile(path, target / path.name)
 

@@ -1,4 +1,4 @@
-"""Everything below an `s3://` address as files of this machine. Knows addresses and keys, little of what objects hold."""
+"""Objects below an `s3://` address as files of this machine. Knows addresses and keys, little of what they hold."""
 
 from __future__ import annotations
 

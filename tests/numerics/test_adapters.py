@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from swiftkv_platform.configs.adapter import ADAPTER
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import ConflictError, ModelError
-from swiftkv_platform.model import convert, convert_checkpoint, export, export_adapter
+from swiftkv_platform.model import convert, convert_checkpoint, export, export_adapter, load_dense
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests.checkpoints import ROWS, SHAPE, rewrite, save, save_fp8
@@ -77,9 +77,12 @@ def test_an_adapter_is_the_full_artifact_to_the_bit(name: str, tmp_path: Path) -
     full, adapter = trained(base, tmp_path / "full", early_exit=True), tmp_path / "adapter"
     written = export_adapter(full, adapter, base=base)
     assert (written.replaced, written.dropped, written.cast) == ((), (), {})
-    assert set(tensors_of(adapter)) == {name for name in tensors_of(full) if "swiftkv" in name or name.startswith("exit_")}
+    assert set(tensors_of(adapter)) == {
+        name for name in tensors_of(full) if "swiftkv" in name or name.startswith("exit_")
+    }
     assert torch.equal(logits(adapter), logits(full))
     assert torch.equal(logits(adapter, swiftkv=False), logits(full, swiftkv=False))
+    assert torch.equal(load_dense(adapter)(PROMPT).logits, load_dense(full)(PROMPT).logits)
     export(adapter, tmp_path / "again", teacher=True)
     assert equal(tensors_of(tmp_path / "again"), tensors_of(full))
 
@@ -167,7 +170,10 @@ def test_another_base_is_refused_by_the_tensor_that_differs(base: Path, full: Pa
 OTHER_SHAPES: list[tuple[Callable[[], Any], str]] = [
     (lambda: family_teacher("llama", num_hidden_layers=4), r"lacks 9 tensors: model\.layers\.4\."),
     (lambda: family_teacher("llama", num_hidden_layers=6), r"also holds 9 tensors: model\.layers\.5\."),
-    (lambda: family_teacher("llama", intermediate_size=80), r"mlp\.down_proj\.weight of .* is \[64, 80\], .* \[64, 96\]"),
+    (
+        lambda: family_teacher("llama", intermediate_size=80),
+        r"mlp\.down_proj\.weight of .* is \[64, 80\], .* \[64, 96\]",
+    ),
     (lambda: family_teacher("llama").to(torch.bfloat16), "is bfloat16, and the adapter was made of float32"),
 ]
 

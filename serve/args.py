@@ -14,6 +14,15 @@ HUB_PREFIX = "hf:"
 """Marks an `artifact_uri` as the id of a model on the Hugging Face hub."""
 
 
+class BaseAccess(FiniteModel):
+    """Sources that an adapter's base model may come from: those of its tenant, as `sources.Access` has them."""
+
+    roots: tuple[str, ...] | None = None
+    """Directories and `s3://` prefixes; null opens every path and address."""
+    hub_organizations: tuple[str, ...] | None = None
+    """Organisations of the hub; null opens the hub."""
+
+
 class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
     """The served models: Serve's `user_config`. A change of it alone is swapped in by the replicas that run.
 
@@ -25,6 +34,8 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
     directory, or a hub id behind `hf:`."""
     verify: bool = True
     """Serve only what its manifest describes, byte for byte."""
+    base_access: BaseAccess = BaseAccess()
+    """Rules for the base models of adapters. They count where a model is loaded, and load nothing themselves."""
     revision: str = ""
     """Names this state of the deployment; `/health` repeats it. Without meaning here."""
 
@@ -41,7 +52,7 @@ class Served(ServedSpec[EngineConfig, ResolvedCandidate]):
     def _loaded(self) -> Served:
         candidate = self.candidate and self.candidate.model_copy(update={"share": 0.0})
         shadow = self.shadow and self.shadow.model_copy(update={"share": 0.0})
-        others = {"revision": "", "ignored_fields": None}
+        others = {"revision": "", "ignored_fields": None, "base_access": BaseAccess()}
         return self.model_copy(update={**others, "candidate": candidate, "shadow": shadow})
 
 

@@ -33,13 +33,18 @@ from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.security.keys import KeyRing
+from swiftkv_platform.sources import Access
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
+from swiftkv_platform.storage.downloads import download_model
 
 if TYPE_CHECKING:
     from serve.backends import Surroundings
+    from swiftkv_platform.configs.adapter import BaseModelReference
     from swiftkv_platform.engine import AsyncLLMEngine
     from swiftkv_platform.engine.frontend import EngineFrontend
+
+_BASE = "base.name_or_path"
 
 
 @ray_serve.ingress()
@@ -151,12 +156,13 @@ def load(served: Served) -> Loaded:
     """Fetch the artifact, check every byte against its manifest, and load it. Blocks.
 
     Raises:
-        ModelError: no manifest, a model that cannot be loaded, or by the backend that was asked for.
+        ModelError: no manifest, an adapter whose base is not there or another model, a model that cannot be loaded, or
+            not by the backend that was asked for.
         InvalidInputError: an engine too small for any request.
         ArtifactCorruptError: a file differs from the manifest.
         StorageError: the object store does not answer.
     """
-    with _fetched(served) as (directory, digest):
+    with _fetched(served) as (adapted, digest), _whole(adapted, served) as directory:
         teacher = _load_teacher(directory, served)
         return Loaded(_load_engine(directory, served), digest, teacher)
 
@@ -181,6 +187,31 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
                 value=served.artifact_uri,
             ) from error
         yield directory, manifest_digest(manifest)
+
+
+@contextmanager
+def _whole(directory: Path, served: Served) -> Iterator[Path]:
+    """The directory of the whole model, for as long as it takes to load it: of an adapter one with its base, which is
+    found as a job's teacher is, by the tenant's rules."""
+    from swiftkv_platform.configs.adapter import ADAPTER
+
+    if not (directory / ADAPTER).is_file():
+        yield directory
+        return
+    from swiftkv_platform.model.adapters import whole_model
+    from swiftkv_platform.model.bases import model_directory
+
+    access = Access(served.base_access.roots, served.base_access.hub_organizations)
+    with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:
+
+        def download(uri: str) -> Path:
+            return download_model(uri, Path(workspace), access=access, field=_BASE)
+
+        def find(base: BaseModelReference) -> str:
+            return model_directory(base.name_or_path, base.revision, access=access, download=download, field=_BASE)
+
+        with whole_model(directory, find_base=find) as (whole, _):
+            yield Path(whole)
 
 
 def _load_engine(directory: Path, served: Served) -> EngineFrontend:

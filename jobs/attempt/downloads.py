@@ -8,19 +8,13 @@ import builtins
 from pathlib import Path
 
 from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.sources import OPEN, UNBOUNDED, Access, Boundary, BuiltinSource, HubSource, PathSource, S3Source
-from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
-from swiftkv_platform.sources.models import check_model_files
-from swiftkv_platform.sources.names import refuse_shadowed
-from swiftkv_platform.sources.teacher_config import builtin_teacher
+from swiftkv_platform.errors import DataError
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import ModelSpec
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.downloads import download_model, keys_below
 
 _MODEL = "model.name_or_path"
-_NEEDED = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
-_NOT_NEEDED = ["*.bin.index.json", "original/*", "onnx/*", "consolidated*"]
-"""Patterns of a hub model's files to fetch and to leave out: no code, no pickles, no second copies of the weights."""
 
 
 def access_of(request: AttemptRequest) -> Access:
@@ -42,61 +36,13 @@ def teacher_path(model: ModelSpec, workspace: Path, *, access: Access = OPEN, fe
             what may not be read.
         InvalidInputError: a name that is closed, or a hub id that this machine's working directory shadows.
     """
-    match access.model(model.name_or_path, _MODEL):
-        case BuiltinSource(name):
-            return str(_directory(builtin_teacher(name), name))
-        case S3Source(name):
-            target = workspace / "teacher"
-            if fetch:
-                _download_below(name, target, ModelError, field=_MODEL)
-                if access.is_restricted:
-                    check_model_files(target, Boundary.of(target), _MODEL)
-            return str(target)
-        case PathSource(name, path):
-            if path.suffix == SUFFIX:
-                return str(_directory(path, name, access.boundary))
-            if not access.is_restricted:
-                return str(path) if path.exists() else name
-            directory = access.boundary.check(path, _MODEL, error=ModelError)
-            if not directory.is_dir():
-                raise ModelError(f"{_MODEL} is {name!r}: no such directory", field=_MODEL, value=name)
-            check_model_files(directory, access.boundary, _MODEL)
-            return str(directory)
-        case HubSource(name):
-            if not access.is_restricted:
-                return name
-            refuse_shadowed(name, _MODEL)
-            return str(_snapshot(name, model.revision))
+    from swiftkv_platform.model.bases import model_directory  # imports torch
 
+    def download(uri: str) -> Path:
+        target = workspace / "teacher"
+        return download_model(uri, target, access=access, field=_MODEL) if fetch else target
 
-def _directory(path: Path, name: str, boundary: Boundary = UNBOUNDED) -> Path:
-    """The directory `path`, or the one that a GGUF file becomes; its header is checked before `gguf` trusts it."""
-    if path.suffix != SUFFIX:
-        return path
-    config = read_gguf_config(path, name, field=_MODEL, boundary=boundary)
-
-    from swiftkv_platform.model.gguf import gguf_directory
-
-    return gguf_directory(boundary.check(path, _MODEL, error=ModelError), config, field=_MODEL)
-
-
-def _snapshot(name: str, revision: str | None) -> Path:
-    """A hub model's directory in the hub's cache, checked as a local one is, so that loaders read what was checked."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        directory = Path(
-            snapshot_download(name, revision=revision, allow_patterns=_NEEDED, ignore_patterns=_NOT_NEEDED)
-        )
-    except (OSError, ValueError) as error:  # the hub's errors are OSErrors
-        raise ModelError(
-            f"cannot read a model at {name!r}: give a directory or a hub id that this machine can reach "
-            f"({str(error).splitlines()[0]})",
-            field=_MODEL,
-            value=name,
-        ) from error
-    check_model_files(directory, Boundary.of(directory.parents[1]), _MODEL)
-    return directory
+    return model_directory(model.name_or_path, model.revision, access=access, download=download, field=_MODEL)
 
 
 class StoreFiles:
@@ -110,7 +56,7 @@ class StoreFiles:
         parent, _, name = uri.rstrip("/").rpartition("/")
         if parent != "s3:/" and open_store(parent).head(name) is not None:
             return [uri.rstrip("/")]
-        return [f"{uri.rstrip('/')}/{key}" for key in _keys_below(uri, DataError, field="data.sources")]
+        return [f"{uri.rstrip('/')}/{key}" for key in keys_below(uri, DataError, field="data.sources")]
 
     def fetch(self, uri: str) -> Path:
         """Download one object, unless it is there."""
@@ -136,18 +82,3 @@ def fetch_data(uri: str, workspace: Path) -> Path:
     for address in files.list(uri):
         files.fetch(address)
     return files.path(uri)
-
-
-def _download_below(uri: str, target: Path, missing: type[InvalidInputError], *, field: str) -> None:
-    store = open_store(uri.rstrip("/"))
-    for key in _keys_below(uri, missing, field=field):
-        path = target / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        store.download_file(key, path)
-
-
-def _keys_below(uri: str, missing: type[InvalidInputError], *, field: str) -> list[str]:
-    keys = [info.key for info in open_store(uri.rstrip("/")).list("")]
-    if not keys:
-        raise missing(f"{field}: there is no object at {uri!r} and none below it", field=field, value=uri)
-    return keys

@@ -25,15 +25,16 @@ from jobs.worker.measure import Evaluation
 from jobs.worker.memory import MODEL_SHARE, free_bytes, local_first
 from jobs.worker.prepare import load_tokenizer, open_lazy, set_up_process, task_device
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest, Manifest
 from swiftkv_platform.contract.events import MetricsEvent
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.measured import MeasuredStudent, parameter_bytes
-from swiftkv_platform.distillation.weights import LazyStudent, save_lazy
+from swiftkv_platform.distillation.weights import LazyStudent, save_lazy, stored_tensors
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
+from swiftkv_platform.model.adapters import write_adapter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.sources import Access
@@ -68,7 +69,7 @@ def evaluate_and_publish(
         with _tracked(store, request) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
             report.check_gates()
-            student.save(workspace / "artifact")
+            lineage |= student.save(workspace / "artifact")
             _write(files, workspace / "artifact")
             manifest = _publish(store, request, workspace / "artifact", lineage, report.model_dump(mode="json"))
             run.log_artifact(manifest)
@@ -110,13 +111,14 @@ def publish_trial(
     trial_store, lineage = open_store(trial_store_uri), trial.lineage
     with _workspace(spec) as workspace:
         artifact = workspace / "artifact"
-        _Student.load(spec, access_of(request), workspace, trial_store, lineage["checkpoint"]).save(artifact)
+        student = _Student.load(spec, access_of(request), workspace, trial_store, lineage["checkpoint"])
+        saved = student.save(artifact)
         measured = AttemptId(lineage["job_id"], lineage["attempt"]).artifact_prefix
         for name in trial.files:
             trial_store.download_file(f"{measured}/{name}", artifact / name)
         _write(files, artifact)
         lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
-        lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name}
+        lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name, **saved}
         return _publish(open_store(store_uri), request, artifact, lineage, trial.metrics)
 
 
@@ -205,16 +207,38 @@ class _Student:
         fits = needed < MODEL_SHARE * free_bytes(task_device(self.spec), self.workers.num_local())
         return not all(self.workers.gather(fits))
 
-    def save(self, directory: Path) -> None:
-        """Write the trained model, no more than a weight file of it in memory."""
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write the trained model, no more than a weight file of it in memory, or what of it its teacher has not.
+
+        Returns:
+            What the lineage says of an adapter; nothing of a whole model.
+        """
         directory.mkdir()
-        own, model = self.spec.distillation, self.lazy.model
+        model, keeps_teacher = self.lazy.model, self.spec.distillation.trainable == "qkv"
         self.lazy.started_from(self._trained)
-        save_lazy(self.lazy, directory, teacher=own.trainable == "qkv")
         model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(directory)
+        adapter = None
+        if self.spec.publish.adapter:
+            adapter = write_adapter(
+                stored_tensors(self.lazy, teacher=keeps_teacher),
+                model.config,
+                self.lazy.base,
+                directory,
+                name_or_path=_findable(self.spec.model.name_or_path),
+                revision=self.spec.model.revision,
+                teacher_modules=model.teacher_modules(model.config),
+            )
+        else:
+            save_lazy(self.lazy, directory, teacher=keeps_teacher)
+            model.config.save_pretrained(directory)
         model.generation_config.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+        return {} if adapter is None else {ADAPTER_LINEAGE: adapter.base.digest}
+
+
+def _findable(name: str) -> str:
+    """A teacher's name as it is found from any working directory."""
+    return str(Path(name).expanduser().absolute()) if Path(name).expanduser().exists() else name
 
 
 def _training(lineage: Mapping[str, Any]) -> TrainingOutcome:

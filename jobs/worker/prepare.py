@@ -29,6 +29,7 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.model import convert
+from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import JobSpec
@@ -61,7 +62,10 @@ def prepare(
     with tempfile.TemporaryDirectory(prefix="prepare-") as directory:
         workspace = Path(directory)
         path = teacher_path(spec.model, workspace, access=access)
-        student = open_lazy(spec, path).model
+        lazy = open_lazy(spec, path)
+        student = lazy.model
+        if spec.publish.adapter:
+            check_can_be_base(lazy.base, "publish.adapter")
         spec = _settle(spec, student.config)
         check_heads(student.config, spec.sharding.sequence_parallel_size)
         if spec.distillation.hidden_loss_weight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request, Security
@@ -36,7 +37,7 @@ from swiftkv_platform.orchestration.uploading import FileLimits
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
 from swiftkv_platform.security.keys import KeyRing, Scope
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources import SourceRules
+from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -91,7 +92,10 @@ def build_components(settings: Settings) -> Components:
             entrypoint_memory=settings.entrypoint_memory,
         ),
         serving=RayServe(
-            settings.resolved_serve_dashboard_url, settings.serve_url, api_keys_file=settings.serve_api_keys_file
+            settings.resolved_serve_dashboard_url,
+            settings.serve_url,
+            api_keys_file=settings.serve_api_keys_file,
+            access=partial(tenant_access, source_rules(settings), policies),
         ),
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
@@ -134,6 +138,13 @@ def file_limits(settings: Settings) -> FileLimits:
 
 def source_rules(settings: Settings) -> SourceRules:
     return SourceRules(settings.resolved_source_roots, code_tasks=settings.allow_code_tasks)
+
+
+def tenant_access(rules: SourceRules, policies: Policies, tenant: str | None) -> Access:
+    """What a tenant may read; of before there were tenants nothing but the hub, where sources have rules."""
+    if tenant is None:
+        return Access(roots=None if rules.roots is None else ())
+    return rules.access(tenant, policies.policy(tenant).hub_organizations)
 
 
 def webhook_rules(settings: Settings) -> WebhookRules:

@@ -1,10 +1,12 @@
-"""`swiftkv convert` and `swiftkv export`: a teacher's checkpoint into a student's, a student's into what is served."""
+"""`swiftkv convert` and `swiftkv export`: a teacher's checkpoint into a student's, a student's into what is served, or
+into an adapter and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -12,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from swiftkv_platform.cli.context import Json
 from swiftkv_platform.cli.output import err, print_json, say
-from swiftkv_platform.cli.sources import model_path
+from swiftkv_platform.cli.sources import adapter_base, artifact_teacher, base_directory, model_path
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning import equal_cache_group_size
 
@@ -96,8 +98,19 @@ def convert(
 
 
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="SwiftKV model: directory or hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="SwiftKV model or adapter: directory or hub id.")],
     output: Output,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write only the tensors that are not those of its base model.")
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Base model. [of a job's artifact its teacher; of an adapter the one that it names]",
+        ),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Hub revision of --base.")] = None,
     teacher: Annotated[
         bool,
         typer.Option("--teacher/--no-teacher", help="Keep the teacher's projections of later layers."),
@@ -105,17 +118,58 @@ def export(
     copy: Copy = False,
     json: Json = False,
 ) -> None:
-    """Write a student for serving: without the projections that only its teacher runs."""
+    """Write a student for serving: without the projections that only its teacher runs, or as an adapter."""
     with _needs_torch():
         from swiftkv_platform.model import export as run
-    with _progress("Exporting") as report:
-        target = run(model, output.expanduser(), teacher=teacher, files="copy" if copy else "link", progress=report)
-    size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    target, files = output.expanduser(), "copy" if copy else "link"
+    if adapter:
+        _export_adapter(model, target, base, revision, json=json)
+        return
+    with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
+        run(model, target, teacher=teacher, files=files, base_model=base_model, progress=report)
+    size = _weight_bytes(target)
     if json:
         print_json({"output": str(target), "teacher": teacher, "weight_bytes": size})
         return
     with_teacher = "with" if teacher else "without"
     say(f"{target}: {size / _MIB:,.1f} MiB of weights, {with_teacher} the teacher")
+
+
+def _export_adapter(model: str, target: Path, base: str | None, revision: str | None, *, json: bool) -> None:
+    from swiftkv_platform.model import export_adapter
+
+    name = base
+    if name is None:
+        name, revision = artifact_teacher(model)
+    with _base_directory(name, revision) as directory, _progress("Comparing") as report:
+        found = str(Path(name).resolve()) if Path(name).is_dir() else name
+        written = export_adapter(
+            model, target, base=directory or name, name_or_path=found, revision=revision, progress=report
+        )
+    size = _weight_bytes(target)
+    if json:
+        fields = {"output": str(target), "base": found, "revision": revision, "digest": written.base.digest}
+        counts = {name: len(getattr(written, name)) for name in ("added", "replaced", "dropped")}
+        print_json({**fields, **counts, "weight_bytes": size})
+        return
+    say(
+        f"{target}: {size / _MIB:,.1f} MiB of weights, {len(written.added)} tensors beside those of {found} and "
+        f"{len(written.replaced)} in the place of them"
+    )
+
+
+@contextmanager
+def _base_directory(name: str | None, revision: str | None) -> Iterator[str | None]:
+    """A base model as what a loader takes, for as long as it is read; None stays None."""
+    if name is None:
+        yield None
+        return
+    with TemporaryDirectory(prefix="swiftkv-base-") as workspace:
+        yield base_directory(name, revision, Path(workspace))
+
+
+def _weight_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 @contextmanager

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.errors import ModelError
+from swiftkv_platform.contract.attempts import MANIFEST, Manifest
+from swiftkv_platform.errors import InvalidInputError, ModelError
 from swiftkv_platform.planning import read_config
+from swiftkv_platform.sources import OPEN
 from swiftkv_platform.sources.gguf import SUFFIX, read_gguf_config
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_teacher_config
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.downloads import download_model
 
 
 def model_config(name: str) -> dict[str, Any]:
@@ -43,6 +46,43 @@ def model_path(name: str) -> str:
 def read_stored(store: str, key: str) -> bytes:
     """An object of any store, for checking a spec's sources."""
     return open_store(store, patient=False).get_bytes(key)
+
+
+def base_directory(name: str, revision: str | None, workspace: Path) -> str:
+    """The base model of an adapter as a directory or a hub id; one in an object store is fetched to `workspace`.
+
+    Raises:
+        ModelError: there is none, or it cannot be read.
+        StorageError: the store does not answer.
+    """
+    from swiftkv_platform.model.bases import model_directory
+
+    def download(uri: str) -> Path:
+        return download_model(uri, workspace / "base", access=OPEN, field="base")
+
+    return model_directory(name, revision, download=download, field="base")
+
+
+def artifact_teacher(directory: str) -> tuple[str, str | None]:
+    """Name and revision of the teacher that a job's artifact was made from. Raises `InvalidInputError`."""
+    manifest = Path(directory) / MANIFEST
+    if not manifest.is_file():
+        raise InvalidInputError(
+            f"base is not given, and {directory!r} has no {MANIFEST} that names its teacher, as a job's artifact has; "
+            "--base with the model that it was made from would do",
+            field="base",
+            value=None,
+        )
+    lineage = Manifest.model_validate_json(manifest.read_bytes()).lineage
+    return lineage["teacher"], lineage["revision"]
+
+
+def adapter_base(directory: str) -> str | None:
+    """Base of the adapter in a directory where only the command line reads it: one in an object store."""
+    from swiftkv_platform.configs.adapter import read_adapter
+
+    adapter = read_adapter(Path(directory))
+    return adapter.base.name_or_path if adapter and adapter.base.name_or_path.startswith("s3://") else None
 
 
 def _from_hub(name: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,10 +16,14 @@ from swiftkv_platform.cluster.served_revisions import ServedRevisions
 from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
 
 APPLICATION = "serve.app:build_app"
 """Import path of the application of every deployment."""
+
+TenantAccess = Callable[[str | None], Access]
+"""What a tenant may read; None for a deployment of before there were tenants."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATH = "/api/serve/applications/"
@@ -60,24 +64,34 @@ class RayServe:
         serve_url: `http://host:port` where clients reach Serve's proxies. Ray reads where they are to listen when the
             first `apply` starts Serve, not later.
         api_keys_file: of hashed keys, as the cluster's machines see it; None: replicas ask for no key.
+        access: sources that a tenant's deployments may read the base models of adapters from.
 
     Raises:
         InvalidInputError: a `serve_url` that is no such address.
     """
 
     def __init__(
-        self, dashboard_url: str, serve_url: str = "http://127.0.0.1:8001", *, api_keys_file: Path | None = None
+        self,
+        dashboard_url: str,
+        serve_url: str = "http://127.0.0.1:8001",
+        *,
+        api_keys_file: Path | None = None,
+        access: TenantAccess = lambda _: OPEN,
     ) -> None:
         host, port = http_address(serve_url)
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
         self._http_options = {"host": host, "port": port}
         self._api_keys_file = api_keys_file
+        self._access = access
         self._revisions = ServedRevisions(serve_url)
 
     def apply(self, deployments: Sequence[ResolvedDeployment]) -> None:
         config = {
             "http_options": self._http_options,
-            "applications": [_application(deployment, self._api_keys_file) for deployment in deployments],
+            "applications": [
+                _application(deployment, self._api_keys_file, self._access(deployment.tenant))
+                for deployment in deployments
+            ],
         }
         self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
         self._revisions.want({deployment.id: _revision(deployment) for deployment in deployments})
@@ -111,7 +125,7 @@ class RayServe:
         return state
 
 
-def _application(deployment: ResolvedDeployment, api_keys_file: Path | None) -> dict[str, Any]:
+def _application(deployment: ResolvedDeployment, api_keys_file: Path | None, access: Access) -> dict[str, Any]:
     """A deployment in Serve's config; the application's name is the deployment's id.
 
     A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
@@ -126,7 +140,7 @@ def _application(deployment: ResolvedDeployment, api_keys_file: Path | None) -> 
         "deployments": [
             {
                 "name": "Replica",
-                "user_config": {**_served(deployment), "revision": _revision(deployment)},
+                "user_config": {**_served(deployment), **_base_access(access), "revision": _revision(deployment)},
                 "autoscaling_config": autoscaling_config(deployment),
             }
         ],
@@ -137,6 +151,13 @@ def _served(deployment: ResolvedDeployment) -> dict[str, Any]:
     included = {*ServedSpec.model_fields, "artifact_uri"}
     served = deployment.model_dump(mode="json", include=included)
     return {name: value for name, value in served.items() if value is not None}
+
+
+def _base_access(access: Access) -> dict[str, Any]:
+    """Rules for the base models of adapters, where there are any."""
+    rules = {"roots": access.roots, "hub_organizations": access.hub_organizations}
+    closed = {name: list(opened) for name, opened in rules.items() if opened is not None}
+    return {"base_access": closed} if closed else {}
 
 
 def _revision(deployment: ResolvedDeployment) -> str:

@@ -30,6 +30,8 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
 MANIFEST = "manifest.json"
+ADAPTER_LINEAGE = "base_digest"
+"""Key of an artifact's lineage that an adapter alone has: the digest of the weights of `teacher`, its base model."""
 
 
 class AttemptRequest(FrozenModel):
@@ -78,8 +80,8 @@ class Manifest(FrozenModel):
     created_at: float
     """Unix seconds."""
     lineage: dict[str, Any] = {}
-    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec. Checkpoint: step, tokens,
-    world_size."""
+    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec; of an adapter base_digest.
+    Checkpoint: step, tokens, world_size."""
     metrics: dict[str, Any] = {}
     """Artifact: the evaluation report (`evaluation.json`)."""
 

@@ -107,6 +107,11 @@ class LazyStudent:
         return cls(model.eval(), TeacherWeights(checkpoint, teacher, dtype), start, device=device)
 
     @property
+    def base(self) -> Checkpoint:
+        """The teacher's files."""
+        return self._teacher.checkpoint
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the teacher's tensors as they are stored."""
         return sum(info.num_bytes for info in self._teacher.checkpoint.headers.values())
@@ -228,16 +233,18 @@ def save_lazy(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
     Args:
         teacher: keep the teacher's projections of layers >= l; without, the configuration says that they are gone.
     """
+    write_model_shards(directory, stored_tensors(lazy, teacher=teacher))
+
+
+def stored_tensors(lazy: LazyStudent, *, teacher: bool) -> Iterator[tuple[str, Tensor]]:
+    """A student's tensors under the names of its weight files, each read when it is asked for; `teacher` as for
+    `save_lazy`."""
     model = lazy.model
     dropped = () if teacher else tuple(f"{module}." for module in model.teacher_modules(model.config))
     if not teacher:
         model.config.swiftkv_teacher_weights = False
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in model.named_parameters():  # a tied head comes once
-            if not name.startswith(dropped):
-                read = {name: lazy.read(name).to(parameter.dtype)}
-                # What is fused in memory is stored apart.
-                yield from revert_weight_conversion(model, read).items()
-
-    write_model_shards(directory, tensors())
+    for name, parameter in model.named_parameters():  # a tied head comes once
+        if not name.startswith(dropped):
+            read = {name: lazy.read(name).to(parameter.dtype)}
+            # What is fused in memory is stored apart.
+            yield from revert_weight_conversion(model, read).items()

@@ -11,11 +11,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.adapters import readable
 from swiftkv_platform.model.checkpoint import hub_arguments
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.exits import ExitStep, ThresholdExits
 from swiftkv_platform.model.generation import SwiftKVGenerationMixin
-from swiftkv_platform.model.loading import find_checkpoint, load_checked
+from swiftkv_platform.model.loading import load_checked
 from swiftkv_platform.model.masks import can_select
 from swiftkv_platform.model.selection import TokenSelection
 
@@ -128,9 +129,11 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         """Load as in transformers, in student mode unless `swiftkv=False` is an argument. Weights are read once names
         and shapes of all tensors are right; an export without the teacher's projections is recognised by their absence.
 
+        Of an adapter its base is read too, which `base_model=` (a directory or hub id) may name instead of the adapter.
+
         Raises:
             ModelError: naming the tensors that are missing, not expected or of another shape; teacher mode of an export
-                without the teacher's projections.
+                without the teacher's projections; an adapter whose base is not there or another model.
         """
         source, config = pretrained_model_name_or_path, kwargs.pop("config", None)
         if config is None or isinstance(config, str | Path):
@@ -138,15 +141,17 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         # Of config.json `swiftkv` reads as True; the Auto classes set it from an argument after that.
         enabled: bool = kwargs.pop("swiftkv", config.swiftkv)
         config.swiftkv = True
-        checkpoint = find_checkpoint(source, kwargs)
-        if checkpoint is not None:
-            stored = {name.rpartition(".")[0] for name in checkpoint.shards}
-            teacher = cls.teacher_modules(config)
-            config.swiftkv_teacher_weights = not teacher or not stored.isdisjoint(teacher)
-        _check_mode(config, enabled)
-        family: Any = super()
-        loaded = load_checked(family.from_pretrained, cls, config, source, checkpoint, *args, **kwargs)
+        with readable(source, kwargs) as (directory, checkpoint):
+            if checkpoint is not None:
+                stored = {name.rpartition(".")[0] for name in checkpoint.shards}
+                teacher = cls.teacher_modules(config)
+                config.swiftkv_teacher_weights = not teacher or not stored.isdisjoint(teacher)
+            _check_mode(config, enabled)
+            family: Any = super()
+            loaded = load_checked(family.from_pretrained, cls, config, directory, checkpoint, *args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        if directory != source:
+            model.config.name_or_path = model.name_or_path = str(source)
         model.swiftkv(enabled)
         return loaded
 

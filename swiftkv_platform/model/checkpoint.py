@@ -90,6 +90,17 @@ class Checkpoint:
             raise _unusable(self.source, f"its index names {shard}, which is not there")
         return path
 
+    def names_in(self, shard: str) -> list[str]:
+        """Return the tensors of a file."""
+        return self._names_by_shard[shard]
+
+    @cached_property
+    def _names_by_shard(self) -> dict[str, list[str]]:
+        by_shard: dict[str, list[str]] = {}
+        for name, shard in self.shards.items():
+            by_shard.setdefault(shard, []).append(name)
+        return by_shard
+
     def find(self, filename: str) -> Path | None:
         """Return the path of a file of any kind, or None."""
         path = _find(self.source, filename, self.hub_arguments)
@@ -142,6 +153,15 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def stored_checkpoint(directory: Path) -> Checkpoint:
+    """The tensors of all safetensors files in a directory, whatever the files' names. Raises `ModelError`."""
+    shards: dict[str, str] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with _opened(path, directory) as file:
+            shards |= dict.fromkeys(file.keys(), path.name)
+    return Checkpoint(str(directory), shards)
 
 
 def hub_arguments(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -22,9 +22,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 
-Files = Literal["link", "copy"]
-"""Way of putting an unchanged weight file into a new directory: as a hard link, which takes no space and no time, or as
-a copy, for a target that must not share its bytes with the source."""
+Files = Literal["link", "copy", "symlink"]
+"""Way of putting an unchanged weight file into a new directory: as a hard link, which takes no space and no time, as a
+copy, for a target that must not share its bytes with the source, or as a symbolic link, for a target that its source
+outlives."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 _OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
@@ -65,6 +66,9 @@ def new_directory(target: Path) -> Iterator[Path]:
 def place(source: Path, target: Path, files: Files) -> None:
     """`source` as `target`; a link where asked for and possible, else a copy."""
     source = source.resolve()  # the hub's cache links to its blobs
+    if files == "symlink":
+        target.symlink_to(source)
+        return
     if files == "link":
         try:
             target.hardlink_to(source)
@@ -75,10 +79,12 @@ def place(source: Path, target: Path, files: Files) -> None:
     shutil.copyfile(source, target)
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, *, leaving_out: Collection[str] = ()) -> None:
     """Tokenizer, generation defaults, chat template, licence: what lies beside a model and fits its student too."""
     for path in sorted(source.iterdir()):
-        unfit = path.name.startswith(".") or path.name.endswith((*_WEIGHTS, ".py")) or path.name in _OWN
+        unfit = (
+            path.name.startswith(".") or path.name.endswith((*_WEIGHTS, ".py")) or path.name in {*_OWN, *leaving_out}
+        )
         if path.is_file() and not unfit:
             shutil.copyfile(path, target / path.name)
 

@@ -5,13 +5,17 @@ the projections of layers >= l that SwiftKV replaces). It knows files and names,
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from swiftkv_platform.configs import SwiftKVConfigMixin
+from swiftkv_platform.configs.adapter import ADAPTER, AdapterConfig
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.adapters import whole_model, write_adapter
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.conversion import read_config
 from swiftkv_platform.model.directories import (
@@ -35,6 +39,7 @@ def export(
     teacher: bool = False,
     files: Files = "link",
     revision: str | None = None,
+    base_model: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write `student` to the directory `target`, whole or not at all.
@@ -45,18 +50,24 @@ def export(
     Args:
         student: a SwiftKV model in memory, which stays as it is, or the directory or hub id of one, which is written
             file by file: files that lose nothing are linked or copied, see `files`, the others rewritten one at a time.
+            An adapter is applied to its base, and the target is a whole model.
         target: a new or empty directory.
         teacher: keep the teacher's projections of layers >= l.
+        base_model: directory or hub id of an adapter's base; None: as the adapter names it.
         progress: told how many files of how many are written; for a directory.
 
     Raises:
-        ModelError: not a SwiftKV model, or `teacher` of one that was exported without.
+        ModelError: not a SwiftKV model, `teacher` of one that was exported without, or an adapter whose base is not
+            there or another model.
         ConflictError: `target` exists and is not empty.
     """
     target = Path(target)
     check_new(target)
     if isinstance(student, str | Path):
-        return _export_files(student, target, teacher, files, revision, progress)
+        find_base = None if base_model is None else (lambda _: base_model)
+        with whole_model(student, find_base=find_base, revision=revision) as (whole, adapter):
+            of_hub = revision if adapter is None else None
+            return _export_files(whole, target, teacher, files, of_hub, progress)
     config, dropped = _checked(student.config, str(student.config.name_or_path), teacher=teacher)
     if teacher and not student.config.swiftkv_teacher_weights:
         raise _no_teacher(str(student.config.name_or_path))
@@ -65,6 +76,66 @@ def export(
         student.save_pretrained(partial, state_dict=weights)
         config.save_pretrained(partial)
     return target
+
+
+def export_adapter(
+    student: str | Path,
+    target: str | Path,
+    *,
+    base: str | Path,
+    name_or_path: str | None = None,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> AdapterConfig:
+    """Write the tensors in which `student` differs from its base model to the directory `target`, whole or not at all.
+
+    One tensor of each is in memory at a time, besides what is written next.
+
+    Args:
+        student: directory or hub id of a SwiftKV model.
+        target: a new or empty directory.
+        base: directory or hub id of the model that it was made from.
+        name_or_path: name by which the base is found again; None: that of `base`, of a directory its full path.
+        revision: the base's revision on the hub.
+        progress: told how many tensors of how many are compared.
+
+    Raises:
+        ModelError: not a SwiftKV model, an adapter already, or one of which hardly a tensor is the base's.
+        ConflictError: `target` exists and is not empty.
+    """
+    target = Path(target)
+    check_new(target)
+    config, _ = _checked(read_config(student, None), str(student), teacher=True)
+    directory = local_directory(student, None)
+    if (directory / ADAPTER).is_file():
+        raise ModelError(
+            f"{str(student)!r} is an adapter already; copy it, or export a whole model from it",
+            field="model",
+            value=str(student),
+        )
+    checkpoint, of_base = Checkpoint.open(directory), Checkpoint.open(base, revision=revision)
+    if name_or_path is None:
+        name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else str(base)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for done, name in enumerate(checkpoint.shards, start=1):
+            yield name, checkpoint.tensors([name])[name]
+            if progress is not None:
+                progress(done, len(checkpoint.shards))
+
+    with new_directory(target) as partial:
+        adapter = write_adapter(
+            tensors(),
+            config,
+            of_base,
+            partial,
+            name_or_path=name_or_path,
+            revision=revision,
+            teacher_modules=teacher_modules(config),
+            refuses_whole=True,
+        )
+        copy_companions(directory, partial)
+    return adapter
 
 
 def drop_teacher(student: Any) -> None:
@@ -81,7 +152,7 @@ def _export_files(
     directory = local_directory(source, revision)
     checkpoint = Checkpoint.open(directory)
     modules = {name.rpartition(".")[0] for name in checkpoint.shards}
-    if teacher and modules.isdisjoint(_teacher_modules(config)):
+    if teacher and modules.isdisjoint(teacher_modules(config)):
         raise _no_teacher(str(source))
     kept = {name: shard for name, shard in checkpoint.shards.items() if name.rpartition(".")[0] not in dropped}
     names = shard_names(kept.values(), "weights")
@@ -113,10 +184,11 @@ def _checked(config: Any, source: str, *, teacher: bool) -> tuple[Any, frozenset
     if teacher:
         return config, frozenset()
     config.swiftkv_teacher_weights = False
-    return config, frozenset(_teacher_modules(config))
+    return config, frozenset(teacher_modules(config))
 
 
-def _teacher_modules(config: Any) -> list[str]:
+def teacher_modules(config: Any) -> list[str]:
+    """Names of the modules of a student that only its teacher runs."""
     modules: list[str] = student_classes(config.model_type.removesuffix("_swiftkv")).causal_lm.teacher_modules(config)
     return modules
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.errors import InvalidInputError, StaleVersionError
 from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
 from swiftkv_platform.orchestration.engine_options import check_engine_options
-from swiftkv_platform.orchestration.job import new_id
+from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.merge_patch import contradicted, merged
 from swiftkv_platform.orchestration.ports import (
     Catalog,
@@ -26,6 +27,7 @@ from swiftkv_platform.orchestration.registry import RegistryService, changed
 from swiftkv_platform.orchestration.routes import RouteRules
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.versions import Expected
+from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 
 ONE_TENANT = RouteRules()
@@ -38,6 +40,7 @@ class DeploymentService:
     Args:
         routes: where deployments may answer.
         limits: what they may ask for.
+        access: sources that a tenant may read, the base models of adapters among them.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class DeploymentService:
         clock: Clock,
         routes: RouteRules = ONE_TENANT,
         limits: DeploymentLimits = UNLIMITED,
+        access: Callable[[str], Access] = lambda _: OPEN,
     ) -> None:
         self._catalog = catalog
         self._registry = registry
         self._clock = clock
         self._routes = routes
         self._limits = limits
+        self._access = access
 
     def create(self, caller: Caller, wanted: DeploymentSpec) -> Deployment:
         """Store a deployment; the reconciler brings it up.
@@ -116,6 +121,7 @@ class DeploymentService:
         patch = dict(changes)
         if "model" in changes:
             found, alias = self._registry.resolve(changes["model"], caller.tenant)
+            self._check_base(found, caller, "model")
             patch |= {"model": found.id, "artifact_uri": found.artifact_uri, "alias": alias}
         candidate = changes.get("candidate")
         if candidate is not None and "model" in candidate:
@@ -129,7 +135,13 @@ class DeploymentService:
             raise InvalidInputError(
                 f"candidate: {error.message}", field="candidate.model", value=candidate["model"]
             ) from error
+        self._check_base(found, caller, "candidate.model")
         return {**candidate, "model": found.id, "artifact_uri": found.artifact_uri}
+
+    def _check_base(self, model: Model, caller: Caller, field: str) -> None:
+        """Raises `InvalidInputError` for an adapter whose base the tenant may not read, or no longer."""
+        if ADAPTER_LINEAGE in model.lineage:
+            self._access(caller.tenant).model(str(model.lineage["teacher"]), f"{field}.base")
 
     def delete(self, deployment_id: str, caller: Caller) -> Deployment:
         """Mark a deployment for its end; asking again is the same. Raises `NotFoundError` once it is gone."""

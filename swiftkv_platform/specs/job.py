@@ -233,6 +233,14 @@ class CheckpointSpec(Spec):
     """Newest checkpoints kept; older ones are deleted."""
 
 
+class PublishSpec(Spec):
+    """The artifact in the store."""
+
+    adapter: bool = False
+    """Publish the tensors in which the student differs from its teacher, which is read again wherever the model is
+    loaded, instead of the whole model. Not with `distillation.trainable: all`, which changes every tensor."""
+
+
 class WandbSpec(Spec):
     project: Word = "swiftkv"
     entity: Word | None = None
@@ -276,6 +284,7 @@ class JobSpec(Spec):
     resources: ResourcesSpec = ResourcesSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
+    publish: PublishSpec = PublishSpec()
     sweep: SweepSpec | None = None
     """Search over l, g and the learning rate; null trains one model."""
     tracking: TrackingSpec = TrackingSpec()
@@ -346,6 +355,18 @@ class JobSpec(Spec):
                 "optimizer.name 'muon' needs whole matrices, and sharding.strategy 'deepspeed' keeps flat shards; "
                 "sharding.strategy ddp or fsdp2, or optimizer.name adamw, would do",
                 {"field": "optimizer.name", "value": self.optimizer.name},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_is_a_part(self) -> Self:
+        if self.publish.adapter and self.distillation.trainable == "all":
+            raise PydanticCustomError(
+                "adapter",
+                "publish.adapter is true, and distillation.trainable 'all' changes every tensor: an adapter of "
+                "everything is as large as the whole model; publish.adapter false, or distillation.trainable qkv or "
+                "tail, would do",
+                {"field": "publish.adapter", "value": True},
             )
         return self
 

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from swiftkv_platform.vllm.adapters import BASE_PREFIX, adapter_of, base_weights
 from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, Family, architecture
 from swiftkv_platform.vllm.model import SwiftKVDecoder
 from swiftkv_platform.vllm.names import StudentNames
@@ -27,6 +28,9 @@ class SwiftKVForCausalLM(nn.Module):
         super().__init__()
         config: Any = vllm_config.model_config.hf_config
         self.config = config
+        self.adapter = adapter_of(vllm_config.model_config)
+        if self.adapter is not None:
+            self.secondary_weights = [base_weights(self.adapter)]
         self.model = SwiftKVDecoder(family=self.family, vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -60,11 +64,14 @@ class SwiftKVForCausalLM(nn.Module):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint in the common format, ours or the reference's.
+        """Load a checkpoint in the common format, ours or the reference's; an adapter with its base's after its own.
 
         Raises:
-            ModelError: SwiftKV tensors that are missing or that the configuration has no place for.
+            ModelError: SwiftKV tensors that are missing or that the configuration has no place for; another base than
+                the adapter's.
         """
+        if self.adapter is not None:
+            weights = self.adapter.apply(weights, base_prefix=BASE_PREFIX, source=self.config.name_or_path)
         groups = self.model.groups if self.model.layer_map.leaders else None
         names = StudentNames.of(self.family, self.config, self.model.layer_map)
         spread = None if groups is None else groups.spread_heads

@@ -14,13 +14,15 @@ import pytest
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.model import export_adapter
 from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
 from swiftkv_platform.security.keys import Scope, create_key
+from swiftkv_platform.sources import Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.integration.conftest import wait_for
-from tests.unit.engine.tiny_models import save_swiftkv
+from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.integration
 
@@ -33,12 +35,15 @@ ENDLESS = {"prompt": [1], "max_tokens": CONTEXT, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the same artifact twice, one of them with a flipped byte."""
+    """A store with the same artifact three times: whole, with a flipped byte, and as an adapter of its base."""
     directory = tmp_path_factory.mktemp("artifacts")
     model = save_swiftkv(directory / "model", CONTEXT)
     store = open_store(str(directory / "store"))
     for name in ("good", "corrupt"):
         publish_directory(store, model, name, kind="artifact", lineage={}, metrics={})
+    make_model(CONTEXT).save_pretrained(directory / "base")
+    export_adapter(model, directory / "as-adapter", base=directory / "base")
+    publish_directory(store, directory / "as-adapter", "adapter", kind="artifact", lineage={}, metrics={})
     weights = directory / "store" / "corrupt" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -57,7 +62,8 @@ def specs(artifacts: Path) -> list[ResolvedDeployment]:
             **options,
         )
 
-    return [spec("good", tenant="acme", engine={"max_num_seqs": 1, "max_num_waiting": 0}), spec("corrupt")]
+    good = spec("good", tenant="acme", engine={"max_num_seqs": 1, "max_num_waiting": 0})
+    return [good, spec("corrupt"), spec("adapter", tenant="acme")]
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +78,12 @@ def key(keys: Path) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(
-    dashboard_url: str, serve_port: int, specs: list[ResolvedDeployment], keys: Path, key: str
+    dashboard_url: str, serve_port: int, specs: list[ResolvedDeployment], keys: Path, key: str, artifacts: Path
 ) -> Iterator[RayServe]:
-    """Both deployments applied, and at their ends."""
+    """All deployments applied, and at their ends; what they read of base models lies below the artifacts' directory."""
     serve_url = f"http://127.0.0.1:{serve_port}"
-    with closing(RayServe(dashboard_url, serve_url, api_keys_file=keys)) as cluster:
+    access = Access(roots=(str(artifacts.parent),))
+    with closing(RayServe(dashboard_url, serve_url, api_keys_file=keys, access=lambda _: access)) as cluster:
         assert wait_for(lambda: cluster.status() == {})
         cluster.apply(specs)
         wait_for(lambda: all(state.status is not DeploymentStatus.DEPLOYING for state in cluster.status().values()))
@@ -143,6 +150,14 @@ def test_generate_answers_as_the_engine_does(client: httpx.Client, artifacts: Pa
     assert answer["choices"][0]["token_ids"] == list(expected.token_ids)
     assert answer["choices"][0]["text"] == expected.text
     assert answer["usage"]["prefill_layers_skipped_tokens"] == 4
+
+
+def test_an_adapter_answers_as_the_whole_artifact_does(client: httpx.Client, serve_port: int) -> None:
+    body = {"prompt": "hello", "logprobs": 5, **GREEDY}
+    urls = (f"http://127.0.0.1:{serve_port}/{name}/generate" for name in ("good", "adapter"))
+    whole, adapted = (client.post(url, json=body) for url in urls)
+    assert adapted.json()["model"] == "mdl_adapter"
+    assert adapted.json()["choices"] == whole.json()["choices"]
 
 
 def test_a_stream_joins_to_the_answer(client: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import httpx
@@ -16,7 +17,17 @@ from swiftkv_platform.api.catalog_schemas import (
     DeploymentMetricsAnswer,
     ReplicaMetricsAnswer,
 )
-from swiftkv_platform.api.dependencies import Asker, Deployer, NewestFirst, Parts, Reader, TheSettings, authorization
+from swiftkv_platform.api.dependencies import (
+    Asker,
+    Deployer,
+    NewestFirst,
+    Parts,
+    Reader,
+    TheSettings,
+    authorization,
+    source_rules,
+    tenant_access,
+)
 from swiftkv_platform.api.preconditions import IfMatch, tag
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
@@ -38,7 +49,8 @@ def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService
     has_keys = settings.api_keys_file is not None
     routes = RouteRules(below_tenant=has_keys, policies=parts.policies)
     limits = DeploymentLimits(settings.max_deployment_replicas, parts.policies, grants_templates=has_keys)
-    return DeploymentService(parts.catalog, registry, clock=parts.clock, routes=routes, limits=limits)
+    access = partial(tenant_access, source_rules(settings), parts.policies)
+    return DeploymentService(parts.catalog, registry, clock=parts.clock, routes=routes, limits=limits, access=access)
 
 
 Service = Annotated[DeploymentService, Depends(deployment_service)]

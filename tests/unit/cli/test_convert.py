@@ -85,3 +85,24 @@ def test_an_output_in_use_is_refused(tiny_teacher: Path, tmp_path: Path) -> None
     result = run("export", tiny_teacher, tmp_path, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stderr)["error"]["field"] == "output"
+
+
+def test_an_adapter_and_a_whole_model_of_it(tiny_teacher: Path, tmp_path: Path) -> None:
+    student, adapter, whole = tmp_path / "student", tmp_path / "adapter", tmp_path / "whole"
+    assert run("convert", tiny_teacher, student, "-l", "2").exit_code == 0
+    result = run("export", student, "--adapter", adapter, "--base", tiny_teacher, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert (document["base"], document["replaced"], document["dropped"]) == (str(tiny_teacher.resolve()), 0, 0)
+    assert document["weight_bytes"] < sum(path.stat().st_size for path in student.glob("*.safetensors")) / 2
+    assert run("export", adapter, whole, "--teacher").exit_code == 0
+    prompt = torch.arange(20)[None]
+    expected, *found = (AutoModelForCausalLM.from_pretrained(path)(prompt).logits for path in (student, adapter, whole))
+    assert all(torch.equal(expected, logits) for logits in found)
+
+
+def test_an_adapter_needs_a_base(tiny_teacher: Path, tmp_path: Path) -> None:
+    assert run("convert", tiny_teacher, tmp_path / "student", "-l", "2").exit_code == 0
+    result = run("export", tmp_path / "student", tmp_path / "adapter", "--adapter")
+    assert result.exit_code != 0
+    assert "--base with the model that it was made from would do" in result.output

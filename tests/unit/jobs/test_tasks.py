@@ -21,16 +21,18 @@ from jobs.worker.evaluate import evaluate_and_publish
 from jobs.worker.prepare import load_student
 from jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, QualityGateError
 from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.checkpoint import StoredTensors
-from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.specs import JobSpec, PublishSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory
+from swiftkv_platform.storage.artifacts import delete_directory, fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.object_store import ObjectStore
+from tests.checkpoints import ROWS, save_fp8
+from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import save_teacher
 
 
@@ -260,3 +262,32 @@ def test_a_teacher_without_a_tokenizer_is_named(tiny_teacher: Path, corpus: Path
         (bare / name).write_bytes((tiny_teacher / name).read_bytes())
     with pytest.raises(ModelError, match="tokenizer"):
         prepare(_spec(bare, corpus))
+
+
+@pytest.mark.slow  # prepares, trains and evaluates
+@pytest.mark.parametrize("trainable", ["qkv", "tail"])
+def test_a_published_adapter_is_the_whole_artifact_with_its_teacher(
+    trainable: str, tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
+) -> None:
+    spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"}, distillation={"trainable": trainable})
+    _, prepared = prepare(spec)
+    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, noise=0.1)
+    whole = _evaluate(spec, store, checkpoint, prepared, tmp_path / "whole")
+    adapting = spec.model_copy(update={"publish": PublishSpec(adapter=True)})
+    delete_directory(store, AttemptId("job", 1).artifact_prefix)
+    manifest = _evaluate(adapting, store, checkpoint, prepared, tmp_path / "adapter")
+
+    assert manifest.size < whole.size
+    assert len(manifest.lineage[ADAPTER_LINEAGE]) == 64
+    assert ADAPTER_LINEAGE not in whole.lineage
+    prompt = torch.arange(20)[None]
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(prompt).logits for name in ("whole", "adapter")]
+    assert torch.equal(*logits)
+
+
+def test_an_adapter_of_a_teacher_in_fp8_is_refused_before_training(corpus: Path, tmp_path: Path) -> None:
+    save_fp8(tmp_path / "teacher", ROWS)
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    with pytest.raises(ModelError, match=r"publish\.adapter is true, and .* is stored in FP8"):
+        prepare(_spec(tmp_path / "teacher", corpus, publish={"adapter": True}))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
@@ -23,6 +24,7 @@ from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.versions import Expected
+from swiftkv_platform.sources import SourceRules
 from swiftkv_platform.specs.deployment import DeploymentSpec
 from tests.unit.orchestration.conftest import TENANT, Plane
 
@@ -191,3 +193,25 @@ def test_a_taken_route_and_an_unknown_model_are_refused(plane: Plane, model: Mod
     with pytest.raises(InvalidInputError, match="mdl_unknown") as unknown:
         deploy(plane, "mdl_unknown")
     assert unknown.value.field == "model"
+
+
+def test_an_adapter_whose_base_is_closed_is_not_deployed(plane: Plane, model: Model) -> None:
+    whole = model
+    job = plane.submit()
+    lineage = {"teacher": "rival/secret", "revision": None, ADAPTER_LINEAGE: "d" * 64}
+    model = Model(new_id("mdl"), TENANT, "test", job.id, 1, 1, "s3://bucket/artifact", "d" * 64, 7, lineage, {})
+    plane.jobs.update(job, model=model)
+    registry = RegistryService(plane.catalog, clock=plane.clock)
+    rules = SourceRules(roots=("/data/{tenant}",))
+
+    def deploy_by(organizations: tuple[str, ...], **options: Any) -> Deployment:
+        service = DeploymentService(
+            plane.catalog, registry, clock=plane.clock, access=lambda tenant: rules.access(tenant, organizations)
+        )
+        return service.create(ANN, DeploymentSpec.model_validate({"model": model.id, **options}))
+
+    with pytest.raises(InvalidInputError, match=r"model\.base is 'rival/secret', which tenant 'acme' may not read"):
+        deploy_by(("acme",))
+    assert deploy_by(("rival",)).spec.model == model.id
+    with pytest.raises(InvalidInputError, match=r"candidate\.model\.base is 'rival/secret'"):
+        deploy_by(("acme",), model=whole.id, candidate={"model": model.id}, route_prefix="/other")

@@ -9,12 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from serve.args import ReplicaArgs, ServeArgs, Served
-from serve.deployment import load, model_card
-from swiftkv_platform.engine import AsyncLLMEngine
-from swiftkv_platform.errors import ArtifactCorruptError, ModelError
+from serve.deployment import Loaded, load, model_card
+from swiftkv_platform.engine import AsyncLLMEngine, SamplingParams
+from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, ModelError
+from swiftkv_platform.model import export_adapter
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
-from tests.unit.engine.tiny_models import save_dense, save_swiftkv
+from tests.checkpoints import rewrite
+from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "unused"}
 REPLICA = ReplicaArgs(id="dep_1")
@@ -78,3 +80,55 @@ def test_a_plain_directory_is_served_only_unverified(tmp_path: Path) -> None:
     unverified = served(tmp_path, verify=False)
     card = model_card(REPLICA, unverified, load(unverified))
     assert (card.manifest_digest, card.swiftkv) == (None, None)
+
+
+@pytest.fixture
+def adapter(artifact: Path, tmp_path: Path) -> Path:
+    """The artifact as an adapter of a base in `own`, published beside it."""
+    make_model().save_pretrained(tmp_path / "own" / "base")
+    export_adapter(tmp_path / "model", tmp_path / "adapter", base=tmp_path / "own" / "base")
+    store = open_store(str(tmp_path / "store"))
+    publish_directory(store, tmp_path / "adapter", "b", kind="artifact", lineage={}, metrics={})
+    return tmp_path / "store" / "b"
+
+
+def answered(loaded: Loaded) -> Any:
+    assert isinstance(loaded.engine, AsyncLLMEngine)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=5)
+    (output,) = loaded.engine.engine.generate([[1, 2, 3, 4, 5]], params)
+    return output.token_ids, output.logprobs, output.prompt_logprobs
+
+
+def test_an_adapter_is_served_with_its_base_as_the_whole_artifact_is(
+    adapter: Path, artifact: Path, tmp_path: Path
+) -> None:
+    rules = {"roots": [str(tmp_path / "own")], "hub_organizations": []}
+    loaded = load(served(adapter, base_access=rules))
+    assert loaded.manifest_digest == manifest_digest(read_manifest(open_store(str(adapter)), ""))
+    assert answered(loaded) == answered(load(served(artifact)))
+    assert answered(load(served(adapter, engine={"swiftkv": False}))) == answered(
+        load(served(artifact, engine={"swiftkv": False}))
+    )
+
+
+def test_a_base_outside_the_tenants_roots_is_refused(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"base\.name_or_path is '.*base', which this tenant may not read"):
+        load(served(adapter, base_access={"roots": [str(tmp_path / "others")]}))
+    link = tmp_path / "own" / "base" / "generation_config.json"
+    link.unlink()
+    (tmp_path / "secret.json").write_text("{}")
+    link.symlink_to(tmp_path / "secret.json")
+    with pytest.raises(ModelError, match="leads to a place"):
+        load(served(adapter, base_access={"roots": [str(tmp_path / "own")]}))
+
+
+def test_a_base_that_has_changed_is_refused(adapter: Path, tmp_path: Path) -> None:
+    rewrite(tmp_path / "own" / "base", lambda tensors: tensors["model.norm.weight"].mul_(2))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight of .* has the SHA-256") as caught:
+        load(served(adapter))
+    assert caught.value.field == "base.name_or_path"
+
+
+def test_other_rules_alone_load_nothing(adapter: Path) -> None:
+    closed = served(adapter, base_access={"roots": ["/elsewhere"], "hub_organizations": ["acme"]})
+    assert closed.loads_the_same_as(served(adapter))

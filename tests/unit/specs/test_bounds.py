@@ -36,6 +36,15 @@ def test_nothing_in_a_spec_is_unbounded() -> None:
     assert found - _ENUMERATED == set()
 
 
+def test_an_adapter_of_every_tensor_is_refused() -> None:
+    document = {"name": "test", "publish": {"adapter": True}}
+    for trainable in ("qkv", "tail"):
+        assert JobSpec.model_validate({**document, "distillation": {"trainable": trainable}}).publish.adapter
+    with pytest.raises(ValidationError, match=r"publish\.adapter is true, .* as large as the whole model") as caught:
+        JobSpec.model_validate({**document, "distillation": {"trainable": "all"}})
+    assert caught.value.errors()[0]["ctx"]["field"] == "publish.adapter"
+
+
 @pytest.mark.parametrize("text", ["\ud800", "a\0b"])
 @pytest.mark.parametrize(
     "fields",

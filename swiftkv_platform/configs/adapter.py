@@ -1,0 +1,228 @@
+"""Adapters: the tensors in which a student differs from its base model, and the file that says what they belong to.
+
+An adapter is a model directory without the base's weights. `swiftkv_adapter.json` names the base, the digest of each of
+its tensors, and what becomes of them. It knows names, shapes and digests; neither layers, nor where a base is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.frozen import FrozenModel
+
+ADAPTER = "swiftkv_adapter.json"
+ADAPTER_WEIGHTS = "adapter"
+"""Prefix of an adapter's weight files, numbered from 1."""
+_SHOWN = 3
+"""Names of tensors in a message."""
+
+
+class BaseTensor(FrozenModel):
+    """A tensor of the base model."""
+
+    dtype: str
+    """PyTorch's name, such as `bfloat16`."""
+    shape: tuple[int, ...]
+    sha256: str
+    """Hex digest of its bytes, row by row, little-endian."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> BaseTensor:
+        return cls(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), sha256=_sha256(tensor))
+
+
+class BaseModelReference(FrozenModel):
+    """The model that an adapter is applied to."""
+
+    name_or_path: str
+    """Name as a job's `model.name_or_path` has it: hub id, directory, `.gguf` file, `s3://` prefix or built-in."""
+    revision: str | None = None
+    """Hub revision."""
+    digest: str
+    """SHA-256 over names, types, shapes and digests of all its tensors, however they are spread over files."""
+    tensors: dict[str, BaseTensor]
+    """Every tensor of its weight files, by name."""
+
+
+class AdapterShape(FrozenModel):
+    """SwiftKV's part of the student's `config.json`."""
+
+    num_key_value_layers: int
+    key_value_group_size: int
+    num_key_value_heads_swiftkv: int | None = None
+    early_exit: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> AdapterShape:
+        """The shape that a student's configuration, or the fields of its `config.json`, has."""
+        fields: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+        return cls(**{name: fields[name] for name in cls.model_fields if fields.get(name) is not None})
+
+
+class AdapterConfig(FrozenModel):
+    """Content of `swiftkv_adapter.json`."""
+
+    format_version: Literal[1] = 1
+    base: BaseModelReference
+    swiftkv: AdapterShape
+    added: tuple[str, ...]
+    """Tensors of the adapter's files that the base has not."""
+    replaced: tuple[str, ...] = ()
+    """Tensors of the adapter's files that stand in the place of the base's."""
+    dropped: tuple[str, ...] = ()
+    """Tensors of the base that the student has not."""
+    cast: dict[str, str] = {}
+    """Tensors of the base that the student holds in another type, and that type."""
+
+    @classmethod
+    def parse(cls, data: bytes | str | Mapping[str, Any], source: str) -> AdapterConfig:
+        """Read a `swiftkv_adapter.json`. Raises `ModelError`."""
+        try:
+            document = data if isinstance(data, Mapping) else json.loads(data)
+            # JSON mode: an array is a tuple there.
+            return cls.model_validate_json(json.dumps(document))
+        except ValueError as error:  # pydantic's is one
+            why = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, and it is {str(first['input'])[:64]!r}"
+            raise ModelError(
+                f"{ADAPTER} of {source!r} cannot be read ({why}); one that `swiftkv export --adapter` of this version "
+                "has written would do",
+                field=ADAPTER,
+                value=source,
+            ) from error
+
+    def check_shape(self, config: Any, source: str) -> None:
+        """Raises `ModelError` where `config.json` describes another student than this adapter."""
+        found = AdapterShape.of(config)
+        for name, value in self.swiftkv:
+            if getattr(found, name) != value:
+                raise ModelError(
+                    f"{name} is {getattr(found, name)!r} in config.json of the adapter {source!r}, and {value!r} in "
+                    f"its {ADAPTER}; both files as `swiftkv export --adapter` wrote them would do",
+                    field=name,
+                    value=getattr(found, name),
+                )
+
+    def check_own(self, names: Iterable[str], source: str) -> None:
+        """Raises `ModelError` unless the adapter's files hold the tensors that are added and replaced."""
+        expected, found = {*self.added, *self.replaced}, set(names)
+        for what, which in (("lacks", expected - found), ("has no place for", found - expected)):
+            if which:
+                raise ModelError(
+                    f"the adapter {source!r} {what} {_listed(which)}; its files as `swiftkv export --adapter` wrote "
+                    "them would do",
+                    field="adapter",
+                    value=source,
+                )
+
+    def check_names(self, names: Iterable[str], found_at: str) -> None:
+        """Raises `ModelError` unless the base at `found_at` holds the tensors that the adapter's base held."""
+        found = set(names)
+        for what, which in (
+            ("lacks", self.base.tensors.keys() - found),
+            ("also holds", found - self.base.tensors.keys()),
+        ):
+            if which:
+                raise self.refusal(f"{found_at!r} {what} {_listed(which)}", found_at)
+
+    def check_header(self, name: str, dtype: str, shape: tuple[int, ...], found_at: str) -> None:
+        """Raises `ModelError` for a tensor of the base that has another type or shape."""
+        expected = self.base.tensors[name]
+        if shape != expected.shape:
+            raise self.refusal(
+                f"{name} of {found_at!r} is {list(shape)}, and the adapter was made of {list(expected.shape)}", found_at
+            )
+        if dtype != expected.dtype:
+            raise self.refusal(
+                f"{name} of {found_at!r} is {dtype}, and the adapter was made of {expected.dtype}", found_at
+            )
+
+    def check_tensor(self, name: str, tensor: torch.Tensor, found_at: str) -> None:
+        """Raises `ModelError` for a tensor of the base that is another one."""
+        self.check_header(name, dtype_name(tensor.dtype), tuple(tensor.shape), found_at)
+        found, expected = _sha256(tensor), self.base.tensors[name].sha256
+        if found != expected:
+            raise self.refusal(
+                f"{name} of {found_at!r} has the SHA-256 {found}, and the adapter was made of {expected}", found_at
+            )
+
+    def keeps(self, name: str) -> bool:
+        """Whether the student takes a tensor from the base."""
+        return name not in self.replaced and name not in self.dropped
+
+    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the base in the type that the student holds it in."""
+        return tensor.to(getattr(torch, self.cast[name])) if name in self.cast else tensor
+
+    def apply(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_prefix: str, source: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The student's tensors from the adapter's and, under `base_prefix`, the base's, in the order they come.
+
+        Raises:
+            ModelError: at the first tensor of another base; at the end for those that are missing.
+        """
+        own, base, name_of_base = set(), set(), self.base.name_or_path
+        for full_name, tensor in tensors:
+            name = full_name.removeprefix(base_prefix)
+            if name == full_name:
+                own.add(name)
+                yield name, tensor
+                continue
+            base.add(name)
+            if name not in self.base.tensors:
+                continue  # named below, with all others
+            self.check_tensor(name, tensor, name_of_base)
+            if self.keeps(name):
+                yield name, self.as_stored(name, tensor)
+        self.check_own(own, source)
+        self.check_names(base, name_of_base)
+
+    def refusal(self, what: str, found_at: str) -> ModelError:
+        """Error for a base that is not the adapter's."""
+        revision = "" if self.base.revision is None else f" at revision {self.base.revision!r}"
+        return ModelError(
+            f"base.name_or_path: {what}; the adapter fits {self.base.name_or_path!r}{revision} with digest "
+            f"{self.base.digest} and no other base",
+            field="base.name_or_path",
+            value=found_at,
+        )
+
+
+def read_adapter(directory: Path) -> AdapterConfig | None:
+    """What the adapter in `directory` says of itself; None where it holds no adapter. Raises `ModelError`."""
+    path = directory / ADAPTER
+    return AdapterConfig.parse(path.read_bytes(), str(directory)) if path.is_file() else None
+
+
+def digest_base(tensors: Mapping[str, BaseTensor]) -> str:
+    """One digest for a model's tensors, whatever files they lie in."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.sha256}\n".encode())
+    return digest.hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)  # one of no dimensions has no bytes to view
+    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    count = f"{len(ordered)} tensor{'s' if len(ordered) > 1 else ''}"
+    return f"{count}: {', '.join(ordered[:_SHOWN])}" + (", ..." if len(ordered) > _SHOWN else "")

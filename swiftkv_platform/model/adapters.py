@@ -1,0 +1,306 @@
+"""Adapters on disk: written tensor by tensor against the base model, and put together with it to a whole directory.
+
+Whoever reads a model reads the whole directory, so one of an adapter and its base is what the full artifact is. Its
+unchanged files are links; files that lose tensors, or change their type, are written again. It knows files and names,
+no layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from swiftkv_platform.configs.adapter import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
+    AdapterConfig,
+    AdapterShape,
+    BaseModelReference,
+    BaseTensor,
+    digest_base,
+    dtype_name,
+    read_adapter,
+)
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model.bases import model_directory
+from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments, stored_checkpoint
+from swiftkv_platform.model.directories import (
+    MAX_SHARD_BYTES,
+    Files,
+    ShardWriter,
+    copy_companions,
+    place,
+    shard_names,
+    write_index,
+)
+from swiftkv_platform.model.fp8 import FP8_DTYPES
+from swiftkv_platform.model.loading import find_checkpoint
+
+FindBase = Callable[[BaseModelReference], str | Path]
+"""Directory, or hub id, of a base model."""
+
+WHOLE = 0.9
+"""Share of a student's bytes from which on an adapter is no smaller than the model."""
+_PARALLEL_TENSORS = 4
+"""Tensors hashed at the same time."""
+
+
+class _Difference:
+    """Differences of a student from its base, found tensor by tensor; those of the student's are written."""
+
+    def __init__(self, base: Checkpoint, writer: ShardWriter) -> None:
+        self._base, self._writer = base, writer
+        self.tensors: dict[str, BaseTensor] = {}
+        self.added: list[str] = []
+        self.replaced: list[str] = []
+        self.cast: dict[str, str] = {}
+        self.seen: set[str] = set()
+        self.num_bytes = self.num_written = 0
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        """Compare one tensor of the student."""
+        self.seen.add(name)
+        self.num_bytes += tensor.nbytes
+        if name not in self._base.shards:
+            self.added.append(name)
+        else:
+            before = self.describe(name)
+            as_stored = before.to(tensor.dtype)
+            if _same_bytes(as_stored, tensor):
+                if before.dtype != tensor.dtype:
+                    self.cast[name] = dtype_name(tensor.dtype)
+                return
+            self.replaced.append(name)
+        self.num_written += tensor.nbytes
+        self._writer.add(name, tensor)
+
+    def describe(self, name: str) -> torch.Tensor:
+        """Read a tensor of the base, and keep its digest."""
+        tensor = self._base.tensors([name])[name]
+        self.tensors[name] = BaseTensor.of(tensor)
+        return tensor
+
+
+def write_adapter(
+    student: Iterable[tuple[str, torch.Tensor]],
+    config: Any,
+    base: Checkpoint,
+    target: Path,
+    *,
+    name_or_path: str,
+    revision: str | None,
+    teacher_modules: Iterable[str],
+    refuses_whole: bool = False,
+) -> AdapterConfig:
+    """Write what of a student its base has not into the directory `target`: weights, `swiftkv_adapter.json`,
+    `config.json`.
+
+    A student without its teacher's projections gets them back from a base of which it has changed nothing.
+
+    Args:
+        student: its tensors under the names of its files, each of which is let go of before the next is asked for.
+        config: the student's configuration.
+        base: the base's files.
+        name_or_path: name by which the base is found when the adapter is loaded.
+        teacher_modules: modules of the base that a student may be exported without.
+        refuses_whole: refuse an adapter that is as large as the model.
+
+    Raises:
+        ModelError: `refuses_whole`, and hardly a tensor is the base's.
+    """
+    writer = ShardWriter(target, ADAPTER_WEIGHTS, MAX_SHARD_BYTES)
+    found = _Difference(base, writer)
+    for name, tensor in student:
+        found.take(name, tensor)
+    writer.flush()
+    if refuses_whole and found.num_written >= WHOLE * found.num_bytes:
+        raise _too_large(found, name_or_path)
+    missing = [name for name in base.shards if name not in found.seen]
+    for name in missing:
+        found.describe(name)
+    dropped = missing if found.replaced else _not_of(missing, teacher_modules)
+    returned = set(missing) - set(dropped)
+    if found.cast:  # with the teacher's projections in the student's type as well
+        found.cast |= {name: next(iter(found.cast.values())) for name in returned}
+    adapter = AdapterConfig(
+        base=BaseModelReference(
+            name_or_path=name_or_path, revision=revision, digest=digest_base(found.tensors), tensors=found.tensors
+        ),
+        swiftkv=AdapterShape.of(config),
+        added=tuple(sorted(found.added)),
+        replaced=tuple(sorted(found.replaced)),
+        dropped=tuple(sorted(dropped)),
+        cast=found.cast,
+    )
+    (target / ADAPTER).write_text(adapter.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    config = copy.deepcopy(config)
+    config.swiftkv_teacher_weights = config.swiftkv_teacher_weights or bool(returned)
+    config.save_pretrained(target)
+    return adapter
+
+
+def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: Path, files: Files) -> None:
+    """Put an adapter and its base together in the new directory `target`, the base checked tensor by tensor.
+
+    Raises:
+        ModelError: the base is not the one that the adapter was made of, or the adapter's files are incomplete.
+    """
+    own = stored_checkpoint(directory)
+    adapter.check_shape(json.loads((directory / "config.json").read_bytes()), str(directory))
+    adapter.check_own(own.shards, str(directory))
+    check_base(adapter, base)
+    kept = {name: shard for name, shard in base.shards.items() if adapter.keeps(name)}
+    whole = {
+        shard
+        for shard in kept.values()
+        if all(adapter.keeps(name) and name not in adapter.cast for name in base.names_in(shard))
+    }
+    shards = _place(base, {name: shard for name, shard in kept.items() if shard in whole}, target, "base", files)
+    shards |= _place(own, own.shards, target, "swiftkv", files)
+    writer = ShardWriter(target, "changed", MAX_SHARD_BYTES)
+    for name, shard in kept.items():
+        if shard not in whole:
+            writer.add(name, adapter.as_stored(name, base.tensors([name])[name]))
+    writer.flush()
+    shards |= writer.shards
+    write_index(target, shards, sum(path.stat().st_size for path in target.glob("*.safetensors")))
+    copy_companions(directory, target, leaving_out=(ADAPTER,))
+    shutil.copyfile(directory / "config.json", target / "config.json")
+
+
+def check_can_be_base(base: Checkpoint, field: str) -> None:
+    """Raises `ModelError` for a model of which a student keeps no tensor as it is stored: one in FP8."""
+    if any(info.dtype in FP8_DTYPES for info in base.headers.values()):
+        raise ModelError(
+            f"{field} is true, and {base.source!r} is stored in FP8, which its student holds turned back: nothing of "
+            f"the files would be shared; {field} false would do",
+            field=field,
+            value=True,
+        )
+
+
+def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
+    """Raises `ModelError` unless `base` is the adapter's; names and shapes are compared before a weight is read."""
+    adapter.check_names(base.shards, base.source)
+    for name, info in base.headers.items():
+        adapter.check_header(name, "unknown" if info.dtype is None else dtype_name(info.dtype), info.shape, base.source)
+
+    def check(name: str) -> None:
+        adapter.check_tensor(name, base.tensors([name])[name], base.source)
+
+    with ThreadPoolExecutor(_PARALLEL_TENSORS) as pool:
+        checks = [pool.submit(check, name) for name in base.shards]
+        try:
+            for each in checks:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def whole_model(
+    source: str | Path, *, find_base: FindBase | None = None, **arguments: Any
+) -> Iterator[tuple[str | Path, AdapterConfig | None]]:
+    """The model to read in the place of `source`, and its adapter: of an adapter a directory for as long as the block
+    lasts, of anything else `source` itself and None.
+
+    Args:
+        find_base: where base models are; None: by their names, as a job's `model.name_or_path`, without `s3://`.
+        arguments: those of `from_pretrained` that say where on the hub `source` is.
+
+    Raises:
+        ModelError: an adapter without its base.
+    """
+    directory = _adapter_directory(source, arguments)
+    adapter = None if directory is None else read_adapter(directory)
+    if directory is None or adapter is None:
+        yield source, None
+        return
+    base = Checkpoint.open((find_base or _by_name)(adapter.base), revision=adapter.base.revision)
+    with tempfile.TemporaryDirectory(prefix="swiftkv-whole-") as workspace:
+        target = Path(workspace)
+        assemble(directory, adapter, base, target, "symlink")
+        yield target, adapter
+
+
+@contextmanager
+def readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
+    """The model and the checkpoint that a `from_pretrained` of `source` reads, adapters applied to their base.
+
+    Args:
+        arguments: those of `from_pretrained`. `base_model` is taken out; of an adapter those about the hub too.
+
+    Raises:
+        ModelError: as `whole_model`.
+    """
+    base_model = arguments.pop("base_model", None)
+    if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
+        yield source, None
+        return
+    find_base = None if base_model is None else (lambda _: base_model)
+    with whole_model(source, find_base=find_base, **arguments) as (directory, adapter):
+        if adapter is not None:
+            for name in hub_arguments(arguments):
+                del arguments[name]
+        yield directory, find_checkpoint(directory, arguments)
+
+
+def _by_name(base: BaseModelReference) -> str:
+    return model_directory(base.name_or_path, base.revision, field="base.name_or_path")
+
+
+def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | None:
+    """The directory of `source` if that is an adapter; one on the hub is fetched."""
+    hub = hub_arguments(arguments)
+    if Path(source).is_dir():
+        directory = Path(source) / hub.get("subfolder", "")
+        return directory if (directory / ADAPTER).is_file() else None
+    place_of = Checkpoint(str(source), {}, hub)
+    if any(place_of.find(name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        return None  # without a question that a machine off the network could not answer
+    if place_of.find(ADAPTER) is None:
+        return None
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(source), revision=hub.get("revision"))) / hub.get("subfolder", "")
+
+
+def _place(base: Checkpoint, shards: dict[str, str], target: Path, prefix: str, files: Files) -> dict[str, str]:
+    names = shard_names(shards.values(), prefix)
+    for shard, name in names.items():
+        place(base.path(shard), target / name, files)
+    return {tensor: names[shard] for tensor, shard in shards.items()}
+
+
+def _not_of(names: Iterable[str], modules: Iterable[str]) -> list[str]:
+    known = frozenset(modules)
+    return [name for name in names if name.rpartition(".")[0] not in known]
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one type are equal to the bit, NaN and signs of zeros included."""
+    if a.shape != b.shape:
+        return False
+    flat = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    return torch.equal(*flat)
+
+
+def _too_large(found: _Difference, name_or_path: str) -> ModelError:
+    return ModelError(
+        f"adapter is true, and {found.num_written:,} of the student's {found.num_bytes:,} bytes are not those of "
+        f"{name_or_path!r}: an adapter of everything is the whole model; export it without --adapter, or name the base "
+        "that it was made from",
+        field="adapter",
+        value=True,
+    )

@@ -1,0 +1,265 @@
+"""Adapters: what a student changes is written apart, and with its base it is the full artifact to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from swiftkv_platform.configs.adapter import ADAPTER
+from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
+from swiftkv_platform.errors import ConflictError, ModelError
+from swiftkv_platform.model import convert, convert_checkpoint, export, export_adapter, load_dense
+from swiftkv_platform.model.adapters import check_can_be_base
+from swiftkv_platform.model.checkpoint import Checkpoint
+from tests.checkpoints import ROWS, SHAPE, rewrite, save, save_fp8
+from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
+
+PROMPT = torch.arange(24)[None] * 7 % 250
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A teacher in several weight files."""
+    return save(family_teacher("llama"), tmp_path / "base", max_shard_size="100KB")
+
+
+@pytest.fixture
+def full(base: Path, tmp_path: Path) -> Path:
+    """A trained student as a whole artifact."""
+    return trained(base, tmp_path / "full")
+
+
+def trained(base: Path, target: Path, **options: Any) -> Path:
+    """A student of `base` whose SwiftKV tensors, its exit head among them, are no longer its start."""
+    return save(disturb(convert(base, **SHAPE, **options)), target)
+
+
+def change(student: Path, names: str) -> None:
+    """Disturb the tensors of a student with `names` in their names."""
+
+    def disturbed(tensors: dict[str, torch.Tensor]) -> None:
+        chosen = [name for name in tensors if names in name]
+        assert chosen
+        tensors |= {name: tensors[name] * 1.5 for name in chosen}
+
+    rewrite(student, disturbed)
+
+
+def logits(path: Path, **arguments: Any) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path, **arguments).eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(PROMPT).logits
+    return found
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    same_names = a.keys() == b.keys()
+    return same_names and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_an_adapter_is_the_full_artifact_to_the_bit(name: str, tmp_path: Path) -> None:
+    base = save(family_teacher(name), tmp_path / "base", max_shard_size="100KB")
+    full, adapter = trained(base, tmp_path / "full", early_exit=True), tmp_path / "adapter"
+    written = export_adapter(full, adapter, base=base)
+    assert (written.replaced, written.dropped, written.cast) == ((), (), {})
+    assert set(tensors_of(adapter)) == {
+        name for name in tensors_of(full) if "swiftkv" in name or name.startswith("exit_")
+    }
+    assert torch.equal(logits(adapter), logits(full))
+    assert torch.equal(logits(adapter, swiftkv=False), logits(full, swiftkv=False))
+    assert torch.equal(load_dense(adapter)(PROMPT).logits, load_dense(full)(PROMPT).logits)
+    export(adapter, tmp_path / "again", teacher=True)
+    assert equal(tensors_of(tmp_path / "again"), tensors_of(full))
+
+
+def test_the_engine_generates_and_scores_as_from_the_full_artifact(base: Path, full: Path, tmp_path: Path) -> None:
+    export_adapter(full, tmp_path / "adapter", base=base)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=5)
+    answers = []
+    for path in (full, tmp_path / "adapter"):
+        engine = LLMEngine.from_pretrained(path, EngineConfig(dtype="float32", kv_cache_bytes=1 << 20))
+        (output,) = engine.generate([PROMPT[0].tolist()], params)
+        answers.append((output.token_ids, output.logprobs, output.prompt_logprobs))
+    assert answers[0] == answers[1]
+
+
+def test_what_differs_is_found_by_comparing_not_by_name(base: Path, full: Path, tmp_path: Path) -> None:
+    change(full, "layers.3.self_attn.o_proj.weight")
+    written = export_adapter(full, tmp_path / "adapter", base=base)
+    assert written.replaced == ("model.layers.3.self_attn.o_proj.weight",)
+    assert torch.equal(logits(tmp_path / "adapter"), logits(full))
+    export(tmp_path / "adapter", tmp_path / "again", teacher=True)
+    assert equal(tensors_of(tmp_path / "again"), tensors_of(full))
+
+
+def test_a_changed_tail_without_its_teacher_stays_without(base: Path, full: Path, tmp_path: Path) -> None:
+    served = export(full, tmp_path / "served", teacher=False)
+    weights = tensors_of(served)
+    (index,) = served.glob("*.index.json")
+    index.unlink()
+    for file in served.glob("*.safetensors"):
+        file.unlink()
+    from safetensors.torch import save_file
+
+    weights["model.layers.3.mlp.up_proj.weight"] = weights["model.layers.3.mlp.up_proj.weight"] + 1
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    written = export_adapter(served, tmp_path / "adapter", base=base)
+    assert len(written.dropped) == 9  # q, k and v of three layers
+    assert torch.equal(logits(tmp_path / "adapter"), logits(served))
+    with pytest.raises(ModelError, match="teacher mode needs"):
+        logits(tmp_path / "adapter", swiftkv=False)
+
+
+def test_a_student_exported_without_its_teacher_gets_it_back_from_the_base(
+    base: Path, full: Path, tmp_path: Path
+) -> None:
+    served = export(full, tmp_path / "served", teacher=False)
+    assert export_adapter(served, tmp_path / "adapter", base=base).dropped == ()
+    assert torch.equal(logits(tmp_path / "adapter"), logits(served))
+    assert torch.equal(logits(tmp_path / "adapter", swiftkv=False), logits(full, swiftkv=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_student_in_another_type_than_its_base(base: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    full = save(disturb(convert(base, **SHAPE, dtype=torch.bfloat16)), tmp_path / "full")
+    written = export_adapter(full, tmp_path / "adapter", base=base)
+    assert written.replaced == ()
+    assert set(written.cast.values()) == {"bfloat16"}
+    assert torch.equal(logits(tmp_path / "adapter", dtype=dtype), logits(full, dtype=dtype))
+    export(tmp_path / "adapter", tmp_path / "again", teacher=True)
+    assert equal(tensors_of(tmp_path / "again"), tensors_of(full))
+
+
+def test_a_base_in_fp8_is_shared_where_the_student_keeps_its_files(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "base", ROWS)
+    convert_checkpoint(tmp_path / "base", tmp_path / "full", **SHAPE)
+    assert not export_adapter(tmp_path / "full", tmp_path / "adapter", base=tmp_path / "base").replaced
+    assert torch.equal(logits(tmp_path / "adapter"), logits(tmp_path / "full"))
+    dequantised = save(convert(tmp_path / "base", **SHAPE), tmp_path / "dequantised")
+    assert len(export_adapter(dequantised, tmp_path / "other", base=tmp_path / "base").replaced) == 5 * 7
+    assert torch.equal(logits(tmp_path / "other"), logits(dequantised))
+    with pytest.raises(ModelError, match="stored in FP8"):
+        check_can_be_base(Checkpoint.open(tmp_path / "base"), "publish.adapter")
+
+
+def test_another_base_is_refused_by_the_tensor_that_differs(base: Path, full: Path, tmp_path: Path) -> None:
+    written = export_adapter(full, tmp_path / "adapter", base=base)
+    other = save(family_teacher("llama", seed=4), tmp_path / "other", max_shard_size="100KB")
+    with pytest.raises(ModelError, match=r"model\.\S+ of '.*other' has the SHA-256 [0-9a-f]{64}") as caught:
+        logits(tmp_path / "adapter", base_model=str(other))
+    assert caught.value.field == "base.name_or_path"
+    assert caught.value.value == str(other)
+    assert f"fits '{base}' with digest {written.base.digest}" in caught.value.message
+
+
+OTHER_SHAPES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: family_teacher("llama", num_hidden_layers=4), r"lacks 9 tensors: model\.layers\.4\."),
+    (lambda: family_teacher("llama", num_hidden_layers=6), r"also holds 9 tensors: model\.layers\.5\."),
+    (
+        lambda: family_teacher("llama", intermediate_size=80),
+        r"mlp\.down_proj\.weight of .* is \[64, 80\], .* \[64, 96\]",
+    ),
+    (lambda: family_teacher("llama").to(torch.bfloat16), "is bfloat16, and the adapter was made of float32"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), OTHER_SHAPES)
+def test_a_base_of_another_shape_is_refused_before_weights_are_read(
+    make: Callable[[], Any], message: str, base: Path, full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_adapter(full, tmp_path / "adapter", base=base)
+    other = save(make(), tmp_path / "other")
+    monkeypatch.setattr("swiftkv_platform.model.checkpoint.Checkpoint.tensors", None)
+    with pytest.raises(ModelError, match=message):
+        logits(tmp_path / "adapter", base_model=str(other))
+
+
+def test_a_base_that_has_moved_is_named(base: Path, full: Path, tmp_path: Path) -> None:
+    export_adapter(full, tmp_path / "adapter", base=base)
+    expected = logits(full)
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match=str(base)):
+        logits(tmp_path / "adapter")
+    assert torch.equal(logits(tmp_path / "adapter", base_model=tmp_path / "moved"), expected)
+
+
+def test_a_flipped_bit_of_the_base_is_refused(base: Path, full: Path, tmp_path: Path) -> None:
+    export_adapter(full, tmp_path / "adapter", base=base)
+    shard = sorted(base.glob("*.safetensors"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ModelError, match="has the SHA-256"):
+        logits(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field", "message"),
+    [
+        (lambda document: document | {"format_version": 2}, ADAPTER, "format_version"),
+        (lambda document: document | {"added": document["added"][1:]}, "adapter", "has no place for 1 tensor"),
+        (lambda document: document | {"added": [*document["added"], "x"]}, "adapter", "lacks 1 tensor: x"),
+        (
+            lambda document: document | {"swiftkv": document["swiftkv"] | {"key_value_group_size": 1}},
+            "key_value_group_size",
+            "key_value_group_size is 2 in config.json .* and 1 in its",
+        ),
+    ],
+)
+def test_a_damaged_adapter_is_refused(
+    spoil: Callable[[dict[str, Any]], dict[str, Any]],
+    field: str,
+    message: str,
+    base: Path,
+    full: Path,
+    tmp_path: Path,
+) -> None:
+    export_adapter(full, tmp_path / "adapter", base=base)
+    path = tmp_path / "adapter" / ADAPTER
+    path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
+    with pytest.raises(ModelError, match=message) as caught:
+        logits(tmp_path / "adapter")
+    assert caught.value.field == field
+
+
+def test_an_adapter_of_everything_is_refused_with_its_size(base: Path, full: Path, tmp_path: Path) -> None:
+    change(full, "")
+    with pytest.raises(ModelError, match=r"[\d,]+ of the student's [\d,]+ bytes .* whole model") as caught:
+        export_adapter(full, tmp_path / "adapter", base=base)
+    assert caught.value.field == "adapter"
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_an_adapter_of_an_adapter_and_a_used_directory_are_refused(base: Path, full: Path, tmp_path: Path) -> None:
+    export_adapter(full, tmp_path / "adapter", base=base)
+    with pytest.raises(ModelError, match="is an adapter already"):
+        export_adapter(tmp_path / "adapter", tmp_path / "other", base=base)
+    with pytest.raises(ConflictError, match="not empty"):
+        export_adapter(full, tmp_path / "adapter", base=base)
+
+
+def test_a_whole_export_outlives_adapter_and_base(base: Path, full: Path, tmp_path: Path) -> None:
+    export_adapter(full, tmp_path / "adapter", base=base)
+    whole = export(tmp_path / "adapter", tmp_path / "whole", teacher=True)
+    expected = logits(full)
+    assert not any(path.is_symlink() for path in whole.iterdir())
+    for directory in (base, tmp_path / "adapter"):
+        for path in directory.iterdir():
+            path.unlink()
+    assert torch.equal(logits(whole), expected)
+    assert not (whole / ADAPTER).exists()

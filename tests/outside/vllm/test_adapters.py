@@ -1,0 +1,66 @@
+"""An adapter in vLLM is the whole artifact to the bit; another base is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+
+from swiftkv_platform.configs.adapter import ADAPTER
+from swiftkv_platform.model import export_adapter
+from tests.outside.vllm.engines import prompts, serving
+from tests.outside.vllm.students import make_student
+from tests.tiny_models import family_teacher
+
+SCORED = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=5)
+
+
+def make_adapter(name: str, tmp_path: Path, **base_options: Any) -> tuple[Path, Path]:
+    """A whole student, and the adapter of it; the base has the weights that the student was made from."""
+    base, full, adapter = (tmp_path / part for part in ("base", "full", "adapter"))
+    family_teacher(name).save_pretrained(base, **base_options)
+    make_student(full, name)
+    export_adapter(full, adapter, base=base)
+    return full, adapter
+
+
+def scored(directory: Path) -> list[list[tuple[list[int], list[dict[int, float]]]]]:
+    """Tokens and their log-probabilities, to the bit."""
+    with serving(directory) as llm:
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts()], SCORED, use_tqdm=False)
+        return [
+            [
+                (
+                    list(sample.token_ids),
+                    [{token: entry.logprob for token, entry in position.items()} for position in sample.logprobs],
+                )
+                for sample in output.outputs
+            ]
+            for output in outputs
+        ]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_an_adapter_gives_the_log_probabilities_of_the_whole_artifact(name: str, tmp_path: Path) -> None:
+    full, adapter = make_adapter(name, tmp_path, max_shard_size="100KB")
+    assert scored(adapter) == scored(full)
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    _, adapter = make_adapter("llama", tmp_path)
+    family_teacher("llama", seed=4).save_pretrained(tmp_path / "base")
+    with pytest.raises(Exception, match="has the SHA-256"), serving(adapter):
+        pass
+
+
+def test_a_base_that_vllm_cannot_find_is_named(tmp_path: Path) -> None:
+    _, adapter = make_adapter("llama", tmp_path)
+    path = adapter / ADAPTER
+    document = json.loads(path.read_text())
+    document["base"]["name_or_path"] = "builtin:python-5m"
+    path.write_text(json.dumps(document))
+    with pytest.raises(Exception, match=r"swiftkv export .* makes a whole model"), serving(adapter):
+        pass

@@ -50,6 +50,8 @@ def train(
         num_trained_parameters=plan.num_trained_parameters,
         data=plan.statistics,
     )
+    if request.parent is not None:
+        reporter.message(f"continues from {request.parent.name}", parent=request.parent.model_dump())
     checkpoint = _finished_before(store, request, plan.total_steps)
     if checkpoint is None:
         settled = request.model_copy(update={"spec": plan.spec})
@@ -116,7 +118,11 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
 
 
 def _finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
-    """The checkpoint to resume from, if it is the last step's: then there is nothing left to train."""
+    """The checkpoint to resume from, if it is the last step's, or the one to continue from, if no step is to follow:
+    then there is nothing left to train."""
+    if total_steps == 0:
+        assert request.parent is not None, "a spec without a parent trains"
+        return request.parent.key
     if request.resume_from is None:
         return None
     step = int(read_manifest(store, request.resume_from).lineage["step"])

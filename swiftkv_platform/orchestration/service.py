@@ -26,6 +26,7 @@ from swiftkv_platform.orchestration.job import (
     transition,
 )
 from swiftkv_platform.orchestration.job_limits import UNLIMITED, JobLimits
+from swiftkv_platform.orchestration.parents import ParentOf, check_parent, no_parents
 from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
@@ -61,6 +62,7 @@ class JobService:
 
     Args:
         files: uploaded files that a spec names.
+        parents: what a spec continues from.
         rehearse: called with every job before it is stored; what it raises keeps the job from being stored. A caller
             that answers with the job writes the answer here, so that nothing is stored that could not be answered.
     """
@@ -78,10 +80,12 @@ class JobService:
         flops_per_second: float | None = None,
         limits: JobLimits = UNLIMITED,
         files: FilesOf = no_files,
+        parents: ParentOf = no_parents,
         rehearse: Callable[[Job], object] = _nothing,
     ) -> None:
         self._limits = limits
         self._files = files
+        self._parents = parents
         self._rehearse = rehearse
         self._jobs = jobs
         self._clock = clock
@@ -97,9 +101,11 @@ class JobService:
 
         Raises `OverQuotaError`, and as `Access.check`, `WebhookRules.check` and `validation.validate`.
         """
-        return self._as_measured(self._check(spec, caller), spec, caller)
+        spec, found = self._check(spec, caller)
+        return self._as_measured(found, spec, caller)
 
-    def _check(self, spec: JobSpec, caller: Caller) -> Estimate:
+    def _check(self, spec: JobSpec, caller: Caller) -> tuple[JobSpec, Estimate]:
+        """The spec as it is stored, which names the very checkpoint that it continues from, and its estimate."""
         self._limits.check(spec)
         organizations = self._policies.policy(caller.tenant).hub_organizations
         access = self._rules.access(caller.tenant, organizations, self._files(spec, caller.tenant))
@@ -114,7 +120,13 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        return validate(spec, self._read_object, access=access)
+        found = validate(spec, self._read_object, access=access)
+        parent = self._parents(spec, caller.tenant)
+        if parent is not None:
+            check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
+            training = spec.training.model_copy(update={"from_": parent.parent.name})
+            spec = spec.model_copy(update={"training": training})
+        return spec, found
 
     def _as_measured(self, found: Estimate, spec: JobSpec, caller: Caller) -> Estimate:
         """Add the time that jobs like it took, and its cost. A sweep's trials are not foreseen."""
@@ -144,7 +156,7 @@ class JobService:
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         if idempotency is not None and (known := self._jobs.recall(caller.tenant, idempotency)) is not None:
             return known
-        foreseen = self._check(spec, caller)
+        spec, foreseen = self._check(spec, caller)
         now = int(self._clock())
         job = Job(
             id=new_id("job"),

@@ -40,7 +40,7 @@ from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Manifes
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION, refusal
 from swiftkv_platform.contract.reasons import ReasonCode
-from swiftkv_platform.errors import ConflictError, StorageError
+from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -155,6 +155,13 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
             f"{output} exists and holds no artifact; name an empty or a new directory",
             field="output",
             value=str(output),
+        )
+    if spec.training.from_ is not None:
+        raise InvalidInputError(
+            f"training.from is {spec.training.from_!r}, which a control plane knows, and none is asked here; "
+            "`swiftkv jobs submit` would do",
+            field="training.from",
+            value=spec.training.from_,
         )
     _set_ray_train_environment()
     with tempfile.TemporaryDirectory(prefix="distill-") as directory:

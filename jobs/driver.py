@@ -52,6 +52,8 @@ def train(
         num_trained_parameters=plan.num_trained_parameters,
         data=plan.statistics,
     )
+    if request.parent is not None:
+        reporter.message(f"continues from {request.parent.name}", parent=request.parent.model_dump())
     checkpoint = finished_before(store, request, plan.total_steps)
     if checkpoint is None:
         settled = request.model_copy(update={"spec": plan.spec})

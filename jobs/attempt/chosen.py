@@ -31,8 +31,11 @@ def model_checkpoint(store: ObjectStore, attempt: AttemptId, last: str) -> str:
 
 
 def finished_before(store: ObjectStore, request: AttemptRequest, total_steps: int) -> str | None:
-    """The checkpoint that the model is made of, if the one to resume from is that of a run's end: then there is nothing
-    left to train."""
+    """The checkpoint that the model is made of, if the one to resume from is that of a run's end, or no step is to
+    follow the one to continue from: then there is nothing left to train."""
+    if total_steps == 0:
+        assert request.parent is not None, "a spec without a parent trains"
+        return request.parent.key
     if request.resume_from is None:
         return None
     lineage = read_manifest(store, request.resume_from).lineage

@@ -277,6 +277,7 @@ def _write(files: Mapping[str, str], directory: Path) -> None:
 
 def _lineage(request: AttemptRequest, data_fingerprint: str) -> dict[str, Any]:
     spec = request.spec
+    parent = {} if request.parent is None else {"parent": request.parent.model_dump()}
     return {
         "job_id": request.job_id,
         "attempt": request.attempt,
@@ -285,6 +286,7 @@ def _lineage(request: AttemptRequest, data_fingerprint: str) -> dict[str, Any]:
         "data_fingerprint": data_fingerprint,
         "code_version": version("swiftkv-platform"),
         "spec": spec.model_dump(mode="json"),
+        **parent,
     }
 
 

@@ -23,6 +23,7 @@ from jobs.attempt.checkpoints import AttemptCheckpoints
 from jobs.attempt.control import ControlWatcher, told_to_leave
 from jobs.attempt.downloads import access_of, teacher_path
 from jobs.attempt.events import MetricsBuffer, Reporter
+from jobs.attempt.parents import check_all_there, fetch_parent, trained_tensors
 from jobs.attempt.places import say_placed
 from jobs.attempt.preparation import StoredPreparation
 from jobs.attempt.tracking import TrackedRun
@@ -31,8 +32,9 @@ from jobs.worker.calibrate import find_start
 from jobs.worker.prepare import compute_dtype, load_student, open_lazy, set_up_process
 from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest
+from swiftkv_platform.contract.parents import Parent
 from swiftkv_platform.contract.stop_requests import StopRequest
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0, load_whole_state
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
@@ -80,10 +82,13 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
     spec = worker.request.spec
     stored: StoredPreparation = ray.get(worker.prepared)
     local_rank = ray.train.get_context().get_local_rank()
+    parent = worker.request.parent if from_rank_0(lambda: not checkpoints.candidates()) else None
     with _on_this_machine(worker, stored, local_rank) as (path, rows):
         _fetch_start(worker, stored, path, rows, local_rank)
         prepared = stored.open(rows)
         parallel = _spread(spec, path, prepared.calibrated)
+        if parent is not None:
+            _start_from_parent(parallel, worker, parent, rows.with_name("parent"), local_rank)
     return Trainer(
         parallel,
         prepared.data.train,
@@ -101,6 +106,19 @@ def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, row
     if local_rank == 0:
         stored.fetch_start(rows)
     dist.barrier()
+
+
+def _start_from_parent(
+    parallel: Parallel, worker: WorkerConfig, parent: Parent, directory: Path, local_rank: int
+) -> None:
+    """Start from what the job continues from: its values, and its optimizer state where the spec asks for that."""
+    if local_rank == 0:
+        fetch_parent(open_store(worker.store_uri), parent, directory)
+    dist.barrier()
+    if worker.request.spec.training.load_optimizer_state:
+        load_whole_state(parallel, directory)
+    else:
+        check_all_there(parent, parallel.load_trained(trained_tensors(parent, directory)))
 
 
 def _spread(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None) -> Parallel:

@@ -53,6 +53,7 @@ from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.leadership import Leadership, Lease
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.orphans import Orphans
+from swiftkv_platform.orchestration.parents import Parents
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.sweeper import Sweeper
@@ -181,6 +182,7 @@ def _reconciler(settings: Settings, parts: Components, lease: Lease, histograms:
         interval_s=settings.reconcile_interval_s,
         deployments=parts.catalog.all_deployments,
         files=files_of(parts.files, parts.objects.uri),
+        parents=Parents(parts.jobs, parts.registry, parts.attempts),
         attention=Attention(SPARING),
         concurrency=_JOBS_AT_ONCE,
         lease=lease,

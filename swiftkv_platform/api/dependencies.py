@@ -27,6 +27,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.files import FileRepository
 from swiftkv_platform.orchestration.job_limits import JobLimits
+from swiftkv_platform.orchestration.parents import Parents
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint
 from swiftkv_platform.orchestration.registry import Registry, RegistryService
@@ -182,6 +183,11 @@ def registry_service(request: Request) -> RegistryService:
     return RegistryService(parts.registry, clock=parts.clock)
 
 
+def parents_service(request: Request) -> Parents:
+    parts = get_components(request)
+    return Parents(parts.jobs, parts.registry, parts.attempts)
+
+
 def get_caller(
     request: Request,
     scopes: SecurityScopes,
@@ -237,6 +243,7 @@ def oldest_first(
 
 Parts = Annotated[Components, Depends(get_components)]
 Deletions = Annotated[SqlRetention, Depends(retained_rows)]
+TheParents = Annotated[Parents, Depends(parents_service)]
 TheWatches = Annotated[Watches, Depends(get_watches)]
 TheSettings = Annotated[Settings, Depends(get_settings)]
 Reader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_READ])]

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from swiftkv_platform.errors import did_you_mean
 from swiftkv_platform.web.hostile_json import Place
@@ -53,7 +54,7 @@ def _places(name: str, annotation: Any, place: str = "") -> list[str]:
     """Dotted paths of the fields with a name, in objects that are no items of a list."""
     found = []
     for model in _models(annotation):
-        for key, field in model.model_fields.items():
+        for key, field in _fields(model).items():
             path = f"{place}{key}"
             if key == name:
                 found.append(path)
@@ -67,7 +68,7 @@ def _accepted_keys(item: Mapping[str, Any], body: Any) -> Sequence[str]:
     annotation = body
     for part in item["loc"][1:-1]:
         annotation, _ = _step(annotation, part)
-    return sorted({name for model in _models(annotation) for name in model.model_fields})
+    return sorted({name for model in _models(annotation) for name in _fields(model)})
 
 
 def most_telling(found: Sequence[tuple[Place, Mapping[str, Any]]]) -> list[tuple[Place, Mapping[str, Any]]]:
@@ -96,8 +97,8 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
         return _items(annotation), False
     models = _models(annotation)
     for model in models:
-        if part in model.model_fields:
-            return model.model_fields[part].annotation, False
+        if part in _fields(model):
+            return _fields(model)[part].annotation, False
     # A model with validators of its own is labelled `function-after[validate(), Model]`.
     named = next((model for model in models if re.search(rf"\b{model.__name__}\b", part)), None)
     if named is not None:
@@ -106,6 +107,11 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
     if values is None or part == _KEY:
         return annotation, True
     return values, False
+
+
+def _fields(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The fields of a model by the names that callers use."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

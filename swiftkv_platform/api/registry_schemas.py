@@ -11,6 +11,7 @@ from swiftkv_platform.api.schemas import Answer
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.orchestration.comparison import Comparison
 from swiftkv_platform.orchestration.job import Model
+from swiftkv_platform.orchestration.parents import Ancestor
 from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, Promotion
 
@@ -78,6 +79,15 @@ class LineageDeployment(Answer):
     status: DeploymentStatus
 
 
+class AncestorAnswer(Answer):
+    """A model or checkpoint that another one was trained from."""
+
+    name: str
+    """`mdl_...` or `job_...:ckpt_...`."""
+    job_id: str
+    """Job that made it."""
+
+
 class LineageAnswer(Answer):
     """Lineage from data and teacher to deployments."""
 
@@ -88,6 +98,8 @@ class LineageAnswer(Answer):
     revision: str | None
     code_version: str | None
     spec: dict[str, Any] | None
+    ancestors: list[AncestorAnswer]
+    """Models and checkpoints that it continued from, the nearest first."""
     job_id: str
     attempt: int
     model: str
@@ -100,7 +112,13 @@ class LineageAnswer(Answer):
     deployments: list[LineageDeployment]
 
     @classmethod
-    def of(cls, model: Model, deployments: Sequence[Deployment], history: Sequence[Promotion]) -> Self:
+    def of(
+        cls,
+        model: Model,
+        deployments: Sequence[Deployment],
+        history: Sequence[Promotion],
+        ancestors: Sequence[Ancestor],
+    ) -> Self:
         newest = {item.alias: item.model for item in history}
         return cls(
             data_fingerprint=model.lineage.get("data_fingerprint"),
@@ -108,6 +126,7 @@ class LineageAnswer(Answer):
             revision=model.lineage.get("revision"),
             code_version=model.lineage.get("code_version"),
             spec=model.lineage.get("spec"),
+            ancestors=[AncestorAnswer(name=each.name, job_id=each.job_id) for each in ancestors],
             job_id=model.job_id,
             attempt=model.attempt,
             model=model.id,

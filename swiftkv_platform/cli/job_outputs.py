@@ -54,8 +54,8 @@ def checkpoints(job_id: JobId, url: Url = None, json: Json = False) -> None:
     if json:
         print_json(found)
     else:
-        rows = [(item.step, item.attempt, size(item.size), item.key) for item in found]
-        print_table(("step", "attempt", "size", "key"), rows, empty="No complete checkpoint.")
+        rows = [(f"{job_id}:{item.step}", item.step, item.attempt, size(item.size), item.key) for item in found]
+        print_table(("checkpoint", "step", "attempt", "size", "key"), rows, empty="No complete checkpoint.")
 
 
 def artifacts(job_id: JobId, url: Url = None, json: Json = False) -> None:

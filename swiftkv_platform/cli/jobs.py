@@ -33,6 +33,11 @@ from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.local.units import count, duration
 from swiftkv_platform.specs import JobSpec
 
+SpecChanges = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A field of the spec, such as training.max_steps=100; repeats."),
+]
+
 jobs_app = typer.Typer(no_args_is_help=True, help="Distillation jobs.")
 jobs_app.command()(job_outputs.events)
 jobs_app.command()(job_outputs.metrics)
@@ -56,7 +61,7 @@ def submit(
         if follow_:
             if not json:
                 say(f"Submitted {job.id}")
-            _watch(client, job, json=json)
+            watch_job(client, job, json=json)
         elif json:
             print_json(job)
         else:
@@ -66,18 +71,13 @@ def submit(
 @jobs_app.command()
 def clone(
     job_id: JobId,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="A field of the spec, such as training.max_steps=100; repeats."
-        ),
-    ] = None,
+    set_: SpecChanges = None,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key submits the same job only once.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:
     """Submit the spec of another job again, with changes."""
-    changes = dict(map(_change, set_ or ()))
+    changes = dict(map(spec_change, set_ or ()))
     with connect(url) as client:
         job = client.jobs.clone(job_id, changes, idempotency_key)
     if json:
@@ -154,7 +154,7 @@ def get(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Follow a job until it has finished; the exit code is not 0 unless it succeeded. Ctrl-C leaves the job alone."""
     with connect(url) as client:
-        _watch(client, client.jobs.get(job_id), json=json)
+        watch_job(client, client.jobs.get(job_id), json=json)
 
 
 @jobs_app.command()
@@ -214,7 +214,7 @@ def schema() -> None:
     print_schema(JobSpec)
 
 
-def _change(text: str) -> tuple[str, Any]:
+def spec_change(text: str) -> tuple[str, Any]:
     """A field's path and its value, which is YAML. Raises `InvalidInputError`."""
     path, equals, value = text.partition("=")
     if not (path and equals):
@@ -235,7 +235,7 @@ def _print_status(job: Job, *, json: bool) -> None:
         say(f"{job.id} is {job.status}.")
 
 
-def _watch(client: Client, job: Job, *, json: bool) -> None:
+def watch_job(client: Client, job: Job, *, json: bool) -> None:
     """Follow to the end; raises `typer.Exit` with 1 unless the job succeeded. With JSON: its events, then the job."""
     events = client.jobs.events(job.id)
     try:

@@ -1,20 +1,57 @@
-"""`swiftkv models lineage`, `compare`, `promote`, `rollback`, `delete` and `aliases`: which models are in use, why."""
+"""`swiftkv models create`, `lineage`, `compare`, `promote`, `rollback`, `delete`, `aliases`: models in use, and why."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect
 from swiftkv_platform.cli.ids import ModelId, complete_model
+from swiftkv_platform.cli.jobs import spec_change, watch_job
 from swiftkv_platform.cli.output import local_time, print_deleted, print_fields, print_json, print_table, say
 from swiftkv_platform.cli.serving import models_app
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.specs.changes import with_changes
+
+_SECTIONS = ("evaluation", "resources", "metadata")
+"""Parts of a job's spec that may differ for a model of its checkpoint."""
 
 __all__ = ["models_app"]
 
 AliasName = Annotated[str, typer.Option("--alias", help="Name that deployments follow.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; kept with who and when.")]
+
+
+@models_app.command()
+def create(
+    from_checkpoint: Annotated[
+        str,
+        typer.Option(
+            "--from-checkpoint", metavar="JOB:STEP", help="A checkpoint, as `swiftkv jobs checkpoints JOB` lists it."
+        ),
+    ],
+    name: Annotated[str | None, typer.Option(help="Name of the model. Default: the job's name and the step.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A field of the job's spec, such as evaluation.max_kl=0.5; repeats."
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Return only when the model is there.")] = False,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Evaluate a checkpoint and publish it as a model, in a job of its own that trains nothing."""
+    with connect(url) as client:
+        job = client.models.create(from_checkpoint=from_checkpoint, name=name, **_sections(set_ or ()))
+        if wait:
+            watch_job(client, job, json=json)
+        elif json:
+            print_json(job)
+        else:
+            say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
 
 
 @models_app.command()
@@ -99,3 +136,16 @@ def aliases(
         for item in each.history
     ]
     print_table(("alias", "action", "model", "when", "who", "why"), rows, empty="Nothing has been promoted.")
+
+
+def _sections(texts: Sequence[str]) -> dict[str, Any]:
+    """Parts of a spec from `--set` options. Raises `InvalidInputError`."""
+    changes = dict(map(spec_change, texts))
+    for path in changes:
+        if path.partition(".")[0] not in _SECTIONS:
+            raise InvalidInputError(
+                f"--set is {path!r}, and a model of a checkpoint is made by its job's spec but for "
+                f"{', '.join(_SECTIONS)}; `swiftkv jobs clone` with training.from changes all of it",
+                field=path,
+            )
+    return with_changes({}, changes)

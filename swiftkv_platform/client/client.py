@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Literal, Self, overload
 
 import httpx
+from ulid import ULID
 
 from swiftkv_platform.client.errors import Problem, ResourceNotFoundError, ServerError, WaitTimeoutError
 from swiftkv_platform.client.files import Files
@@ -21,6 +22,7 @@ from swiftkv_platform.client.models import (
     Deployment,
     DeploymentMetrics,
     Generation,
+    Job,
     Lineage,
     Model,
     Promotion,
@@ -68,7 +70,7 @@ class Client:
         self._serve = self._connect(serve_url, when_away=_SERVE_AWAY) if serve_url else None
         self.jobs = Jobs(self._control, outage_s=outage_s)
         self.files = Files(self._control)
-        self.models = Models(self._control)
+        self.models = Models(self._control, self.jobs)
         self.deployments = Deployments(self._control)
 
     def __enter__(self) -> Self:
@@ -153,8 +155,9 @@ def _if_match(version: int | None) -> dict[str, str] | None:
 class Models:
     """Distilled models with their lineage."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, jobs: Jobs) -> None:
         self._transport = transport
+        self._jobs = jobs
 
     def list(self, *, limit: int | None = None) -> list[Model]:
         """Models, newest first."""
@@ -162,6 +165,40 @@ class Models:
 
     def get(self, model_id: str) -> Model:
         return Model.model_validate(self._transport.request("GET", f"/models/{model_id}", repeatable=True).json())
+
+    def create(
+        self,
+        *,
+        from_checkpoint: str,
+        name: str | None = None,
+        evaluation: dict[str, Any] | None = None,
+        resources: dict[str, Any] | None = None,
+        metadata: dict[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> Job:
+        """Submit a job that evaluates a checkpoint and makes a model of it, its `distilled_model`.
+
+        Args:
+            from_checkpoint: `job_...:STEP`.
+            name: name of the model.
+            evaluation: fields to measure otherwise than its job does; `resources` alike.
+            metadata: instead of its job's.
+            idempotency_key: as of `jobs.create`.
+
+        Raises:
+            InvalidRequestError: there is no such checkpoint.
+        """
+        body: dict[str, Any] = {
+            "from_checkpoint": from_checkpoint,
+            "name": name,
+            "evaluation": evaluation,
+            "resources": resources,
+            "metadata": metadata,
+        }
+        given = {key: value for key, value in body.items() if value is not None}
+        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        response = self._transport.request("POST", "/models", json=given, headers=headers, repeatable=True)
+        return self._jobs.adopt(response.json())
 
     def lineage(self, model_id: str) -> Lineage:
         """Return the lineage from data and teacher to deployments."""

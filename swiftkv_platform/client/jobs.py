@@ -53,7 +53,7 @@ class Jobs:
         """
         headers = {"Idempotency-Key": idempotency_key or str(ULID())}
         response = self._transport.request("POST", "/jobs", json=_document(spec), headers=headers, repeatable=True)
-        return self._adopt(response.json())
+        return self.adopt(response.json())
 
     def clone(self, job_id: str, changes: Mapping[str, Any] | None = None, idempotency_key: str | None = None) -> Job:
         """Submit the spec of another job again, changed.
@@ -74,15 +74,15 @@ class Jobs:
         return Estimate.model_validate(response.json())
 
     def get(self, job_id: str) -> Job:
-        return self._adopt(self._transport.request("GET", f"/jobs/{job_id}", repeatable=True).json())
+        return self.adopt(self._transport.request("GET", f"/jobs/{job_id}", repeatable=True).json())
 
     def cancel(self, job_id: str) -> Job:
         """Ask for the end of a job; asking twice is the same."""
-        return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/cancel", repeatable=True).json())
+        return self.adopt(self._transport.request("POST", f"/jobs/{job_id}/cancel", repeatable=True).json())
 
     def pause(self, job_id: str) -> Job:
         """Ask a job to checkpoint and free the cluster; asking twice is the same."""
-        return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/pause", repeatable=True).json())
+        return self.adopt(self._transport.request("POST", f"/jobs/{job_id}/pause", repeatable=True).json())
 
     def resume(self, job_id: str, *, cost_cap: float | None = None) -> Job:
         """Queue a paused job again; it goes on from its last checkpoint.
@@ -91,7 +91,7 @@ class Jobs:
             cost_cap: replaces `limits.cost_cap`, for a job that was paused because of its cost.
         """
         body = None if cost_cap is None else {"cost_cap": cost_cap}
-        return self._adopt(self._transport.request("POST", f"/jobs/{job_id}/resume", json=body, repeatable=True).json())
+        return self.adopt(self._transport.request("POST", f"/jobs/{job_id}/resume", json=body, repeatable=True).json())
 
     def delete(self, job_id: str) -> None:
         """Delete a job that has ended, with its model and its logs; deleting what is gone already is no error.
@@ -204,9 +204,9 @@ class Jobs:
         """Jobs, newest first; all of them without `limit`."""
         params = {"status": status, "model": model, **{f"metadata.{k}": v for k, v in (metadata or {}).items()}}
         params = {name: value for name, value in params.items() if value is not None}
-        return [self._adopt(row) for row in rows(self._transport, "/jobs", params, limit)]
+        return [self.adopt(row) for row in rows(self._transport, "/jobs", params, limit)]
 
-    def _adopt(self, row: dict[str, Any]) -> Job:
+    def adopt(self, row: dict[str, Any]) -> Job:
         """The one object of this job, brought up to date."""
         fresh = Job.model_validate(row)
         known = self._seen.get(fresh.id)

@@ -203,6 +203,8 @@ class Lineage(_Answer):
     job_id: str
     data_fingerprint: str | None = None
     teacher: str | None = None
+    ancestors: list[dict[str, Any]] = []
+    """`{name, job_id}` of what it continued from, the nearest first."""
     aliases: list[str] = []
     deployments: list[dict[str, Any]] = []
 

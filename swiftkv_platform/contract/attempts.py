@@ -26,6 +26,7 @@ from pydantic import Field
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.files import StoredFile
+from swiftkv_platform.contract.parents import Parent
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.specs import JobSpec
 
@@ -53,6 +54,8 @@ class AttemptRequest(FrozenModel):
     """Whether tasks of the evaluation may run the code that a model writes."""
     files: dict[str, StoredFile] = {}
     """Uploaded files that the spec names, by id."""
+    parent: Parent | None = None
+    """What `training.from` names; training starts from it until the job has a checkpoint of its own."""
 
     @property
     def attempt_id(self) -> AttemptId:
@@ -80,8 +83,8 @@ class Manifest(FrozenModel):
     created_at: float
     """Unix seconds."""
     lineage: dict[str, Any] = {}
-    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec; of an adapter base_digest.
-    Checkpoint: step, tokens, world_size."""
+    """Artifact: job_id, attempt, teacher, revision, data_fingerprint, code_version, spec, the `parent` of a job that
+    continued from one, and of an adapter base_digest. Checkpoint: step, tokens, world_size."""
     metrics: dict[str, Any] = {}
     """Artifact: the evaluation report (`evaluation.json`)."""
 

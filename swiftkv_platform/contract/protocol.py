@@ -12,7 +12,7 @@ PROTOCOL = 2
 
 1: releases up to 0.1.0, whose drivers do not know `PROTOCOL_OPTION`.
 2: `attempt.json` has the tenant's rules, which workers keep (`AttemptRequest.allowed_roots` and what follows it),
-and uploaded files.
+uploaded files, and what the job continues from.
 """
 
 PROTOCOL_OPTION = "--protocol"

@@ -30,6 +30,8 @@ from swiftkv_platform.orchestration.registry import Promotion, superseded
 from swiftkv_platform.orchestration.retention import Holders, Kind, check_unheld
 
 _ENDED = [status.value for status in JobStatus if status.is_terminal]
+_PARENT = JobRow.spec["training"]["from"].as_string()
+"""Name of what a job continues from."""
 _OF_A_JOB = (DeliveryRow, EventRow, PointRow, IdempotencyRow, ModelRow)
 """Tables with rows of a job, in the order in which they can be removed."""
 
@@ -42,7 +44,15 @@ class SqlRetention:
 
     def ended_jobs(self, kind: Kind, *, before: float, limit: int, after: str | None) -> Sequence[str]:
         query = _ended(before).where(JobRow.swept.op("&")(kind.bit) == 0)
+        if kind is Kind.CHECKPOINTS:
+            query = query.where(JobRow.id.not_in(self._read_jobs()))
         return self._page(query, JobRow.id, limit, after)
+
+    def _read_jobs(self) -> set[str]:
+        """Ids of the jobs from whose checkpoints unfinished jobs continue."""
+        query = select(_PARENT).where(JobRow.status.not_in(_ENDED), _PARENT.startswith("job_", autoescape=True))
+        with self._database.reading() as session:
+            return {name.partition(":")[0] for name in session.scalars(query.distinct()) if name is not None}
 
     def mark_swept(self, job_id: str, kind: Kind) -> None:
         swept = JobRow.swept.op("|")(kind.bit)
@@ -261,7 +271,8 @@ def _check_model(session: Session, model: ModelRow) -> None:
 def _holders(session: Session, job: JobRow, model: str | None) -> Holders:
     # A spec names objects by the address that they have, of which this is a part wherever the store is.
     reads = or_(
-        *(cast(JobRow.spec, String).contains(name, autoescape=True) for name in (f"jobs/{job.id}/", model) if name)
+        *(cast(JobRow.spec, String).contains(name, autoescape=True) for name in (f"jobs/{job.id}/", model) if name),
+        _PARENT.startswith(f"{job.id}:", autoescape=True),
     )
     unfinished = JobRow.status.not_in(_ENDED)
     children = session.scalars(select(JobRow.id).where(unfinished, JobRow.id != job.id, reads).limit(1)).all()

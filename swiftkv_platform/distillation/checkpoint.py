@@ -27,15 +27,22 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.distillation.course import Course
 from swiftkv_platform.distillation.parallel import Parallel
+from swiftkv_platform.distillation.parallel.base import STUDENT
 from swiftkv_platform.distillation.uploads import CheckpointStore, Progress, Retries, Uploader
 from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
 
-__all__ = ["CheckpointStore", "Checkpointer", "Progress", "Retries", "TrainedTensors", "from_rank_0"]
+__all__ = [
+    "CheckpointStore",
+    "Checkpointer",
+    "Progress",
+    "Retries",
+    "TrainedTensors",
+    "from_rank_0",
+    "load_whole_state",
+]
 
 T = TypeVar("T")
-_STUDENT = "student."
-"""Prefix of the student's parameters in the fork's names."""
 
 
 class Checkpointer:
@@ -115,7 +122,7 @@ class Checkpointer:
             step, tokens = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
             load({"progress": {"step": step, "tokens": tokens}}, storage_reader=FileSystemReader(directory))
             course = _load_course(directory)
-            self._parallel.load_state(lambda state: load(state, storage_reader=FileSystemReader(directory)))
+            load_whole_state(self._parallel, directory)
             dist.barrier()
         finally:
             if self._local_rank == 0:
@@ -157,13 +164,18 @@ def _load_course(directory: Path) -> Course:
     return Course.of({name: float(value) for name, value in numbers.items()})
 
 
+def load_whole_state(parallel: Parallel, directory: Path) -> None:
+    """Take over trained parameters and optimizer state of a downloaded checkpoint. Collective."""
+    parallel.load_state(lambda state: load(state, storage_reader=FileSystemReader(directory)))
+
+
 class TrainedTensors(Mapping[str, Tensor]):
     """The trained tensors of a downloaded checkpoint, whole and by the student's own names, each read when it is asked
     for; needs no process group."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        prefix = f"model.{_STUDENT}"
+        prefix = f"model.{STUDENT}"
         metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
         self._entries = {
             name.removeprefix(prefix): entry
@@ -177,7 +189,7 @@ class TrainedTensors(Mapping[str, Tensor]):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
             reader = FileSystemReader(self._directory)
-            load({"model": {f"{_STUDENT}{name}": tensor}}, storage_reader=reader, no_dist=True)
+            load({"model": {f"{STUDENT}{name}": tensor}}, storage_reader=reader, no_dist=True)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -46,6 +46,7 @@ from swiftkv_platform.orchestration.files import FilesOf, no_files
 from swiftkv_platform.orchestration.instruments import NO_INSTRUMENTS, Instruments
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
+from swiftkv_platform.orchestration.parents import ParentOf, no_parents
 from swiftkv_platform.orchestration.ports import (
     AttemptStore,
     Clock,
@@ -101,6 +102,7 @@ class Reconciler:
         retry_delay_s: pause before a job's second attempt; it doubles with every further one.
         deployments: all tenants', whose replicas count against quotas as jobs do.
         files: uploaded files that a job's spec names.
+        parents: what a job's spec continues from.
         attention: choice of the jobs that a tick looks at; without one it looks at all.
         concurrency: jobs that are looked at, or submitted, at the same time.
         lease: the right to change anything; without one there is no other control plane.
@@ -125,6 +127,7 @@ class Reconciler:
         retry_delay_s: float = 1.0,
         deployments: Callable[[], Sequence[Deployment]] = tuple,
         files: FilesOf = no_files,
+        parents: ParentOf = no_parents,
         attention: Attention | None = None,
         concurrency: int = 1,
         lease: Lease = UNDISPUTED,
@@ -141,6 +144,7 @@ class Reconciler:
         self._policies = policies
         self._rules = rules
         self._files = files
+        self._parents = parents
         self._prices = prices
         self._deployments = deployments
         self._instruments = instruments
@@ -302,6 +306,7 @@ class Reconciler:
         attempt = job.attempt
         organizations = self._policies.policy(job.tenant).hub_organizations
         access = self._rules.access(job.tenant, organizations, self._files(job.spec, job.tenant))
+        found = self._parents(job.spec, job.tenant)
         self._store.write_request(
             AttemptRequest(
                 job_id=job.id,
@@ -313,6 +318,7 @@ class Reconciler:
                 hub_organizations=access.hub_organizations,
                 code_tasks=access.code_tasks,
                 files=dict(access.files or {}),
+                parent=None if found is None else found.parent,
             )
         )
         command = self._entrypoint.shell(job.attempt_id)

@@ -26,6 +26,7 @@ from swiftkv_platform.orchestration.job import (
     transition,
 )
 from swiftkv_platform.orchestration.job_limits import UNLIMITED, JobLimits
+from swiftkv_platform.orchestration.parents import ParentOf, check_parent, no_parents
 from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
@@ -62,6 +63,7 @@ class JobService:
 
     Args:
         files: uploaded files that a spec names.
+        parents: what a spec continues from.
         rehearse: called with every job before it is stored; what it raises keeps the job from being stored. A caller
             that answers with the job writes the answer here, so that nothing is stored that could not be answered.
     """
@@ -79,10 +81,12 @@ class JobService:
         machines: Machines = DEFAULT_MACHINES,
         limits: JobLimits = UNLIMITED,
         files: FilesOf = no_files,
+        parents: ParentOf = no_parents,
         rehearse: Callable[[Job], object] = _nothing,
     ) -> None:
         self._limits = limits
         self._files = files
+        self._parents = parents
         self._rehearse = rehearse
         self._jobs = jobs
         self._clock = clock
@@ -102,7 +106,8 @@ class JobService:
         if measured is not None:
             speed, source = measured
             machines = machines.model_copy(update={"flops_per_second": speed.flops_per_second, "flops_source": source})
-        return self._as_measured(self._check(spec, caller, machines), measured, spec)
+        spec, found = self._check(spec, caller, machines)
+        return self._as_measured(found, measured, spec)
 
     def _measured(self, spec: JobSpec, caller: Caller) -> tuple[Speed, str] | None:
         """Speed of a job like this one, else the configured one, and where it is from."""
@@ -113,7 +118,8 @@ class JobService:
             return Speed(self._machines.flops_per_second, 0.0, 0.0), self._machines.flops_source
         return measured
 
-    def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> Estimate:
+    def _check(self, spec: JobSpec, caller: Caller, machines: Machines) -> tuple[JobSpec, Estimate]:
+        """The spec as it is stored, which names the very checkpoint that it continues from, and its estimate."""
         self._limits.check(spec)
         organizations = self._policies.policy(caller.tenant).hub_organizations
         access = self._rules.access(caller.tenant, organizations, self._files(spec, caller.tenant))
@@ -128,7 +134,13 @@ class JobService:
                 field="limits.cost_cap",
                 value=spec.limits.cost_cap,
             )
-        return validate(spec, self._read_object, access=access, machines=machines)
+        found = validate(spec, self._read_object, access=access, machines=machines)
+        parent = self._parents(spec, caller.tenant)
+        if parent is not None:
+            check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)
+            training = spec.training.model_copy(update={"from_": parent.parent.name})
+            spec = spec.model_copy(update={"training": training})
+        return spec, found
 
     def _as_measured(self, found: Estimate, measured: tuple[Speed, str] | None, spec: JobSpec) -> Estimate:
         """Add the time that jobs like it took, and its cost. A sweep's trials are not foreseen."""
@@ -153,7 +165,7 @@ class JobService:
         idempotency = None if idempotency_key is None else Idempotency(idempotency_key, _digest(spec))
         if idempotency is not None and (known := self._jobs.recall(caller.tenant, idempotency)) is not None:
             return known
-        foreseen = self._check(spec, caller, self._machines)
+        spec, foreseen = self._check(spec, caller, self._machines)
         now = int(self._clock())
         job = Job(
             id=new_id("job"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from swiftkv_platform.specs.base import (
@@ -24,6 +24,7 @@ from swiftkv_platform.specs.base import (
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
+from swiftkv_platform.specs.parents import ParentReference
 from swiftkv_platform.specs.webhook import WebhookSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
@@ -140,9 +141,16 @@ class GuardSpec(Spec):
 
 
 class TrainingSpec(Spec):
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    from_: ParentReference | None = Field(default=None, alias="from")
+    """Model (`mdl_...`) or checkpoint (`job_...:STEP`) to continue from, of the same teacher, l and g; null starts
+    from the teacher. Step and learning rate begin anew."""
+    load_optimizer_state: bool = False
+    """Take over the optimizer state of the checkpoint that `from` names; else the optimizer is fresh."""
     num_epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 2
-    max_steps: Count | None = None
-    """Overrides `num_epochs`."""
+    max_steps: Annotated[int, Field(ge=0, le=10**12)] | None = None
+    """Overrides `num_epochs`. 0 trains nothing: the checkpoint that `from` names is evaluated and published."""
     batch_size: Size | None = None
     """Packed sequences per optimizer step, over all workers. Default: 32, halved while the epochs make fewer than 400
     steps."""
@@ -299,6 +307,27 @@ class JobSpec(Spec):
     def rows_per_pass(self) -> int:
         """Rows that all workers take in one forward pass; a batch is a multiple of it."""
         return self.resources.max_workers // self.sharding.sequence_parallel_size * self.training.micro_batch_size
+
+    @model_validator(mode="after")
+    def _continues_from_something(self) -> Self:
+        training = self.training
+        if training.from_ is not None and self.sweep is not None:
+            field, value, problem = "training.from", training.from_, "it does not go with sweep; leave out either"
+        elif training.from_ is None and training.load_optimizer_state:
+            field, value = "training.load_optimizer_state", True
+            problem = "it needs training.from, the checkpoint whose state is loaded"
+        elif training.from_ is None and training.max_steps == 0:
+            field, value = "training.max_steps", 0
+            problem = (
+                "it needs training.from, the checkpoint that is evaluated and published; 1 or more would do as well"
+            )
+        else:
+            return self
+        raise PydanticCustomError(
+            "parent",
+            "{field} is {value}: {problem}",
+            {"field": field, "value": value, "problem": problem},
+        )
 
     @model_validator(mode="after")
     def _sequences_divide(self) -> Self:

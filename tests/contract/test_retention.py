@@ -178,6 +178,26 @@ def test_what_has_a_model_does_not_expire(rows: SqlRetention, jobs: SqlJobReposi
     assert rows.expired_jobs(before=200, limit=9, after=None) == [failed.id]
 
 
+def test_checkpoints_that_an_unfinished_job_reads_stay(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+    parent, other = ended(jobs), ended(jobs)
+    child = store(jobs, make_job(training={"from": f"{parent.id}:ckpt_00000002_0001"}))
+    assert rows.ended_jobs(Kind.CHECKPOINTS, before=200, limit=9, after=None) == [other.id]
+    assert rows.ended_jobs(Kind.LOGS, before=200, limit=9, after=None) == [parent.id, other.id]
+    with pytest.raises(ConflictError, match=f"job {child.id} reads it"):
+        rows.delete_job(parent.id, by="ann", now=400)
+    failed, event = transition(child, JobStatus.FAILED, now=101)
+    jobs.update(failed, events=[event])
+    assert rows.ended_jobs(Kind.CHECKPOINTS, before=200, limit=2, after=None) == [parent.id, other.id]
+    rows.delete_job(parent.id, by="ann", now=400)
+
+
+def test_a_model_that_an_unfinished_job_continues_from_stays(rows: SqlRetention, jobs: SqlJobRepository) -> None:
+    _, model_id = with_model(jobs)
+    child = store(jobs, make_job(training={"from": model_id}))
+    with pytest.raises(ConflictError, match=f"job {child.id} reads it"):
+        rows.delete_model(model_id, by="ann", now=400)
+
+
 def test_what_holds_a_job_is_named(database: Database, rows: SqlRetention, jobs: SqlJobRepository) -> None:
     live = store(jobs, make_job())
     paused, event = transition(store(jobs, make_job()), JobStatus.PAUSED, now=101)

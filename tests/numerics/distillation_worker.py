@@ -20,10 +20,10 @@ from jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors, load_whole_state
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork
-from swiftkv_platform.distillation.parallel import parallelize
+from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.weights import LazyStudent
@@ -81,6 +81,8 @@ class Run:
     attempt: int = 1
     resume_from: str | None = None
     """Key of a checkpoint, or a pattern of keys that only one fits."""
+    parent: str | None = None
+    """Directory of the checkpoint that it continues from, or a pattern that only one fits."""
     stop_after: int | None = None
     """Leave the loop, as if killed, once this number of steps is done."""
     stop_requests: dict[int, StopRequest] = field(default_factory=dict)
@@ -177,6 +179,8 @@ def run(scenario: Run) -> Outcome:
     trained_names = {name for name, p in student.named_parameters() if p.requires_grad}
     weights = None if lazy is None else _Watched(lazy, fork)
     parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"), weights=weights)
+    if scenario.parent is not None:
+        _continue(parallel, scenario.parent, with_optimizer=spec.training.load_optimizer_state)
     request = AttemptRequest(job_id="j", attempt=scenario.attempt, spec=spec, resume_from=_key(scenario), run_id="r")
     store = AttemptCheckpoints(open_store(scenario.store), request, keep=spec.checkpoint.keep)
     checkpointer = Checkpointer(parallel, store, local_rank=dist.get_rank())
@@ -203,6 +207,14 @@ def run(scenario: Run) -> Outcome:
         share_read=1.0 if weights is None else weights.share_read(),
         frozen_changed=[name for name in before if name not in trained_names and not before[name].equal(after[name])],
     )
+
+
+def _continue(parallel: Parallel, pattern: str, *, with_optimizer: bool) -> None:
+    (directory,) = Path("/").glob(pattern.removeprefix("/"))
+    if with_optimizer:
+        load_whole_state(parallel, directory)
+    else:
+        assert parallel.load_trained(TrainedTensors(directory)) == []
 
 
 class _Watched:

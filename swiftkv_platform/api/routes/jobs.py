@@ -14,6 +14,7 @@ from swiftkv_platform.api.dependencies import (
     NewestFirst,
     Parts,
     Reader,
+    TheParents,
     TheSettings,
     TheWatches,
     Writer,
@@ -46,7 +47,7 @@ def _present(parts: Parts, settings: TheSettings) -> Callable[[Job], JobAnswer]:
 Present = Annotated[Callable[[Job], JobAnswer], Depends(_present)]
 
 
-def _service(parts: Parts, settings: TheSettings, present: Present) -> JobService:
+def _service(parts: Parts, settings: TheSettings, parents: TheParents, present: Present) -> JobService:
     return JobService(
         parts.jobs,
         clock=parts.clock,
@@ -58,11 +59,13 @@ def _service(parts: Parts, settings: TheSettings, present: Present) -> JobServic
         machines=machines(settings),
         limits=job_limits(settings),
         files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
+        parents=parents,
         rehearse=lambda job: present(job).model_dump_json(),
     )
 
 
 Service = Annotated[JobService, Depends(_service)]
+IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
@@ -72,7 +75,7 @@ def create_job(
     caller: Writer,
     present: Present,
     response: Response,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
     job = service.submit(spec, caller, idempotency_key=idempotency_key)

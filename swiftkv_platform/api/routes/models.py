@@ -5,9 +5,21 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Response, status
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from swiftkv_platform.api.catalog_schemas import ModelAnswer
-from swiftkv_platform.api.dependencies import Deletions, Deployer, NewestFirst, Parts, Reader, registry_service
+from swiftkv_platform.api.dependencies import (
+    Deletions,
+    Deployer,
+    NewestFirst,
+    Parts,
+    Reader,
+    TheParents,
+    Writer,
+    registry_service,
+)
+from swiftkv_platform.api.model_requests import CreateModel
 from swiftkv_platform.api.preconditions import IfMatch, tag
 from swiftkv_platform.api.registry_schemas import (
     AliasAnswer,
@@ -17,8 +29,11 @@ from swiftkv_platform.api.registry_schemas import (
     PromotionRequest,
     RollbackRequest,
 )
-from swiftkv_platform.api.schemas import ListAnswer, list_answer
+from swiftkv_platform.api.routes.jobs import IdempotencyKey, Present
+from swiftkv_platform.api.routes.jobs import Service as JobsService
+from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare
+from swiftkv_platform.orchestration.parents import publishing_spec
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService
 
@@ -36,6 +51,31 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
     return list_answer(parts.catalog.list_models(page, tenant=caller.tenant), ModelAnswer.of, lambda model: model.id)
 
 
+@router.post("/models", status_code=status.HTTP_201_CREATED)
+def create_model(
+    body: CreateModel,
+    parents: TheParents,
+    jobs: JobsService,
+    caller: Writer,
+    present: Present,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> JobAnswer:
+    """Submit a job that evaluates a checkpoint and publishes it as a model; it is the job's answer that is returned.
+
+    It trains nothing, takes the checkpoint's spec for the rest, and counts as any other job. Its model is the job's
+    `distilled_model` once it has succeeded.
+    """
+    found = parents.find(body.from_checkpoint, caller.tenant)
+    try:
+        spec = publishing_spec(found, body.changes())
+    except ValidationError as error:
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
+    job = jobs.submit(spec, caller, idempotency_key=idempotency_key)
+    response.headers["Location"] = f"/jobs/{job.id}"
+    return present(job)
+
+
 @router.get("/models/{model_id}")
 def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
     """One model."""
@@ -43,12 +83,13 @@ def get_model(model_id: str, parts: Parts, caller: Reader) -> ModelAnswer:
 
 
 @router.get("/models/{model_id}/lineage")
-def get_lineage(model_id: str, parts: Parts, caller: Reader, service: Service) -> LineageAnswer:
+def get_lineage(model_id: str, parts: Parts, parents: TheParents, caller: Reader, service: Service) -> LineageAnswer:
     """Lineage from the data and the teacher to what serves the model."""
     model = parts.catalog.get_model(model_id, tenant=caller.tenant)
     deployments = parts.catalog.list_deployments(Page(limit=_MOST_DEPLOYMENTS), tenant=caller.tenant).items
     history = [item for items in service.aliases(caller.tenant).values() for item in items]
-    return LineageAnswer.of(model, [item for item in deployments if item.spec.model == model.id], history)
+    own = [item for item in deployments if item.spec.model == model.id]
+    return LineageAnswer.of(model, own, history, parents.ancestors(model.job_id, caller.tenant))
 
 
 @router.get("/models/{model_id}/compare/{other_id}")

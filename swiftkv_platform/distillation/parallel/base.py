@@ -16,6 +16,8 @@ from swiftkv_platform.distillation.fork import Fork
 State = dict[str, Any]
 """`model`: trained tensors by the fork's names; `optimizer`: for each of them AdamW's `exp_avg`, `exp_avg_sq` and
 `step`, or Muon's `momentum_buffer`. Names and global shapes are the same for every strategy and number of workers."""
+STUDENT = "student."
+"""Prefix of the student's parameters in the fork's names."""
 Read = Callable[[State], None]
 """Overwrites every tensor of a state, or of a part of one, with what was saved."""
 
@@ -122,3 +124,11 @@ class Parallel(ABC):
     @abstractmethod
     def load_state(self, read: Read) -> None:
         """Go on from what `read` finds. Collective."""
+
+    @abstractmethod
+    def load_trained(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Give trained parameters the values that `tensors` has of them, whole and by the student's names; others, and
+        the optimizer, stay as they are. Collective.
+
+        Returns the names of trained parameters that `tensors` lacks.
+        """

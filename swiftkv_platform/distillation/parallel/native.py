@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizers, set_learning_rate
-from swiftkv_platform.distillation.parallel.base import Parallel, Read, State, Weights
+from swiftkv_platform.distillation.parallel.base import STUDENT, Parallel, Read, State, Weights
+from swiftkv_platform.distillation.weights import own_rows
 from swiftkv_platform.specs import JobSpec
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -100,6 +101,21 @@ class _Native(Parallel):
             for state in optimizer.state.values():
                 if "step" in state:
                     state["step"].zero_()
+
+    @torch.no_grad()
+    def load_trained(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        missing = []
+        for name, parameter in self.module.named_parameters():
+            own = name.removeprefix("module.").removeprefix(STUDENT)
+            if not parameter.requires_grad:
+                continue
+            if own not in tensors:
+                missing.append(own)
+            elif not isinstance(parameter, DTensor):
+                parameter.copy_(tensors[own])
+            elif (rows := own_rows(parameter)).stop > rows.start:
+                parameter.to_local().copy_(tensors[own][rows])
+        return missing
 
     def _trained_tensors(self) -> State:
         """Trained tensors by name. Torch leaves out frozen parameters, but not the second name of one that is tied to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizer, set_learning_rate
-from swiftkv_platform.distillation.parallel.base import Parallel, Read, State, Weights
+from swiftkv_platform.distillation.parallel.base import STUDENT, Parallel, Read, State, Weights
 from swiftkv_platform.specs import JobSpec
 
 os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
@@ -84,7 +84,8 @@ class ZeRO(Parallel):
         def put_back() -> None:
             for name, parameter in self._trained.items():
                 whole = kept[name].view(_shape(parameter))
-                self._set(parameter, whole, [torch.zeros_like(whole) for _ in _MOMENTS])
+                self._set(parameter, whole)
+                self._set_moments(parameter, [torch.zeros_like(whole) for _ in _MOMENTS])
             self._finish_setting(torch.zeros(()))
 
         return put_back
@@ -120,7 +121,8 @@ class ZeRO(Parallel):
                     "optimizer": {name: {**dict(zip(_MOMENTS, moments, strict=True)), "step": step}},
                 }
             )
-            self._set(parameter, whole, moments)
+            self._set(parameter, whole)
+            self._set_moments(parameter, moments)
         self._finish_setting(step)
 
     def _finish_setting(self, step: Tensor) -> None:
@@ -128,6 +130,17 @@ class ZeRO(Parallel):
             state["step"].copy_(step)
         if self._stage < 3:
             self._optimizer.update_lp_params()
+
+    def load_trained(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        missing = []
+        for name, parameter in self._trained.items():
+            if (own := name.removeprefix(STUDENT)) in tensors:
+                self._set(parameter, tensors[own].float())
+            else:
+                missing.append(own)
+        if self._stage < 3:
+            self._optimizer.update_lp_params()
+        return missing
 
     def _moments(self) -> list[dict[str, Tensor]]:
         """AdamW's state of each flat partition."""
@@ -143,19 +156,21 @@ class ZeRO(Parallel):
         if sharded is None:
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _set(self, parameter: nn.Parameter, whole: Tensor, moments: list[Tensor]) -> None:
-        """Parameter, its float32 master and its moments."""
-        keyed = list(zip(_MOMENTS, moments, strict=True))
+    def _set(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Parameter and its float32 master."""
         if self._stage < 3:
             safe_set_full_fp32_param(parameter, whole.to(self.device))
-            for key, tensor in keyed:
-                safe_set_full_optimizer_state(parameter, tensor.to(self.device), key)
             return
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(whole)
         safe_set_local_fp32_param(parameter, self._local(parameter, whole))
-        for key, tensor in keyed:
-            safe_set_local_optimizer_state(parameter, self._local(parameter, tensor), key)
+
+    def _set_moments(self, parameter: nn.Parameter, moments: list[Tensor]) -> None:
+        for key, tensor in zip(_MOMENTS, moments, strict=True):
+            if self._stage < 3:
+                safe_set_full_optimizer_state(parameter, tensor.to(self.device), key)
+            else:
+                safe_set_local_optimizer_state(parameter, self._local(parameter, tensor), key)
 
     def _local(self, parameter: Any, whole: Tensor) -> Tensor:
         """Cut this worker's piece of stage 3 out of a whole tensor, padded as DeepSpeed pads."""

@@ -20,6 +20,7 @@ from swiftkv_platform.api.dependencies import Components, prices, webhook_rules
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.files import files_of
+from swiftkv_platform.orchestration.parents import Parents
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.serving import DeploymentReconciler
@@ -72,6 +73,7 @@ class Server:
             policies=self.parts.policies,
             prices=prices(self.settings),
             files=files_of(self.parts.files, self.parts.objects.uri),
+            parents=Parents(self.parts.jobs, self.parts.registry, self.parts.attempts),
         )
         self._deployments = DeploymentReconciler(self.parts.catalog, self.serving)
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)

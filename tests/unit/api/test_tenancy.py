@@ -60,6 +60,7 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): None,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): None,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): None,
+    ("POST", "/models"): {"from_checkpoint": "{job_id}:2"},
     ("POST", "/models/{model_id}/promote"): {"alias": "stolen", "reason": "mine now"},
     ("POST", "/aliases/{alias}/rollback"): {"reason": "mine now"},
     ("POST", "/deployments"): {"model": "{model_id}", "route_prefix": "/stolen"},
@@ -89,8 +90,8 @@ def call(client: TestClient, method: str, path: str, ids: dict[str, str]) -> htt
     body = BODIES[method, path] if method != "GET" else None
     if (method, path) == ("POST", "/v1/files"):
         return client.request(method, path, **UPLOAD)
-    if body is not None and "model" in body and isinstance(body["model"], str):
-        body = {**body, "model": body["model"].format(**ids)}
+    if body is not None:
+        body = {name: value.format(**ids) if isinstance(value, str) else value for name, value in body.items()}
     return client.request(method, path.format(**ids), json=body)
 
 
@@ -180,7 +181,7 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
         elif method == "GET":
             assert answer.status_code == 200, where
             assert not any(found in answer.text for found in theirs), where
-        elif path == "/deployments":
+        elif path == "/deployments" or (method, path) == ("POST", "/models"):
             assert answer.status_code == 422, where
         else:
             assert answer.status_code in (200, 201), where  # its own job

@@ -67,6 +67,10 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     "POST /v1/fine_tuning/jobs/{job_id}/resume": (None, None),
     "GET /v1/fine_tuning/jobs/{job_id}/events": (None, None),
     "GET /v1/fine_tuning/jobs/{job_id}/checkpoints": (None, None),
+    "POST /models": (
+        lambda client, ids: client.models.create(from_checkpoint=f"{ids['done']}:2"),
+        "models create --from-checkpoint {done}:2 --name chosen --set evaluation.max_kl=0.5",
+    ),
     "GET /models": (lambda client, _: client.models.list(), "models list"),
     "GET /models/{model_id}": (lambda client, ids: client.models.get(ids["model"]), "models get {model}"),
     "GET /models/{model_id}/lineage": (

@@ -1,0 +1,181 @@
+"""Jobs that continue from models and checkpoints, and models that are made of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from tests.unit.api.conftest import SPEC, Server
+
+
+def refusal(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = server.client.post(path, json=body)
+    assert response.status_code == 422, response.text
+    error: dict[str, Any] = response.json()["errors"][0]
+    return error
+
+
+def continuing(parent: str, **sections: Any) -> dict[str, Any]:
+    training = {"from": parent, **sections.pop("training", {})}
+    return {**SPEC, "name": "next", "training": training, **sections}
+
+
+@pytest.fixture
+def parent(server: Server) -> dict[str, Any]:
+    """A job that has succeeded, with a checkpoint at step 2."""
+    return server.succeed(swiftkv={"num_key_value_layers": 6})
+
+
+L6 = {"swiftkv": {"num_key_value_layers": 6}}
+
+
+def test_a_job_is_pinned_to_the_checkpoint_that_it_continues_from(server: Server, parent: dict[str, Any]) -> None:
+    name = f"{parent['id']}:ckpt_00000002_0001"
+    openai = server.get(f"/v1/fine_tuning/jobs/{parent['id']}/checkpoints")["data"][0]
+    assert openai["fine_tuned_model_checkpoint"] == name
+    job = server.submit(**continuing(f"{parent['id']}:2", **L6))
+    assert job["spec"]["training"]["from"] == name
+    server.tick()
+    request = server.parts.attempts.read_request(AttemptId(job["id"], 1))
+    assert request.spec.training.from_ == name
+    assert request.parent is not None
+    [stored] = server.parts.attempts.list_checkpoints(parent["id"])
+    assert (request.parent.kind, request.parent.key, request.parent.step) == ("checkpoint", stored.key, 2)
+    assert (request.parent.job_id, request.parent.sha256) == (parent["id"], stored.sha256)
+
+
+def test_a_job_continues_from_a_model(server: Server, parent: dict[str, Any]) -> None:
+    job = server.submit(**continuing(parent["distilled_model"], **L6))
+    server.tick()
+    request = server.parts.attempts.read_request(AttemptId(job["id"], 1))
+    assert request.parent is not None
+    assert (request.parent.kind, request.parent.name) == ("model", parent["distilled_model"])
+    assert request.parent.key == AttemptId(parent["id"], 1).artifact_prefix
+
+
+@pytest.mark.parametrize(
+    ("reference", "sections", "field", "said"),
+    [
+        ("nonsense", {}, "training.from", "JOB:STEP"),
+        ("mdl_nobodys", L6, "training.from", "there is no such model"),
+        ("job_nobodys:2", L6, "training.from", "there is no job job_nobodys"),
+        ("{job}:3", L6, "training.from", "it has steps 2"),
+        ("{job}:ckpt_00000002_0002", L6, "training.from", "it has steps 2"),
+        ("{job}:2", {"swiftkv": {"num_key_value_layers": 5}}, "swiftkv.num_key_value_layers", "6 would do"),
+        ("{job}:2", {}, "swiftkv.num_key_value_layers", "6 would do"),
+        (
+            "{job}:2",
+            {"swiftkv": {"num_key_value_layers": 6, "key_value_group_size": 2}},
+            "swiftkv.key_value_group_size",
+            "1 would do",
+        ),
+        ("{job}:2", {**L6, "model": {"name_or_path": "org/other"}}, "model.name_or_path", "'org/teacher' would do"),
+        (
+            "{job}:2",
+            {**L6, "training": {"load_optimizer_state": True}, "optimizer": {"name": "muon"}},
+            "optimizer.name",
+            "'adamw', or training.load_optimizer_state false",
+        ),
+        (
+            "{job}:2",
+            {**L6, "training": {"load_optimizer_state": True}, "distillation": {"trainable": "tail"}},
+            "distillation.trainable",
+            "'qkv', or",
+        ),
+        ("{model}", {**L6, "training": {"load_optimizer_state": True}}, "training.load_optimizer_state", "JOB:STEP"),
+        ("{model}", {**L6, "training": {"max_steps": 0}}, "training.max_steps", "1 or more"),
+        (
+            "{model}",
+            {**L6, "sweep": {"num_key_value_layers": [5, 6]}, "evaluation": {"max_kl": 1}},
+            "training.from",
+            "sweep",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    server: Server, parent: dict[str, Any], reference: str, sections: dict[str, Any], field: str, said: str
+) -> None:
+    name = reference.format(job=parent["id"], model=parent["distilled_model"])
+    error = refusal(server, "/jobs", continuing(name, **sections))
+    assert error["field"] == field
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("training", [{"max_steps": 0}, {"load_optimizer_state": True}])
+def test_what_needs_a_parent_is_refused_without_one(server: Server, training: dict[str, Any]) -> None:
+    [name] = training
+    error = refusal(server, "/jobs", {**SPEC, "training": training})
+    assert error["field"] == f"training.{name}"
+    assert "training.from" in error["message"]
+
+
+def test_shares_of_layers_are_compared_where_the_teacher_is_known(server: Server, teacher: dict[str, str]) -> None:
+    data = {"sources": [{"name_or_path": "org/data"}]}
+    parent = server.succeed(model=teacher, data=data, swiftkv={"num_key_value_layers": 6})
+    body = continuing(f"{parent['id']}:2", model=teacher, data=data)
+    assert server.submit(**body)["spec"]["swiftkv"]["num_key_value_layers"] is None  # half of 12
+    error = refusal(server, "/jobs", {**body, "swiftkv": {"prefill_reduction": 0.25}})
+    assert error["field"] == "swiftkv.num_key_value_layers"
+
+
+def test_a_job_that_trains_tail_does_not_go_on_as_qkv(server: Server) -> None:
+    parent = server.succeed(distillation={"trainable": "tail"})
+    error = refusal(server, "/jobs", continuing(f"{parent['id']}:2"))
+    assert (error["field"], "'tail' would do" in error["message"]) == ("distillation.trainable", True)
+    server.submit(**continuing(f"{parent['id']}:2", distillation={"trainable": "all"}))
+
+
+def test_checkpoints_of_an_attempt_that_goes_on_are_not_relied_on(server: Server) -> None:
+    job = server.submit()
+    server.tick()
+    server.worker(job["id"]).say("status", status="running")
+    server.worker(job["id"]).checkpoint(2)
+    error = refusal(server, "/jobs", continuing(f"{job['id']}:2"))
+    assert "checkpoint.keep" in error["message"]
+
+
+def test_what_a_job_reads_is_kept_until_its_end(server: Server, parent: dict[str, Any]) -> None:
+    child = server.submit(**continuing(f"{parent['id']}:2", **L6))
+    response = server.client.delete(f"/jobs/{parent['id']}")
+    assert (response.status_code, f"job {child['id']} reads it" in response.json()["detail"]) == (409, True)
+    server.client.post(f"/jobs/{child['id']}/cancel").raise_for_status()
+    assert server.client.delete(f"/jobs/{parent['id']}").status_code == 204
+
+
+def test_a_checkpoint_becomes_a_model_by_a_job_that_trains_nothing(server: Server, parent: dict[str, Any]) -> None:
+    body = {"from_checkpoint": f"{parent['id']}:2", "evaluation": {"max_kl": 0.5}, "metadata": {"by": "hand"}}
+    response = server.client.post("/models", json=body, headers={"Idempotency-Key": "once"})
+    assert response.status_code == 201, response.text
+    job = response.json()
+    assert response.headers["Location"] == f"/jobs/{job['id']}"
+    assert (job["name"], job["metadata"]) == ("test-step-2", {"by": "hand"})
+    spec, theirs = job["spec"], parent["spec"]
+    assert spec["training"] == {
+        **theirs["training"],
+        "from": f"{parent['id']}:ckpt_00000002_0001",
+        "max_steps": 0,
+    }
+    assert spec["evaluation"] == {**theirs["evaluation"], "max_kl": 0.5}
+    assert spec["swiftkv"] == theirs["swiftkv"]
+    again = server.client.post("/models", json=body, headers={"Idempotency-Key": "once"}).json()
+    assert again["id"] == job["id"]
+
+
+def test_a_model_and_an_unknown_checkpoint_make_no_model(server: Server, parent: dict[str, Any]) -> None:
+    error = refusal(server, "/models", {"from_checkpoint": parent["distilled_model"]})
+    assert error["field"] == "from_checkpoint"
+    assert "it has steps 2" in refusal(server, "/models", {"from_checkpoint": f"{parent['id']}:7"})["message"]
+
+
+def test_lineage_names_every_ancestor(server: Server, parent: dict[str, Any]) -> None:
+    child = server.succeed(**continuing(f"{parent['id']}:2", **L6))
+    grandchild = server.succeed(**continuing(child["distilled_model"], **L6))
+    lineage = server.get(f"/models/{grandchild['distilled_model']}/lineage")
+    assert lineage["ancestors"] == [
+        {"name": child["distilled_model"], "job_id": child["id"]},
+        {"name": f"{parent['id']}:ckpt_00000002_0001", "job_id": parent["id"]},
+    ]
+    server.client.delete(f"/jobs/{parent['id']}").raise_for_status()
+    assert len(server.get(f"/models/{grandchild['distilled_model']}/lineage")["ancestors"]) == 2

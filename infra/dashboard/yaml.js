@@ -1,3 +1,3 @@
 // YAML that keeps comments when a value is changed; `make vendor` bundles it.
 
-export { isMap, isScalar, parseDocument } from "yaml";
+export { parseDocument, stringify } from "yaml";

@@ -89,16 +89,20 @@ export function Overview() {
       <${Tile} name="deployments answering" value=${deployments?.filter(answering).length} href="#/deployments" />
       <${Tile} name="failed lately" value=${failed && `${failed.data.length}${failed.has_more ? "+" : ""}`} bad=${failed?.data.length > 0} href="#/jobs?status=failed" />
     </div>
-    <div class="grid">
-      <${Panel} title="Running and waiting" link="All jobs" to="#/jobs">
-        ${!work ? html`<${Loading} what="jobs" />` : work.length ? html`<${Work} jobs=${work} />` : html`<${Empty} title="No job runs or waits"><a href="#/submit">Start one from a recipe</a><//>`}
-      <//>
-      <${Panel} title="Deployments" link="All deployments" to="#/deployments">
-        ${!deployments ? html`<${Loading} what="deployments" />` : deployments.length ? html`<ul class="items">${deployments.map((item) => html`<${Served} key=${item.id} deployment=${item} />`)}</ul>` : html`<${Empty} title="Nothing is served"><a href="#/models">Deploy a model</a><//>`}
-      <//>
-      ${quota ? html`<${Cluster} quota=${quota} />` : html`<${Loading} what="the cluster's use" />`}
-      <${Panel} title="Failed lately" link="All that failed" to="#/jobs?status=failed">
-        ${!failed ? html`<${Loading} what="failures" />` : failed.data.length ? html`<${Failures} jobs=${failed.data} />` : html`<${Empty} title="Nothing failed">Reasons stand here when a job does.<//>`}
-      <//>
+    <div class="halves">
+      <div class="stack">
+        <${Panel} title="Running and waiting" link="All jobs" to="#/jobs">
+          ${!work ? html`<${Loading} what="jobs" />` : work.length ? html`<${Work} jobs=${work} />` : html`<${Empty} title="No job runs or waits"><a href="#/submit">Start one from a recipe</a><//>`}
+        <//>
+        <${Panel} title="Failed lately" link="All that failed" to="#/jobs?status=failed">
+          ${!failed ? html`<${Loading} what="failures" />` : failed.data.length ? html`<${Failures} jobs=${failed.data} />` : html`<${Empty} title="Nothing failed">Reasons stand here when a job does.<//>`}
+        <//>
+      </div>
+      <div class="stack">
+        <${Panel} title="Deployments" link="All deployments" to="#/deployments">
+          ${!deployments ? html`<${Loading} what="deployments" />` : deployments.length ? html`<ul class="items">${deployments.map((item) => html`<${Served} key=${item.id} deployment=${item} />`)}</ul>` : html`<${Empty} title="Nothing is served"><a href="#/models">Deploy a model</a><//>`}
+        <//>
+        ${quota ? html`<${Cluster} quota=${quota} />` : html`<${Loading} what="the cluster's use" />`}
+      </div>
     </div>`;
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +13,16 @@ from typing import Any
 import httpx
 
 from swiftkv_platform.api.app import create_app
+from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.ports import DeploymentStatus, SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
+from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.browsers import playwright
+from tests.components import make_components
 from tests.fakes.scripted_server import Answer, Request, Script, event_stream, serve
 from tests.servers import serving
-from tests.unit.api.conftest import SPEC, Server, make_parts
+from tests.unit.api.conftest import SPEC, Server
 
 expect = playwright.expect
 Page = playwright.Page
@@ -65,11 +70,26 @@ def address(server: Server) -> str:
     return str(server.client.base_url)
 
 
+class WallClock:
+    """A clock that runs as fast as any other, and which a test sets forward: replicas' rates are over real seconds."""
+
+    ahead = -3600.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead
+
+
+def forward(server: Server, seconds: float) -> None:
+    assert isinstance(server.parts.clock, WallClock)
+    server.parts.clock.ahead += seconds
+
+
 @contextmanager
 def control_plane(tmp_path: Path, empty_database: Path, *, replicas: Script | None = None) -> Iterator[Server]:
     """A control plane in this process; `replicas` answers for what it deploys."""
     with serve(replicas or Script()) as serve_url:
-        parts = make_parts(tmp_path, empty_database)
+        database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
+        parts = make_components(database, LocalObjectStore(tmp_path / "store"), clock=WallClock())
         settings = Settings(home=tmp_path, serve_url=serve_url, reconcile_interval_s=1e6, _env_file=None)
         with serving(create_app(settings, components=parts)) as url, httpx.Client(base_url=url) as client:
             yield Server(client, parts, settings)
@@ -108,7 +128,13 @@ def busy_replica() -> Script:
 
 def answer_events() -> list[tuple[None, Any]]:
     """An answer of which two tokens exited early and two were drafted."""
-    pieces = [("Prompts", 0, 0, 1), (" stop", 1, 0, 1), (" at", 0, 0, 1), (" layer l and", 0, 2, 3), (" go on.", 1, 0, 1)]
+    pieces = [
+        ("Prompts", 0, 0, 1),
+        (" stop", 1, 0, 1),
+        (" at", 0, 0, 1),
+        (" layer l and", 0, 2, 3),
+        (" go on.", 1, 0, 1),
+    ]
     events = [
         {
             "choices": [
@@ -134,8 +160,10 @@ def answer_events() -> list[tuple[None, Any]]:
 def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str, Any]:
     """A job that has succeeded, with curves, checkpoints, a report and a log; returns it."""
     job_id: str = server.submit(name=name, **spec)["id"]
+    forward(server, 45)
     server.tick()
     worker = server.worker(job_id)
+    forward(server, 20)
     begun = int(server.parts.clock())
     worker.say("status", status="running", time=begun)
     points = [
@@ -144,11 +172,15 @@ def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str,
     ]
     worker.say("metrics", time=begun + 1, points=points, total_steps=30)
     for step in (15, 30):
-        key = worker.checkpoint(step)
-        worker.say("checkpoint", f"step {step} saved", time=begun + step / 15, step=step, key=key, size=7, sha256="0" * 64)
+        key, at = worker.checkpoint(step), begun + 6.0 * step
+        worker.say("checkpoint", f"step {step} saved", time=at, step=step, key=key, size=7, sha256="0" * 64)
     write_artifact(server, job_id)
     server.cluster.submissions[f"{job_id}-1"].log = "worker ready\nWARNING the store is slow\ntrained\n"
     server.tick()
+    forward(server, 180)
+    worker.say("status", status="evaluating", time=begun + 180)
+    server.tick()
+    forward(server, 60)
     server.cluster.finish(f"{job_id}-1", SubmissionStatus.SUCCEEDED)
     server.tick()
     job: dict[str, Any] = server.get(f"/jobs/{job_id}")

@@ -21,7 +21,8 @@ NAMELESS = """() => [...document.querySelectorAll("input, select, textarea, butt
   .filter((element) => !(element.labels?.length || element.ariaLabel || element.textContent.trim()))
   .map((element) => element.outerHTML)"""
 TOO_WIDE = """() => document.documentElement.scrollWidth <= innerWidth ? []
-  : [...document.querySelectorAll("main *, header *")].filter((element) => element.getBoundingClientRect().right > innerWidth)
+  : [...document.querySelectorAll("main *, header *")]
+    .filter((element) => element.getBoundingClientRect().right > innerWidth)
     .map((element) => `${element.tagName}.${element.className}`)"""
 SHOWN = {"overview": 1280, "job": 1280, "new job": 1280, "playground": 1280, "sweep": 1280}
 """Pages whose pictures the documentation has; the overview also as on a phone in the dark."""

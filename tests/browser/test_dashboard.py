@@ -153,4 +153,3 @@ def test_a_stranger_page_can_neither_frame_nor_script(server: Server) -> None:
     )
     for file in (file for files in outside for file in files if "vendor" not in file.parts):
         assert "https://" not in file.read_text(), file
-

@@ -11,8 +11,8 @@ def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) 
     page.goto(f"{address(server)}/#/jobs/{job['id']}")
     expect(page.locator(".worst")).to_contain_text("Worst measure of 2KL to the teacher: 0.173 limit 0.2passed")
     phases = page.locator(".timeline li")
-    expect(phases).to_have_count(3)
-    for phase, status in zip(phases.all(), ("queued", "starting", "running"), strict=True):
+    expect(phases).to_have_count(4)
+    for phase, status in zip(phases.all(), ("queued", "starting", "running", "evaluating"), strict=True):
         expect(phase).to_contain_text(status)
     expect(phases.nth(2)).to_contain_text("2 checkpoints")
     checkpoints = page.get_by_role("region", name="Checkpoints")

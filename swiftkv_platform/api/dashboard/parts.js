@@ -69,7 +69,7 @@ export const Status = ({ status }) => html`<span class="status ${status}">${stat
 /** What stands where there is nothing yet; `children` lead on. */
 export const Empty = ({ title, children }) => html`<div class="empty"><strong>${title}</strong><p>${children}</p></div>`;
 
-export const Loading = ({ what }) => html`<div class="skeleton" role="status"><span class="sr">Loading ${what}…</span></div>`;
+export const Loading = ({ what }) => html`<div class="skeleton"><span class="sr">Loading ${what}…</span></div>`;
 
 /** A figure that may not be known, with the reason in place of a number. */
 export const Known = ({ value, unit, why }) =>

@@ -28,12 +28,10 @@ class RecipeAnswer(Answer):
 
 
 @router.get("/recipes")
-def list_recipes(caller: Reader) -> ListAnswer[RecipeAnswer]:
+def list_recipes(_caller: Reader) -> ListAnswer[RecipeAnswer]:
     """List the job specs that ship with the platform, by id."""
     return list_answer(
         Slice(recipes(), has_more=False),
-        lambda recipe: RecipeAnswer(
-            id=recipe.id, description=recipe.description, text=recipe.text, spec=recipe.spec
-        ),
+        lambda recipe: RecipeAnswer(id=recipe.id, description=recipe.description, text=recipe.text, spec=recipe.spec),
         lambda recipe: recipe.id,
     )

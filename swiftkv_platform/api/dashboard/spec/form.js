@@ -1,6 +1,6 @@
 // The fields that most people change, read from the spec's text and written back to it.
 
-import { html } from "../vendor/htm-preact.js";
+import { html, useState } from "../vendor/htm-preact.js";
 import { at } from "./document.js";
 import { fieldAt } from "./schema.js";
 
@@ -46,11 +46,13 @@ function typed(kind, text) {
 function Field({ field, spec, schema, faults, onChange, disabled }) {
   const { path, label, kind, list, clears } = field;
   const value = at(spec, path);
+  const [draft, setDraft] = useState(null); // "0." is on its way to 0.5, and must not be made 0 under the fingers
   const known = schema && fieldAt(schema, path);
   const name = path.join(".");
   const mine = faults.filter((fault) => fault.field === name || fault.field?.startsWith(`${name}.`));
   const id = fieldId(path);
   const put = (event) => {
+    if (kind !== "check") setDraft(event.target.value);
     const next = typed(kind, kind === "check" ? event.target.checked : event.target.value);
     onChange([...(clears && next !== undefined ? [[clears, undefined]] : []), [path, next]]);
   };
@@ -62,7 +64,7 @@ function Field({ field, spec, schema, faults, onChange, disabled }) {
   const elaborate = value !== null && typeof value === "object";
   const standard = known?.default == null || typeof known.default === "object" ? "" : String(known.default);
   return html`<label>${label}
-    <input ...${common} disabled=${disabled || elaborate} list=${list} inputmode=${kind ? "decimal" : null} placeholder=${elaborate ? "in the editor" : standard} value=${elaborate ? "" : (value ?? "")} onInput=${put} autocomplete="off" />
+    <input ...${common} disabled=${disabled || elaborate} list=${list} inputmode=${kind ? "decimal" : null} placeholder=${elaborate ? "in the editor" : standard} value=${elaborate ? "" : draft !== null && typed(kind, draft) === value ? draft : (value ?? "")} onInput=${put} onBlur=${() => setDraft(null)} autocomplete="off" />
     ${error}
   </label>`;
 }

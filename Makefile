@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install lock demo demo-llm test quick lint audit docs bench soak coverage vllm-env judges-env judges outside clean
+.PHONY: install lock demo demo-llm test quick lint audit vendor docs bench soak coverage vllm-env judges-env judges outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -44,6 +44,9 @@ lint: install
 
 audit: install  # known vulnerabilities of what constraints.txt pins; says so where nobody can be asked
 	$(BIN)/python .ci/audit.py
+
+vendor:  # the dashboard's bundled libraries, from their npm packages (needs Node)
+	cd infra/dashboard && npm ci --no-audit --no-fund && npm run build
 
 docs: install  # the site, in site/
 	$(BIN)/python -m mkdocs build --strict

@@ -73,6 +73,8 @@ class Choice(BaseModel):
     """Log-probabilities by token id, for each token of the prompt; in the choice's last event."""
     num_exited_tokens: int = 0
     """Number of `token_ids` that did not go through all layers."""
+    num_accepted_tokens: int = 0
+    """Number of `token_ids` that were drafted, and verified by all layers."""
 
 
 class Usage(BaseModel):
@@ -131,9 +133,8 @@ class GenerateResponse(BaseModel):
 
 def to_choice(index: int, output: RequestOutput, since: RequestOutput | None = None) -> Choice:
     """A choice, or what it adds to the output before it."""
-    old_text, old_tokens, old_exits = (
-        (len(since.text), len(since.token_ids), since.num_exited_tokens) if since else (0, 0, 0)
-    )
+    old_text, old_tokens = (len(since.text), len(since.token_ids)) if since else (0, 0)
+    old_exits, old_accepted = (since.num_exited_tokens, since.num_accepted_tokens) if since else (0, 0)
     details: dict[str, Any] = {}
     if output.logprobs is not None:
         details["logprobs"] = [dict(entry) for entry in output.logprobs[old_tokens:]]
@@ -145,6 +146,7 @@ def to_choice(index: int, output: RequestOutput, since: RequestOutput | None = N
         token_ids=list(output.token_ids[old_tokens:]),
         finish_reason=output.finish_reason,
         num_exited_tokens=output.num_exited_tokens - old_exits,
+        num_accepted_tokens=output.num_accepted_tokens - old_accepted,
         **details,
     )
 

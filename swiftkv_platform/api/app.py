@@ -37,6 +37,7 @@ from swiftkv_platform.api.routes import (
     models,
     outputs,
     quota,
+    recipes,
 )
 from swiftkv_platform.api.sessions import Sessions
 from swiftkv_platform.api.sweeper_metrics import SweeperMetrics
@@ -159,7 +160,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(SecurityHeaders)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestTimes, answered=histograms.answered)
-    for module in (jobs, history, outputs, models, deployments, files, fine_tuning, quota, health, dashboard):
+    for module in (jobs, history, outputs, models, deployments, files, fine_tuning, quota, recipes, health, dashboard):
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
     add_docs(app)

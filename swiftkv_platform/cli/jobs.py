@@ -144,6 +144,17 @@ def list_jobs(
 
 
 @jobs_app.command()
+def recipes(url: Url = None, json: Json = False) -> None:
+    """List the specs that ship with the platform, to begin from."""
+    with connect(url) as client:
+        found = client.jobs.recipes()
+    if json:
+        print_json(found)
+        return
+    print_table(("recipe", "purpose"), [(recipe.id, recipe.description) for recipe in found], empty="No recipes.")
+
+
+@jobs_app.command()
 def get(job_id: JobId, url: Url = None, json: Json = False) -> None:
     """Show a job."""
     with connect(url) as client:

@@ -29,6 +29,7 @@ from swiftkv_platform.client.models import (
     MetricPoint,
     Model,
     Quota,
+    Recipe,
     ReplicaMetrics,
 )
 
@@ -53,6 +54,7 @@ __all__ = [
     "Model",
     "Quota",
     "RateLimitedError",
+    "Recipe",
     "ReplicaMetrics",
     "RequestConflictError",
     "ResourceNotFoundError",

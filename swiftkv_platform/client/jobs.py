@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import time
 import weakref
@@ -19,7 +20,7 @@ from swiftkv_platform.client.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
-from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint
+from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint, Recipe
 from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
 from swiftkv_platform.specs import JobSpec
@@ -72,6 +73,10 @@ class Jobs:
         """Check a spec as `create` would and estimate what it costs; stores nothing."""
         response = self._transport.request("POST", "/jobs/validate", json=_document(spec), repeatable=True)
         return Estimate.model_validate(response.json())
+
+    def recipes(self) -> builtins.list[Recipe]:
+        """List the specs that ship with the platform, to begin from."""
+        return [Recipe.model_validate(row) for row in rows(self._transport, "/recipes", {}, None)]
 
     def get(self, job_id: str) -> Job:
         return self.adopt(self._transport.request("GET", f"/jobs/{job_id}", repeatable=True).json())

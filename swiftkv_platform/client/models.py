@@ -34,6 +34,17 @@ class JobError(_Answer):
     """Dotted path of the field to blame, where one is."""
 
 
+class Recipe(_Answer):
+    """A job spec that ships with the platform."""
+
+    id: str
+    object: str = "recipe"
+    description: str = ""
+    text: str
+    """The spec as YAML, with comments."""
+    spec: dict[str, Any] = {}
+
+
 class Job(_Answer):
     """A distillation job.
 

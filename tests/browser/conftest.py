@@ -1,5 +1,20 @@
 """Fixtures of the browser tests."""
 
-from tests.browsers import browser, page
+from __future__ import annotations
 
-__all__ = ["browser", "page"]
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.browser.scenes import busy_replica, control_plane
+from tests.browsers import browser, page
+from tests.unit.api.conftest import Server
+
+__all__ = ["browser", "page", "server"]
+
+
+@pytest.fixture
+def server(tmp_path: Path, empty_database: Path) -> Iterator[Server]:
+    with control_plane(tmp_path, empty_database, replicas=busy_replica()) as plane:
+        yield plane

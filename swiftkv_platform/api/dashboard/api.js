@@ -19,8 +19,8 @@ async function failure(response) {
 }
 
 /** Send a request; `body` is made JSON. Throws `ApiError` for a refusal, `TypeError` where nothing answers. */
-export async function send(method, path, body) {
-  const options = { method, headers: body === undefined ? {} : { "Content-Type": "application/json" } };
+export async function send(method, path, body, { signal, headers = {} } = {}) {
+  const options = { method, signal, headers: body === undefined ? headers : { "Content-Type": "application/json", ...headers } };
   if (body !== undefined) options.body = JSON.stringify(body);
   const response = await fetch(path, options);
   if (!response.ok) throw await failure(response);
@@ -28,7 +28,8 @@ export async function send(method, path, body) {
 }
 
 export const get = async (path) => (await send("GET", path)).json();
-export const post = async (path, body) => (await send("POST", path, body)).json();
+export const post = async (path, body, headers) => (await send("POST", path, body, { headers })).json();
+export const patch = async (path, body, headers) => (await send("PATCH", path, body, { headers })).json();
 export const remove = async (path) => (await send("DELETE", path)).json();
 
 /** All pages of a list. */

@@ -2,31 +2,35 @@
 
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, send } from "./api.js";
-import { Problem } from "./parts.js";
+import { Empty, Loading, Problem } from "./parts.js";
 import { Deployment } from "./pages/deployment.js";
 import { Deployments } from "./pages/deployments.js";
 import { Job } from "./pages/job.js";
 import { Jobs } from "./pages/jobs.js";
 import { Models } from "./pages/models.js";
+import { Overview } from "./pages/overview.js";
 import { Playground } from "./pages/playground.js";
+import { Runs } from "./pages/runs.js";
 import { Submit } from "./pages/submit.js";
 
 const PAGES = [
+  { path: /^overview$/, page: Overview, title: "Overview" },
   { path: /^jobs$/, page: Jobs, title: "Jobs" },
   { path: /^jobs\/(\w+)$/, page: Job, title: "Job" },
+  { path: /^runs$/, page: Runs, title: "Runs side by side" },
   { path: /^submit$/, page: Submit, title: "New job" },
   { path: /^models$/, page: Models, title: "Models" },
   { path: /^deployments$/, page: Deployments, title: "Deployments" },
   { path: /^deployments\/(\w+)$/, page: Deployment, title: "Deployment" },
   { path: /^playground$/, page: Playground, title: "Playground" },
 ];
-const MENU = ["jobs", "submit", "models", "deployments", "playground"];
+const MENU = ["overview", "jobs", "submit", "models", "deployments", "playground"];
 
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   for (const { path: pattern, page, title } of PAGES) {
-    const match = pattern.exec(path || "jobs");
-    if (match) return { page, title, section: (path || "jobs").split("/")[0], id: match[1], query: new URLSearchParams(query) };
+    const match = pattern.exec(path || "overview");
+    if (match) return { page, title, section: (path || "overview").split("/")[0], id: match[1], query: new URLSearchParams(query) };
   }
   return null;
 }
@@ -42,15 +46,23 @@ function SignIn({ onDone }) {
       setProblem(error);
     }
   }
-  return html`<form onSubmit=${submit}>
+  return html`<form class="panel" onSubmit=${submit}>
     <h1>Sign in</h1>
     <p>This server asks for an API key (<code>swiftkv keys create</code> makes one).</p>
-    <p class="row">
-      <label>API key <input name="key" type="password" autocomplete="off" required size="50" /></label>
+    <p class="row bottom">
+      <label>API key <input name="key" type="password" autocomplete="off" required size="40" /></label>
       <button>Sign in</button>
     </p>
     <${Problem} problem=${problem} />
   </form>`;
+}
+
+/** Ctrl K, or Cmd K, goes to the page's search. */
+function find(event) {
+  const field = document.querySelector("[data-search]");
+  if (!field || event.key !== "k" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  field.focus();
 }
 
 const focusMain = () => document.getElementById("main").focus();
@@ -82,7 +94,11 @@ function App() {
       focusMain(); // so that a screen reader goes on with the new page
     };
     addEventListener("hashchange", changed);
-    return () => removeEventListener("hashchange", changed);
+    addEventListener("keydown", find);
+    return () => {
+      removeEventListener("hashchange", changed);
+      removeEventListener("keydown", find);
+    };
   }, []);
   useEffect(() => {
     document.title = `${shown?.title ?? "Not found"} · SwiftKV`;
@@ -91,12 +107,12 @@ function App() {
     const { title } = PAGES.find(({ path }) => path.test(section));
     return html`<a href="#/${section}" aria-current=${shown?.section === section ? "page" : null}>${title}</a>`;
   };
-  let page = html`<h1>No such page</h1>`;
-  if (open === null) page = html`<p class="quiet">Loading…</p>`;
+  let page = html`<h1>No such page</h1><${Empty} title="Nothing is at this address"><a href="#/overview">To the overview</a><//>`;
+  if (open === null) page = html`<${Loading} what="the dashboard" />`;
   else if (!open) page = html`<${SignIn} onDone=${look} />`;
   else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
   return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${MENU.map(link)}</nav>
-      ${session && html`<button class="sign-out" onClick=${signOut}>Sign out ${session.name}</button>`}</header>
+      ${session && html`<span class="end"><button class="plain" onClick=${signOut}>Sign out ${session.name}</button></span>`}</header>
     <main id="main" tabindex="-1">${page}</main>`;
 }
 

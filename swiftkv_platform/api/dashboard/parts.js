@@ -8,6 +8,8 @@ export const count = (value) => (value == null ? "" : new Intl.NumberFormat("en"
 export const figure = (value) => (value == null ? "" : number.format(value));
 export const percent = (value) => (value == null ? "" : `${number.format(100 * value)}%`);
 export const when = (seconds) => (seconds == null ? "" : new Date(1000 * seconds).toLocaleString());
+export const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+export const ago = (seconds) => `${duration(Math.max(Date.now() / 1000 - seconds, 0))} ago`;
 
 /** Whether a deployment takes requests, be it with the model before. */
 export const answering = (deployment) => ["running", "swapping", "refused"].includes(deployment.status);
@@ -24,7 +26,8 @@ export function bytes(value) {
 export function duration(seconds) {
   if (seconds == null) return "";
   if (seconds < 90) return `${Math.round(seconds)} s`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${figure(seconds / 3600)} h`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${Math.round(seconds / 86400)} days`;
 }
 
 /** `load()` now and every `everyMs` while the page is shown: [value, problem, reload]. */
@@ -63,17 +66,51 @@ export function Problem({ problem }) {
 
 export const Status = ({ status }) => html`<span class="status ${status}">${status}</span>`;
 
-export function Table({ caption, columns, rows, empty }) {
-  if (!rows.length) return html`<p class="quiet">${empty}</p>`;
+/** What stands where there is nothing yet; `children` lead on. */
+export const Empty = ({ title, children }) => html`<div class="empty"><strong>${title}</strong><p>${children}</p></div>`;
+
+export const Loading = ({ what }) => html`<div class="skeleton"><span class="sr">Loading ${what}…</span></div>`;
+
+/** A figure that may not be known, with the reason in place of a number. */
+export const Known = ({ value, unit, why }) =>
+  value == null ? html`<span class="unknown" title=${why}>unknown<span class="sr">: ${why}</span></span>` : html`<b>${figure(value)}</b>${unit && ` ${unit}`}`;
+
+/** A share of a whole as a bar; without a limit the number stands alone. */
+export function Meter({ name, value, most, shown = figure, words }) {
+  return html`<div class="meter">
+    <div><span>${name}</span><span><b>${shown(value)}</b>${most == null ? "" : ` of ${shown(most)}`}</span></div>
+    ${most > 0 && html`<progress class="wide ${value > most ? "over" : ""}" max=${most} value=${Math.min(value, most)} aria-label=${name}></progress>`}
+    ${words && html`<div class="quiet">${words}</div>`}
+  </div>`;
+}
+
+const ordered = (a, b) => (a == null) - (b == null) || (typeof a === "string" ? a.localeCompare(b) : a - b);
+
+/**
+ * Rows under headings. A column with `sort` (row => number or text) can be sorted by; `search` leaves the rows whose
+ * `find` (row => text) has it. On a phone each row becomes a card where there is more than one column to a line.
+ */
+export function Table({ caption, columns, rows, empty, search = "", find, first }) {
+  const [order, setOrder] = useState(first ?? null);
+  const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+  let shown = find ? rows.filter((row) => words.every((word) => find(row).toLowerCase().includes(word))) : rows;
+  const by = columns.find((column) => column.name === order?.name);
+  if (by) shown = shown.toSorted((a, b) => (order.up ? 1 : -1) * ordered(by.sort(a), by.sort(b)));
+  if (!rows.length) return typeof empty === "string" ? html`<p class="quiet">${empty}</p>` : empty;
+  if (!shown.length) return html`<${Empty} title="Nothing matches">Of ${rows.length} none has “${search}”.<//>`;
+  const turn = ({ name }) => setOrder((old) => ({ name, up: old?.name === name ? !old.up : true }));
+  const sorted = ({ name }) => (order?.name === name ? (order.up ? "ascending" : "descending") : null);
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
-    <table>
+    <table class=${columns.length > 2 ? "stacks" : ""}>
       <thead>
-        <tr>${columns.map((column) => html`<th scope="col" class=${column.number ? "number" : ""}>${column.name}</th>`)}</tr>
+        <tr>${columns.map((column) => html`<th scope="col" class=${column.number ? "number" : ""} aria-sort=${sorted(column)}>
+          ${column.sort ? html`<button type="button" onClick=${() => turn(column)}>${column.name}</button>` : column.name || html`<span class="sr">Actions</span>`}
+        </th>`)}</tr>
       </thead>
       <tbody>
-        ${rows.map(
-          (row) => html`<tr>
-            ${columns.map((column) => html`<td class=${column.number ? "number" : column.whole ? "whole" : ""}>${column.cell(row)}</td>`)}
+        ${shown.map(
+          (row) => html`<tr key=${row.id}>
+            ${columns.map((column) => html`<td data-name=${column.name} class=${column.number ? "number" : column.whole ? "whole" : ""}>${column.cell(row)}</td>`)}
           </tr>`,
         )}
       </tbody>
@@ -81,8 +118,11 @@ export function Table({ caption, columns, rows, empty }) {
   </div>`;
 }
 
+export const Search = ({ value, onInput, label = "Search" }) => html`<label class="grow">${label}
+  <input type="search" value=${value} onInput=${(event) => onInput(event.target.value)} data-search placeholder="Ctrl K" /></label>`;
+
 export function Facts({ of }) {
-  const shown = Object.entries(of).filter(([, value]) => value != null && value !== "");
+  const shown = Object.entries(of).filter(([, value]) => value != null && value !== "" && value !== false);
   return html`<dl>${shown.map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>`;
 }
 

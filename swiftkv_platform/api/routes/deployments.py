@@ -36,6 +36,7 @@ from swiftkv_platform.orchestration.deploying import DeploymentService
 from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.routes import RouteRules
+from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
 _ANSWER_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
@@ -128,13 +129,34 @@ async def generate(
     deployment_id: str, body: dict[str, Any], request: Request, parts: Parts, caller: Asker, settings: TheSettings
 ) -> StreamingResponse:
     """Ask a deployment, as its own `POST /generate` does: for pages, which may ask no other server than this one."""
+    return await _ask(deployment_id, "/generate", body, request, parts, caller, settings)
+
+
+@router.post("/{deployment_id}/chat/completions", response_class=StreamingResponse)
+async def complete_chat(
+    deployment_id: str, body: dict[str, Any], request: Request, parts: Parts, caller: Asker, settings: TheSettings
+) -> StreamingResponse:
+    """Ask a deployment, as its own `POST /v1/chat/completions` does, with tools for instance: for pages, too."""
+    return await _ask(deployment_id, "/v1/chat/completions", body, request, parts, caller, settings)
+
+
+async def _ask(
+    deployment_id: str,
+    path: str,
+    body: dict[str, Any],
+    request: Request,
+    parts: Parts,
+    caller: Caller,
+    settings: TheSettings,
+) -> StreamingResponse:
+    """Pass a request on to a route of the deployment's own, and its answer back as it comes."""
     found = await run_in_threadpool(parts.catalog.get_deployment, deployment_id, tenant=caller.tenant)
     url = DeploymentAnswer.of(found, settings.serve_url).url
     client = httpx.AsyncClient(timeout=_ANSWER_TIMEOUT, trust_env=False)
     try:
         key = authorization(request)  # replicas ask for it where they have the key file
         headers = {} if key is None else {"Authorization": key}
-        asked = client.build_request("POST", f"{url}/generate", json=body, headers=headers)
+        asked = client.build_request("POST", f"{url}{path}", json=body, headers=headers)
         answer = await client.send(asked, stream=True)
     except httpx.TransportError as error:
         await client.aclose()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swiftkv_platform.orchestration.ports import DeploymentStatus
-from tests.unit.api.conftest import Server
+from swiftkv_platform.settings import Settings
+from tests.fakes.scripted_server import Script, json_answer, serve
+from tests.unit.api.conftest import Server, control_plane, make_parts
 
 
 @pytest.fixture
@@ -151,3 +154,21 @@ def test_bad_deployments_are_refused(server: Server, model: str, options: dict[s
     assert response.status_code == 422, response.text
     assert response.json()["errors"][0]["field"] == field
     assert server.get("/deployments")["data"] == []
+
+
+def test_a_chat_is_passed_on_to_the_deployment_with_its_tools(tmp_path: Path, empty_database: Path) -> None:
+    script = Script()
+    script.on("POST", "/chat/v1/chat/completions", json_answer({"object": "chat.completion"}))
+    with serve(script) as serve_url:
+        settings = Settings(home=tmp_path, serve_url=serve_url, _env_file=None)
+        with control_plane(parts := make_parts(tmp_path, empty_database), settings) as client:
+            server = Server(client, parts, settings)
+            model = server.succeed()["distilled_model"]
+            deployment = client.post("/deployments", json={"model": model, "route_prefix": "/chat"}).json()["id"]
+            body = {"model": model, "messages": [{"role": "user", "content": "?"}], "tools": []}
+            answer = client.post(f"/deployments/{deployment}/chat/completions", json=body)
+            assert answer.json() == {"object": "chat.completion"}
+            missing = client.post("/deployments/dep_none/chat/completions", json=body)
+    assert missing.status_code == 404
+    [request] = script.sent("POST", "/chat/v1/chat/completions")
+    assert request.body == body

@@ -1,43 +1,9 @@
-// One deployment, live: what its replicas measure, as rates over the last seconds.
+// One deployment, live: what its replicas measure, and what of it can be changed while it answers.
 
-import { html, useEffect, useState } from "../vendor/htm-preact.js";
-import { get } from "../api.js";
-import { Chart, Facts, Problem, Status, answering, figure, served, useFresh, when } from "../parts.js";
-
-const EVERY_MS = 2000;
-const WINDOW_S = 20; // rates are over so long: finished requests count, and they come in lumps
-const KEPT = 300;
-
-const sum = (metrics, name) => metrics.replicas.reduce((total, { values }) => total + (values[name] ?? 0), 0);
-
-/** What the replicas of both samples have added between them; one that was replaced begins anew and is left out. */
-function growth(before, after, name) {
-  const old = new Map(before.replicas.map(({ replica, values }) => [replica, values[name] ?? 0]));
-  return after.replicas.reduce((total, { replica, values }) => {
-    const added = (values[name] ?? 0) - (old.get(replica) ?? Infinity);
-    return total + Math.max(added, 0);
-  }, 0);
-}
-
-/** The figures of a moment, from the samples up to it; null where nothing says. */
-export function figures(samples) {
-  const now = samples.at(-1);
-  const before = samples.find((sample) => now.time - sample.time <= WINDOW_S);
-  const seconds = now.time - before.time;
-  const tokens = growth(before, now, "generation_tokens_total");
-  const answers = growth(before, now, "time_to_first_token_seconds_count");
-  const ratio = (part, whole) => (whole > 0 ? part / whole : null);
-  return {
-    time: now.time,
-    "generated tokens/s": ratio(tokens, seconds),
-    "prompt tokens/s": ratio(growth(before, now, "prompt_tokens_total"), seconds),
-    "time to first token, ms": ratio(1000 * growth(before, now, "time_to_first_token_seconds_sum"), answers),
-    "exited early, %": ratio(100 * growth(before, now, "tokens_exited_total"), tokens),
-    "KV cache in use, %": ratio(100 * sum(now, "kv_cache_usage_perc"), now.replicas.length),
-    running: sum(now, "num_requests_running"),
-    waiting: sum(now, "num_requests_waiting"),
-  };
-}
+import { html, useState } from "../vendor/htm-preact.js";
+import { all, get, patch } from "../api.js";
+import { Chart, Facts, Loading, Problem, Status, answering, figure, percent, served, useFresh, when } from "../parts.js";
+import { EVERY_MS, WINDOW_S, figures, useSamples } from "../rates.js";
 
 const CHARTS = [
   ["Tokens per second", ["generated tokens/s", "prompt tokens/s"]],
@@ -47,38 +13,104 @@ const CHARTS = [
   ["Requests", ["running", "waiting"]],
 ];
 
-function useSamples(id) {
-  const [samples, setSamples] = useState([]);
-  const [metrics, problem] = useFresh(() => get(`/deployments/${id}/metrics`), [id], EVERY_MS);
-  useEffect(() => {
-    if (metrics?.replicas.length) setSamples((old) => [...old, metrics].slice(-KEPT));
-  }, [metrics]);
-  return [samples, problem];
+/** A change of the deployment's version that is shown: one made of another version meanwhile is told, not overwritten. */
+function useChange(deployment, onDone) {
+  const [problem, setProblem] = useState(null);
+  const [busy, setBusy] = useState(false);
+  const apply = async (body) => {
+    setBusy(true);
+    try {
+      await patch(`/deployments/${deployment.id}`, body, { "If-Match": `"${deployment.version}"` });
+      setProblem(null);
+    } catch (error) {
+      setProblem(error);
+    }
+    setBusy(false);
+    onDone();
+  };
+  return [apply, busy, problem];
+}
+
+const options = (models, except) => models.filter(({ id }) => id !== except).map(({ id, name }) => html`<option value=${id}>${name} (${id.slice(-6)})</option>`);
+
+function Swap({ deployment, models, apply, busy }) {
+  const submit = (event) => {
+    event.preventDefault();
+    apply({ model: new FormData(event.target).get("model") });
+  };
+  return html`<section class="panel"><h2>Swap</h2>
+    <p class="quiet small">Another model is loaded beside this one and swapped in; no request fails.</p>
+    <form class="row" onSubmit=${submit} aria-label="Swap the model">
+      <label>Model <select name="model" required><option value="">choose</option>${options(models, deployment.model)}</select></label>
+      <button disabled=${busy}>Swap in</button>
+    </form></section>`;
+}
+
+function Candidate({ deployment, models, apply, busy }) {
+  const { candidate } = deployment;
+  const submit = (event) => {
+    event.preventDefault();
+    const fields = new FormData(event.target);
+    apply({ candidate: { model: candidate?.model ?? fields.get("model"), share: Number(fields.get("share")) / 100 } });
+  };
+  return html`<section class="panel"><h2>Candidate</h2>
+    <p class="quiet small">${candidate ? html`<a href="#/models?model=${candidate.model}">${candidate.model}</a> answers ${percent(candidate.share)} of the requests.` : "A second model answers a share of the requests."}</p>
+    <form class="row" onSubmit=${submit} aria-label="Candidate">
+      ${!candidate && html`<label>Model <select name="model" required><option value="">choose</option>${options(models, deployment.model)}</select></label>`}
+      <label>Share, % <input name="share" type="number" min="0" max="100" step="any" value=${candidate ? 100 * candidate.share : 5} required /></label>
+      <button disabled=${busy}>${candidate ? "Change share" : "Add"}</button>
+      ${candidate && html`<button type="button" class="plain" disabled=${busy} onClick=${() => apply({ model: candidate.model, candidate: null })}>Promote it</button>
+        <button type="button" class="danger" disabled=${busy} onClick=${() => apply({ candidate: null })}>Remove</button>`}
+    </form></section>`;
+}
+
+function Replicas({ deployment, apply, busy }) {
+  const submit = (event) => {
+    event.preventDefault();
+    const fields = new FormData(event.target);
+    apply({ min_replicas: Number(fields.get("min")), max_replicas: Number(fields.get("max")) });
+  };
+  return html`<section class="panel"><h2>Replicas</h2>
+    <p class="quiet small">${deployment.replicas} run now; the load decides between the bounds.</p>
+    <form class="row" onSubmit=${submit} aria-label="Replicas">
+      <label>Least <input name="min" type="number" min="0" value=${deployment.min_replicas} required /></label>
+      <label>most <input name="max" type="number" min="1" value=${deployment.max_replicas} required /></label>
+      <button class="plain" disabled=${busy}>Change</button>
+    </form></section>`;
+}
+
+function Controls({ deployment, onDone }) {
+  const [models] = useFresh(() => all("/models"), [], 10000);
+  const [apply, busy, problem] = useChange(deployment, onDone);
+  const shared = { deployment, models: models ?? [], apply, busy };
+  return html`<h2>Change</h2><${Problem} problem=${problem} />
+    <div class="grid"><${Swap} ...${shared} /><${Candidate} ...${shared} /><${Replicas} ...${shared} /></div>`;
 }
 
 export function Deployment({ id }) {
-  const [deployment, problem] = useFresh(() => get(`/deployments/${id}`), [id], EVERY_MS);
+  const [deployment, problem, reload] = useFresh(() => get(`/deployments/${id}`), [id], EVERY_MS);
   const [samples, silence] = useSamples(id);
-  if (!deployment) return html`<h1>${id}</h1><${Problem} problem=${problem} />`;
+  if (!deployment) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the deployment" />`}`;
   const points = samples.map((_, i) => figures(samples.slice(0, i + 1)));
   const now = points.at(-1);
   const x = points.map(({ time }) => Math.round(time - points[0].time));
-  return html`<div class="row"><h1>${deployment.route_prefix}</h1><${Status} status=${deployment.status} /></div>
+  return html`<div class="head"><h1>${deployment.route_prefix}</h1><${Status} status=${deployment.status} />
+      <span class="end">${answering(deployment) && html`<a class="button" href="#/playground?a=${deployment.id}">Try it</a>`}</span></div>
     <div aria-live="polite">${deployment.message && html`<p class="quiet">${deployment.message}</p>`}</div>
     <${Problem} problem=${problem ?? (answering(deployment) ? silence : null)} />
-    <${Facts} of=${{
+    <section class="panel"><${Facts} of=${{
       deployment: html`<code>${deployment.id}</code>`,
       model: html`<a href="#/models?model=${deployment.model}">${served(deployment)}</a>`,
+      alias: deployment.alias,
       address: html`<code>${deployment.url}</code>`,
       replicas: `${deployment.replicas} of ${deployment.min_replicas} to ${deployment.max_replicas}`,
       created: when(deployment.created_at),
-      "": answering(deployment) && html`<a href="#/playground?a=${deployment.id}">Try it</a>`,
-    }} />
+    }} /></section>
     <h2>Now</h2>
     ${now
-      ? html`<p class="quiet">Over the last ${WINDOW_S} seconds; tokens and times are those of answers that were finished.</p>
+      ? html`<p class="quiet small">Over the last ${WINDOW_S} seconds; tokens and times are those of answers that were finished.</p>
           <div class="tiles">
-            ${CHARTS.flatMap(([, names]) => names).map((name) => html`<div class="panel"><strong>${now[name] == null ? "–" : figure(now[name])}</strong><span class="quiet">${name}</span></div>`)}
+            ${CHARTS.flatMap(([, names]) => names).map((name) => html`<div class="tile"><strong>${now[name] == null ? "–" : figure(now[name])}</strong><span>${name}</span></div>`)}
           </div>
           <div class="grid">
             ${CHARTS.map(([title, names]) => {
@@ -86,5 +118,6 @@ export function Deployment({ id }) {
               return html`<${Chart} key=${title} title=${title} unit="second" x=${x} series=${series} />`;
             })}
           </div>`
-      : html`<p class="quiet">No replica has answered yet.</p>`}`;
+      : html`<p class="quiet">No replica has answered yet.</p>`}
+    ${deployment.status !== "deleting" && html`<${Controls} deployment=${deployment} onDone=${reload} />`}`;
 }

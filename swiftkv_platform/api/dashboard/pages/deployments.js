@@ -2,10 +2,24 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { all, remove } from "../api.js";
-import { Problem, Status, Table, answering, served, useFresh, when } from "../parts.js";
+import { Empty, Known, Loading, Problem, Search, Status, Table, answering, served, useFresh, when } from "../parts.js";
+import { figures, silence, useSamples } from "../rates.js";
+
+const EVERY_MS = 5000;
+
+/** Tokens per second and time to first token of now. */
+function Rates({ deployment }) {
+  const [samples, problem] = useSamples(deployment.id, EVERY_MS);
+  const now = samples.length > 1 ? figures(samples) : {};
+  const why = silence(deployment, samples, problem);
+  return html`<span><${Known} value=${now["generated tokens/s"]} unit="tokens/s" why=${why} /><br /><span class="quiet small">TTFT <${Known} value=${now["time to first token, ms"]} unit="ms" why=${why} /></span></span>`;
+}
+
+const text = (item) => [item.id, item.status, item.model, item.alias, item.route_prefix].join(" ");
 
 export function Deployments() {
   const [refusal, setRefusal] = useState(null);
+  const [search, setSearch] = useState("");
   const [deployments, problem, reload] = useFresh(() => all("/deployments"), [], 2000);
   const end = (deployment) => async () => {
     if (!confirm(`Stop serving ${deployment.model} at ${deployment.route_prefix}?`)) return;
@@ -18,21 +32,23 @@ export function Deployments() {
     reload();
   };
   const columns = [
-    { name: "Deployment", cell: (item) => html`<a href="#/deployments/${item.id}">${item.id}</a>` },
-    { name: "Status", cell: (item) => html`<${Status} status=${item.status} />${item.message && html`<br /><span class="quiet">${item.message}</span>`}` },
-    { name: "Model", cell: (item) => html`<a href="#/models?model=${item.model}">${served(item)}</a>` },
-    { name: "Route", cell: (item) => html`<code>${item.route_prefix}</code>` },
-    { name: "Replicas", cell: (item) => `${item.replicas} of ${item.min_replicas} to ${item.max_replicas}` },
-    { name: "Created", cell: (item) => when(item.created_at) },
+    { name: "Deployment", sort: (item) => item.route_prefix, cell: (item) => html`<span><code>${item.route_prefix}</code><br /><a href="#/deployments/${item.id}">${item.id}</a></span>` },
+    { name: "Status", sort: (item) => item.status, cell: (item) => html`<span><${Status} status=${item.status} />${item.message && html`<br /><span class="quiet small">${item.message}</span>`}</span>` },
+    { name: "Model", sort: (item) => item.model, cell: (item) => html`<span><a href="#/models?model=${item.model}">${served(item)}</a>${item.candidate && html`<br /><span class="quiet small">candidate ${item.candidate.model}</span>`}</span>` },
+    { name: "Now", cell: (item) => html`<${Rates} key=${item.id} deployment=${item} />` },
+    { name: "Replicas", sort: (item) => item.replicas, cell: (item) => `${item.replicas} of ${item.min_replicas} to ${item.max_replicas}` },
+    { name: "Created", sort: (item) => item.created_at, cell: (item) => when(item.created_at) },
     {
       name: "",
       cell: (item) => html`<span class="row">
         ${answering(item) && html`<a href="#/playground?a=${item.id}">Try it</a>`}
-        ${item.status !== "deleting" && html`<button class="danger" onClick=${end(item)}>Stop</button>`}
+        ${item.status !== "deleting" && html`<button class="danger" onClick=${end(item)} aria-label="Stop ${item.route_prefix}">Stop</button>`}
       </span>`,
     },
   ];
-  return html`<h1>Deployments</h1>
+  const empty = html`<div class="panel"><${Empty} title="Nothing is served">A model's page deploys it: <a href="#/models">choose a model</a>.<//></div>`;
+  return html`<div class="head"><h1>Deployments</h1></div>
     <${Problem} problem=${problem ?? refusal} />
-    ${deployments && html`<${Table} caption="Deployments" columns=${columns} rows=${deployments} empty="Nothing is served. A model's page deploys it." />`}`;
+    <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search deployments" /></div>
+    ${deployments ? html`<${Table} caption="Deployments" columns=${columns} rows=${deployments} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="deployments" />`}`;
 }

@@ -1,9 +1,13 @@
-// One job: how far it is, its curves, what it says, and what it leaves.
+// One job: how far it is, its phases, its curves, what it says, and what it leaves.
 
 import { html, useEffect, useState } from "../vendor/htm-preact.js";
-import { all, followEvents, get, post, send } from "../api.js";
-import { Chart, Facts, Problem, Status, Table, bytes, duration, figure, percent, useFresh, when } from "../parts.js";
+import { all, followEvents, get, post } from "../api.js";
+import { Log } from "../job/log.js";
+import { Report } from "../job/report.js";
+import { Timeline } from "../job/timeline.js";
+import { Chart, Empty, Facts, Loading, Problem, Search, Status, Table, bytes, figure, useFresh, when } from "../parts.js";
 import { Progress } from "./jobs.js";
+import { eta } from "./overview.js";
 import { Sweep } from "./sweep.js";
 
 const LIVE = new Set(["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling"]);
@@ -42,17 +46,18 @@ function Actions({ job, onDone }) {
     onDone();
   };
   const pausable = ["queued", "starting", "running"].includes(job.status);
-  return html`<div class="row">
+  return html`<span class="end">
+      ${job.distilled_model && html`<a class="button" href="#/models?model=${job.distilled_model}">Its model</a>`}
+      <a class="button plain" href="#/submit?job=${job.id}">Clone</a>
       ${pausable && html`<button class="plain" onClick=${act("pause")}>Pause</button>`}
       ${job.status === "paused" && html`<button onClick=${act("resume")}>Resume</button>`}
       ${LIVE.has(job.status) && job.status !== "cancelling" && html`<button class="danger" onClick=${act("cancel")}>Cancel</button>`}
-      ${job.distilled_model && html`<a href="#/models?model=${job.distilled_model}">Its model</a>`}
-    </div>
+    </span>
     <${Problem} problem=${problem} />`;
 }
 
-function Curves({ points }) {
-  if (!points?.length) return html`<p class="quiet">Curves appear with the first step.</p>`;
+function Curves({ points, id }) {
+  if (!points?.length) return html`<div class="panel"><${Empty} title="No curves yet">They appear with the first step.<//></div>`;
   const names = [...new Set(points.flatMap((point) => Object.keys(point)))];
   const x = points.map((point) => point.step);
   const charts = CHARTS.map(({ title, fits }) => ({ title, chosen: names.filter(fits) })).filter(({ chosen }) => chosen.length);
@@ -61,88 +66,80 @@ function Curves({ points }) {
       const series = Object.fromEntries(chosen.map((name) => [name, points.map((point) => point[name] ?? null)]));
       return html`<${Chart} key=${title} title=${title} x=${x} series=${series} />`;
     })}
-  </div>`;
-}
-
-const QUALITY = [
-  { name: "Model", cell: ([name]) => name },
-  { name: "Perplexity", number: true, cell: ([, quality]) => figure(quality.perplexity) },
-  { name: "KL to the teacher, nats", number: true, cell: ([, quality]) => figure(quality.kl) },
-  { name: "Top-1 agreement", number: true, cell: ([, quality]) => percent(quality.top1_agreement) },
-];
-
-export function Report({ report }) {
-  const rows = ["teacher", "rewired", "calibrated", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
-  return html`<${Table} caption="Quality on held-out text" columns=${QUALITY} rows=${rows} empty="" />
-    <${Facts} of=${{
-      "KL recovered": percent(report.kl_recovered),
-      "prefill compute": percent(report.prefill_flops_ratio),
-      "KV bytes": percent(report.kv_bytes_ratio),
-      "time to first token": report.ttft_ms && `${figure(report.ttft_ms.dense)} ms dense, ${figure(report.ttft_ms.swiftkv)} ms SwiftKV`,
-      "trained tokens": figure(report.tokens_trained),
-      "state of": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", the lowest held-out KL" : ""}`,
-    }} />`;
-}
-
-const LOG_LINES = 1000;
-
-function Log({ job }) {
-  const [shown, setShown] = useState(false);
-  const load = async () => (shown ? (await send("GET", `/jobs/${job.id}/logs?tail_lines=${LOG_LINES}`)).text() : null);
-  const [text, problem] = useFresh(load, [job.id, shown], LIVE.has(job.status) ? 3000 : null);
-  return html`<details onToggle=${(event) => setShown(event.target.open)}>
-    <summary>Log</summary>
-    <${Problem} problem=${problem} />
-    <p class="quiet">The last ${LOG_LINES} lines; <a href="/jobs/${job.id}/logs">the whole log</a>.</p>
-    <pre tabindex="0" aria-label="Log">${text || "Nothing was printed yet."}</pre>
-  </details>`;
+  </div>
+  <p class="small"><a href="#/runs?jobs=${id}">Show as a run</a>; the list of jobs lays several over each other.</p>`;
 }
 
 const FILES = [
-  { name: "File", cell: (file) => html`<a href=${file.url} download=${file.path.split("/").pop()}>${file.path}</a>` },
-  { name: "Size", number: true, cell: (file) => bytes(file.size) },
+  { name: "File", sort: (file) => file.path, cell: (file) => html`<a href=${file.url} download=${file.path.split("/").pop()}>${file.path}</a>` },
+  { name: "Size", number: true, sort: (file) => file.size, cell: (file) => bytes(file.size) },
 ];
 const EVENTS = [
   { name: "Time", whole: true, cell: (event) => when(event.created_at) },
   { name: "Event", cell: (event) => html`<span class="level-${event.level}">${event.message}</span>` },
 ];
 
+/** Checkpoints with the loss of their step, where one was reported. */
+function Checkpoints({ checkpoints, points }) {
+  const measured = new Map((points ?? []).map((point) => [point.step, point.loss ?? point.logits_loss]));
+  const best = Math.min(...checkpoints.map(({ step }) => measured.get(step) ?? Infinity));
+  const columns = [
+    { name: "Checkpoint", sort: (item) => item.id, cell: (item) => html`<code>${item.id}</code>` },
+    { name: "Step", number: true, sort: (item) => item.step, cell: (item) => figure(item.step) },
+    { name: "Attempt", number: true, sort: (item) => item.attempt, cell: (item) => item.attempt },
+    { name: "Loss of its step", number: true, sort: (item) => measured.get(item.step), cell: (item) => html`<span>${figure(measured.get(item.step))}${measured.get(item.step) === best ? html` <span class="status passed">lowest</span>` : ""}</span>` },
+    { name: "Size", number: true, sort: (item) => item.size, cell: (item) => bytes(item.size) },
+    { name: "SHA-256", cell: (item) => html`<code title=${item.sha256}>${item.sha256.slice(0, 12)}…</code>` },
+  ];
+  return html`<${Table} caption="Checkpoints" columns=${columns} rows=${checkpoints} empty="None is kept." />`;
+}
+
+function Events({ events }) {
+  const [search, setSearch] = useState("");
+  const said = events.filter((event) => event.type !== "metrics").toReversed();
+  return html`<div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search events" /></div>
+    <${Table} caption="Events, newest first" columns=${EVENTS} rows=${said} empty="None yet." search=${search} find=${(event) => `${event.type} ${event.level} ${event.message}`} />`;
+}
+
 export function Job({ id }) {
   const [job, problem, reload] = useFresh(() => get(`/jobs/${id}`), [id], 2000);
   const [points, , reloadPoints] = useFresh(() => all(`/jobs/${id}/metrics`), [id], null);
   const [files] = useFresh(() => all(`/jobs/${id}/artifacts`), [id, job?.status], null);
-  const events = useEvents(id, (event) => (event.type === "metrics" ? reloadPoints() : reload()));
-  if (!job) return html`<h1>${id}</h1><${Problem} problem=${problem} />`;
+  const [checkpoints, , reloadCheckpoints] = useFresh(() => all(`/jobs/${id}/checkpoints`), [id, job?.status], null);
+  const refresh = { metrics: reloadPoints, checkpoint: reloadCheckpoints };
+  const events = useEvents(id, (event) => (refresh[event.type] ?? reload)());
+  if (!job) return html`<h1>${id}</h1><${Problem} problem=${problem} />${!problem && html`<${Loading} what="the job" />`}`;
   const reason = job.error ?? job.status_reason;
   const trials = events.findLast((event) => event.data.sweep);
+  const live = LIVE.has(job.status);
   const turns = events.filter((event) => event.data.action && event.data.code);
-  const said = events.filter((event) => event.type !== "metrics").toReversed();
-  return html`<div class="row"><h1>${job.name}</h1><${Status} status=${job.status} /><${Progress} job=${job} /></div>
+  return html`<div class="head"><h1>${job.name}</h1><${Status} status=${job.status} /><${Actions} job=${job} onDone=${reload} /></div>
     <div aria-live="polite">${reason && html`<p class=${job.error ? "problem" : "quiet"}>${reason.code}: ${reason.message}</p>`}</div>
     <${Problem} problem=${problem} />
-    <${Actions} job=${job} onDone=${reload} />
+    ${live && html`<p><${Progress} job=${job} /> <span class="quiet">${eta(job)}</span></p>`}
+    <section class="panel"><h2>Phases</h2><${Timeline} events=${events} ended=${job.finished_at} /></section>
+    ${job.result && html`<h2>Quality</h2><section class="panel"><${Report} report=${job.result} /></section>`}
+    ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} limit=${job.spec.evaluation.max_kl} />`}
+    <h2>Curves</h2>
+    <${Curves} points=${points} id=${id} />
+    ${turns.length > 0 && html`<h2>Course</h2><${Table} caption="Turns of the training run" columns=${EVENTS} rows=${turns} empty="" />`}
+    ${checkpoints?.length > 0 && html`<h2>Checkpoints</h2><${Checkpoints} checkpoints=${checkpoints} points=${points} />`}
+    ${files?.length > 0 && html`<h2>Artifact</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}
     <h2>Facts</h2>
-    <${Facts} of=${{
+    <section class="panel"><${Facts} of=${{
       job: html`<code>${job.id}</code>`,
       attempt: job.attempt,
       teacher: job.spec.model.name_or_path,
       created: `${when(job.created_at)} by ${job.created_by}`,
       started: when(job.started_at),
       finished: when(job.finished_at),
-      left: duration(job.progress.seconds_remaining),
       "trained tokens": job.progress.tokens ? figure(job.progress.tokens) : null,
+      cost: figure(job.cost),
       tracking: job.tracking?.url ?? job.tracking?.run_id,
       artifact: job.artifact_uri,
-    }} />
-    <h2>Curves</h2>
-    <${Curves} points=${points} />
-    ${turns.length > 0 && html`<h2>Course</h2><${Table} caption="Turns of the training run" columns=${EVENTS} rows=${turns} empty="" />`}
-    ${trials && html`<h2>Sweep</h2><${Sweep} rows=${trials.data.sweep} taken=${trials.data.recommended} />`}
-    ${job.result && html`<h2>Quality</h2><${Report} report=${job.result} />`}
-    ${files?.length > 0 && html`<h2>Artifact</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}
-    <h2>Events</h2>
-    <${Table} caption="Events, newest first" columns=${EVENTS} rows=${said} empty="None yet." />
-    <h2>More</h2>
-    <${Log} job=${job} />
-    <details><summary>Spec</summary><pre tabindex="0" aria-label="Spec">${JSON.stringify(job.spec, null, 2)}</pre></details>`;
+    }} /></section>
+    <h2>Log and events</h2>
+    <${Log} job=${job} live=${live} />
+    <${Events} events=${events} />
+    <details><summary>Spec</summary><pre tabindex="0" role="region" aria-label="Spec">${JSON.stringify(job.spec, null, 2)}</pre></details>`;
 }

@@ -1,10 +1,11 @@
-// All jobs, newest first.
+// All jobs: filtered, searched, sorted, and chosen to lay their runs over each other.
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { get } from "../api.js";
-import { Problem, Status, Table, count, duration, useFresh, when } from "../parts.js";
+import { Empty, Loading, Problem, Search, Status, Table, count, duration, useFresh, when } from "../parts.js";
 
 const STATUSES = ["queued", "starting", "running", "evaluating", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"];
+const SHOWN = 500;
 
 export const Progress = ({ job }) => {
   const { step, total_steps: total, percent } = job.progress;
@@ -12,30 +13,37 @@ export const Progress = ({ job }) => {
   return html`<progress max="100" value=${percent} aria-label="${percent}% of ${total} steps"></progress> ${count(step)}/${count(total)}`;
 };
 
-const COLUMNS = [
-  { name: "Job", cell: (job) => html`<a href="#/jobs/${job.id}">${job.name}</a><br /><code class="quiet">${job.id}</code>` },
-  { name: "Status", cell: (job) => html`<${Status} status=${job.status} />` },
-  { name: "Steps", cell: (job) => html`<${Progress} job=${job} />` },
-  { name: "Left", cell: (job) => duration(job.progress.seconds_remaining) },
-  { name: "Teacher", cell: (job) => job.spec.model.name_or_path },
-  { name: "Created", cell: (job) => when(job.created_at) },
-];
+const text = (job) => [job.name, job.id, job.status, job.spec.model.name_or_path, job.created_by, job.error?.message, ...Object.values(job.metadata)].join(" ");
 
-export function Jobs() {
-  const [status, setStatus] = useState("");
-  const load = () => get(`/jobs?limit=100${status && `&status=${status}`}`);
-  const [page, problem] = useFresh(load, [status], 2000);
-  return html`<div class="row">
-      <h1>Jobs</h1>
+export function Jobs({ query }) {
+  const [status, setStatus] = useState(query.get("status") ?? "");
+  const [search, setSearch] = useState("");
+  const [chosen, setChosen] = useState([]);
+  const [page, problem] = useFresh(() => get(`/jobs?limit=${SHOWN}${status && `&status=${status}`}`), [status], 2000);
+  const toggle = (id) => setChosen((old) => (old.includes(id) ? old.filter((other) => other !== id) : [...old, id]));
+  const columns = [
+    { name: "Overlay", cell: (job) => html`<input type="checkbox" aria-label="Overlay ${job.name}" checked=${chosen.includes(job.id)} onChange=${() => toggle(job.id)} />` },
+    { name: "Job", sort: (job) => job.name, cell: (job) => html`<span><a href="#/jobs/${job.id}">${job.name}</a><br /><code class="quiet">${job.id}</code></span>` },
+    { name: "Status", sort: (job) => STATUSES.indexOf(job.status), cell: (job) => html`<span><${Status} status=${job.status} />${job.error && html`<br /><code class="small quiet">${job.error.code}</code>`}</span>` },
+    { name: "Steps", sort: (job) => job.progress.percent, cell: (job) => (job.progress.total_steps ? html`<span><${Progress} job=${job} /></span>` : "") },
+    { name: "Left", number: true, sort: (job) => job.progress.seconds_remaining, cell: (job) => duration(job.progress.seconds_remaining) },
+    { name: "Teacher", sort: (job) => job.spec.model.name_or_path, cell: (job) => job.spec.model.name_or_path },
+    { name: "Created", sort: (job) => job.created_at, cell: (job) => when(job.created_at) },
+  ];
+  const empty = html`<div class="panel"><${Empty} title=${status ? `No jobs are ${status}.` : "No jobs."}>A job distils a model: <a href="#/submit">start one from a recipe</a>.<//></div>`;
+  return html`<div class="head"><h1>Jobs</h1><span class="end"><a class="button" href="#/submit">New job</a></span></div>
+    <div class="toolbar">
+      <${Search} value=${search} onInput=${setSearch} label="Search jobs" />
       <label>Status
         <select value=${status} onChange=${(event) => setStatus(event.target.value)}>
           <option value="">all</option>
           ${STATUSES.map((name) => html`<option value=${name}>${name}</option>`)}
         </select>
       </label>
+      ${chosen.length > 1 && html`<a class="button plain" href="#/runs?jobs=${chosen.join()}">Overlay ${chosen.length} runs</a>`}
     </div>
     <${Problem} problem=${problem} />
-    ${page && html`<${Table} caption="Jobs" columns=${COLUMNS} rows=${page.data} empty="No jobs. “New job” submits one." />`}
+    ${page ? html`<${Table} caption="Jobs" columns=${columns} rows=${page.data} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="jobs" />`}
     ${page?.left_out.length > 0 && html`<p class="problem">Not shown, since this version cannot read them: ${page.left_out.join(", ")}</p>`}
-    ${page?.has_more && html`<p class="quiet">The newest 100 are shown.</p>`}`;
+    ${page?.has_more && html`<p class="quiet">The newest ${SHOWN} are shown.</p>`}`;
 }

@@ -1,9 +1,10 @@
 // Distilled models: where they come from, how good they are, two of them side by side.
 
 import { html, useState } from "../vendor/htm-preact.js";
-import { all, post } from "../api.js";
-import { Facts, Problem, Table, bytes, figure, percent, useFresh, when } from "../parts.js";
-import { Report } from "./job.js";
+import { all, get, post } from "../api.js";
+import { Lineage } from "../job/lineage.js";
+import { Report } from "../job/report.js";
+import { Empty, Facts, Loading, Problem, Search, Table, bytes, figure, percent, useFresh, when } from "../parts.js";
 
 function Deploy({ model }) {
   const [problem, setProblem] = useState(null);
@@ -29,41 +30,84 @@ function Deploy({ model }) {
     <${Problem} problem=${problem} />`;
 }
 
+function Promote({ model, onDone }) {
+  const [problem, setProblem] = useState(null);
+  async function submit(event) {
+    event.preventDefault();
+    const fields = new FormData(event.target);
+    try {
+      await post(`/models/${model.id}/promote`, { alias: fields.get("alias"), reason: fields.get("reason") });
+      setProblem(null);
+      onDone();
+    } catch (error) {
+      setProblem(error);
+    }
+  }
+  return html`<details><summary>Promote to an alias</summary>
+    <form class="row" onSubmit=${submit} aria-label="Promote ${model.name}">
+      <label>Alias <input name="alias" value="production" required size="12" /></label>
+      <label>Reason <input name="reason" required size="24" /></label>
+      <button class="plain">Promote</button>
+    </form>
+    <${Problem} problem=${problem} /></details>`;
+}
+
 function Card({ model }) {
   const { lineage, metrics } = model;
-  return html`<section class="panel">
-    <h2>${model.name}</h2>
-    <${Facts} of=${{
-      model: html`<code>${model.id}</code>`,
-      job: html`<a href="#/jobs/${model.job_id}">${model.job_id}</a>`,
-      teacher: lineage.teacher,
-      revision: lineage.revision,
-      data: lineage.data_fingerprint,
-      code: lineage.code_version,
-      manifest: model.manifest_digest,
-      size: bytes(model.size),
-    }} />
-    ${metrics.distilled && html`<${Report} report=${metrics} />`}
+  const [turn, setTurn] = useState(0);
+  return html`<section class="panel" aria-label="Model ${model.name}">
+    <header><h2>${model.name}</h2><code class="quiet end">${model.id}</code></header>
+    <${Lineage} key=${turn} model=${model} />
+    ${metrics.distilled ? html`<br /><${Report} report=${metrics} />` : ""}
+    <br /><${Facts} of=${{ revision: lineage.revision, manifest: model.manifest_digest, size: bytes(model.size) }} />
     <${Deploy} model=${model} />
+    <${Promote} model=${model} onDone=${() => setTurn(turn + 1)} />
   </section>`;
 }
 
+const DIFFERENCES = (a, b) => [
+  { name: "Measure", cell: (row) => html`<code>${row.name}</code>` },
+  { name: a, number: true, cell: (row) => html`<span>${shown(row.a)}${row.better === "a" ? " ✓" : ""}</span>` },
+  { name: b, number: true, cell: (row) => html`<span>${shown(row.b)}${row.better === "b" ? " ✓" : ""}</span>` },
+];
+
+const shown = (value) => (typeof value === "number" ? figure(value) : value == null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
+
+/** Two models side by side, as the registry compares them; ✓ marks the better figure. */
+function Comparison({ a, b }) {
+  const [found, problem] = useFresh(() => get(`/models/${a.id}/compare/${b.id}`), [a.id, b.id], null);
+  if (!found) return problem ? html`<${Problem} problem=${problem} />` : html`<${Loading} what="the comparison" />`;
+  const columns = DIFFERENCES(a.name, b.name === a.name ? `${b.name} (${b.id.slice(-4)})` : b.name);
+  return html`<h2>Side by side</h2>
+    ${found.differences.length > 0 && html`<p class="notice">Teacher or data differ (${found.differences.map(({ name }) => name).join(", ")}): quality was not measured alike.</p>`}
+    <${Table} caption="Figures of both" columns=${columns} rows=${found.figures} empty="They have no figure in common." />
+    ${found.spec_differences.length > 0 && html`<h3>Specs</h3><${Table} caption="Differences of their specs" columns=${columns} rows=${found.spec_differences} empty="" />`}`;
+}
+
+const text = (model) => [model.name, model.id, model.lineage.teacher, model.job_id].join(" ");
+
 export function Models({ query }) {
   const [chosen, setChosen] = useState(query.get("model") ? [query.get("model")] : []);
+  const [search, setSearch] = useState("");
   const [models, problem] = useFresh(() => all("/models"), [], 10000);
   const toggle = (id) => setChosen((old) => (old.includes(id) ? old.filter((other) => other !== id) : [...old, id].slice(-2)));
   const columns = [
-    { name: "Compare", cell: (model) => html`<input type="checkbox" aria-label="Show ${model.name}" checked=${chosen.includes(model.id)} onChange=${() => toggle(model.id)} />` },
-    { name: "Model", cell: (model) => html`${model.name}<br /><code class="quiet">${model.id}</code>` },
-    { name: "Teacher", cell: (model) => model.lineage.teacher },
-    { name: "Perplexity", number: true, cell: (model) => figure(model.metrics.distilled?.perplexity) },
-    { name: "KL", number: true, cell: (model) => figure(model.metrics.distilled?.kl) },
-    { name: "Prefill", number: true, cell: (model) => percent(model.metrics.prefill_flops_ratio) },
-    { name: "KV bytes", number: true, cell: (model) => percent(model.metrics.kv_bytes_ratio) },
-    { name: "Created", cell: (model) => when(model.created_at) },
+    { name: "Show", cell: (model) => html`<input type="checkbox" aria-label="Show ${model.name}" checked=${chosen.includes(model.id)} onChange=${() => toggle(model.id)} />` },
+    { name: "Model", sort: (model) => model.name, cell: (model) => html`<span>${model.name}<br /><code class="quiet">${model.id}</code></span>` },
+    { name: "Teacher", sort: (model) => model.lineage.teacher, cell: (model) => model.lineage.teacher },
+    { name: "Perplexity", number: true, sort: (model) => model.metrics.distilled?.perplexity, cell: (model) => figure(model.metrics.distilled?.perplexity) },
+    { name: "KL", number: true, sort: (model) => model.metrics.distilled?.kl, cell: (model) => figure(model.metrics.distilled?.kl) },
+    { name: "Prefill", number: true, sort: (model) => model.metrics.prefill_flops_ratio, cell: (model) => percent(model.metrics.prefill_flops_ratio) },
+    { name: "KV bytes", number: true, sort: (model) => model.metrics.kv_bytes_ratio, cell: (model) => percent(model.metrics.kv_bytes_ratio) },
+    { name: "Created", sort: (model) => model.created_at, cell: (model) => when(model.created_at) },
   ];
-  return html`<h1>Models</h1>
+  const empty = html`<div class="panel"><${Empty} title="No model yet">A job that succeeds makes one: <a href="#/submit">start a job</a>.<//></div>`;
+  const shownModels = models?.filter((model) => chosen.includes(model.id)) ?? [];
+  return html`<div class="head"><h1>Models</h1></div>
     <${Problem} problem=${problem} />
-    ${models && html`<${Table} caption="Models" columns=${columns} rows=${models} empty="No model yet: a job that succeeds makes one." />`}
-    <div class="grid">${models?.filter((model) => chosen.includes(model.id)).map((model) => html`<${Card} key=${model.id} model=${model} />`)}</div>`;
+    <div class="toolbar"><${Search} value=${search} onInput=${setSearch} label="Search models" /><span class="end">Two that are shown are compared.</span></div>
+    ${models ? html`<${Table} caption="Models" columns=${columns} rows=${models} empty=${empty} search=${search} find=${text} />` : !problem && html`<${Loading} what="models" />`}
+    <br />
+    ${shownModels.length === 2 && html`<${Comparison} a=${shownModels[0]} b=${shownModels[1]} /><br />`}
+    <div class="grid">${shownModels.map((model) => html`<${Card} key=${model.id} model=${model} />`)}</div>`;
 }

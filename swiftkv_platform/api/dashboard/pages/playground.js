@@ -1,89 +1,244 @@
-// One prompt, one or two deployments answering it side by side, token by token.
+// A conversation or a text, with one or two deployments answering it side by side, token by token.
 
-import { html, useRef, useState } from "../vendor/htm-preact.js";
+import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
 import { all, stream } from "../api.js";
-import { Facts, Problem, answering, figure, served, useFresh } from "../parts.js";
+import { Empty, Facts, Loading, Problem, answering, count, figure, served, useFresh } from "../parts.js";
 
-const EMPTY = { pieces: [], usage: null, timings: null, problem: null };
+const FRESH = { turns: [], live: null, problem: null, busy: false };
+const TOOLS = `[{"type": "function", "function": {
+  "name": "get_weather",
+  "description": "Weather of a city",
+  "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+}}]`;
 
-function Answer({ title, answer }) {
-  const { pieces, usage, timings, problem } = answer;
-  return html`<section class="panel">
-    <h2>${title}</h2>
-    <div class="answer" aria-live="polite" aria-label="Answer of ${title}">
-      ${pieces.map((piece) => (piece.exited ? html`<span class="exited" title="exited early">${piece.text}</span>` : piece.text))}
+/** What was measured here of an answer that comes: time to the first token, and tokens per second from it on. */
+function measure(began, first, tokens) {
+  const now = performance.now();
+  const seconds = first === null ? 0 : (now - first) / 1000;
+  return { ttft: first === null ? null : first - began, rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null, tokens };
+}
+
+/** An event of /generate or of a chat completion as {piece, calls, tokens, usage, timings}. */
+function taken(event) {
+  const choice = event.choices?.[0];
+  const calls = choice?.delta?.tool_calls ?? [];
+  const text = choice?.text ?? choice?.delta?.content ?? "";
+  const exited = choice?.num_exited_tokens ?? 0;
+  const drafted = choice?.num_accepted_tokens ?? 0;
+  const tokens = choice?.token_ids?.length ?? (text || calls.length ? 1 : 0);
+  return { piece: text ? { text, exited, drafted, tokens } : null, calls, tokens, usage: event.usage, timings: event.timings };
+}
+
+/** Calls of tools, put together from their parts. */
+function joined(calls, parts) {
+  const all = [...calls];
+  for (const { index = 0, id, function: { name, arguments: written } = {} } of parts) {
+    const old = all[index] ?? { id: "", name: "", arguments: "" };
+    all[index] = { id: id ?? old.id, name: name ?? old.name, arguments: old.arguments + (written ?? "") };
+  }
+  return all;
+}
+
+/** A turn as the API takes it. */
+function message({ role, content, calls, call }) {
+  if (role === "tool") return { role, content, tool_call_id: call };
+  if (!calls?.length) return { role, content };
+  return { role, content: content || null, tool_calls: calls.map(({ id, name, arguments: written }) => ({ id, type: "function", function: { name, arguments: written } })) };
+}
+
+const kindOf = ({ exited, drafted }) => (exited ? "exited" : drafted ? "drafted" : null);
+const titleOf = ({ exited, drafted, tokens }) => (exited ? "exited early" : `${drafted} of ${tokens} tokens drafted, all verified`);
+
+const Pieces = ({ pieces }) => pieces.map((piece) => (kindOf(piece) ? html`<span class=${kindOf(piece)} title=${titleOf(piece)}>${piece.text}</span>` : piece.text));
+
+function Turn({ turn, busy }) {
+  const who = { user: "You", assistant: "Model", tool: "Tool" }[turn.role] ?? turn.role;
+  return html`<div class="turn ${turn.role}">
+    <span class="who">${who}</span>${turn.pieces ? html`<${Pieces} pieces=${turn.pieces} />` : turn.content}
+    ${turn.calls?.map((call) => html`<div><b>calls ${call.name}</b>(${call.arguments})</div>`)}
+    ${turn.role === "assistant" && !turn.content && !turn.calls?.length && (busy ? html`<span class="quiet">…</span>` : html`<span class="quiet">(nothing)</span>`)}
+  </div>`;
+}
+
+/** Fields for the results of the tools that the model has called. */
+function Results({ calls, onDone }) {
+  const submit = (event) => {
+    event.preventDefault();
+    const fields = new FormData(event.target);
+    onDone(calls.map((call, i) => ({ role: "tool", call: call.id, content: fields.get(`result-${i}`) })));
+  };
+  return html`<form onSubmit=${submit} aria-label="Results of tools">
+    ${calls.map((call, i) => html`<label class="wide">Result of ${call.name} <textarea name="result-${i}" rows="2" required></textarea></label>`)}
+    <p><button class="plain">Send ${calls.length > 1 ? "results" : "result"}</button></p>
+  </form>`;
+}
+
+function Live({ live }) {
+  const { usage, timings } = live;
+  const ttft = timings?.ttft_ms ?? live.ttft;
+  const tokens = usage?.completion_tokens ?? live.tokens;
+  const rate = timings?.tpot_ms ? 1000 / timings.tpot_ms : live.rate;
+  const exited = usage?.early_exit_tokens ?? usage?.completion_tokens_details?.early_exit_tokens ?? live.exited;
+  const figures = [
+    ["time to first token", ttft == null ? "–" : `${figure(ttft)} ms`],
+    ["tokens/s", rate == null ? "–" : figure(rate)],
+    ["tokens", count(tokens)],
+    ["exited early", count(exited)],
+    ["drafted", count(live.drafted)],
+  ];
+  return html`<div class="live">${figures.map(([name, value]) => html`<div><strong>${value}</strong><span>${name}</span></div>`)}</div>
+    ${usage && html`<${Facts} of=${{ "prompt tokens": count(usage.prompt_tokens), "of them skipped layers": count(usage.prefill_layers_skipped_tokens) }} />`}`;
+}
+
+function Talk({ title, talk, onResults }) {
+  const { turns, live, problem, busy } = talk;
+  const last = turns.at(-1);
+  const place = useRef(null);
+  useEffect(() => place.current && (place.current.scrollTop = place.current.scrollHeight), [turns]);
+  return html`<section class="panel talk" aria-label=${title}>
+    <header><h2>${title}</h2></header>
+    ${live ? html`<${Live} live=${live} />` : ""}
+    <div class="turns" ref=${place} tabindex="0" role="log" aria-label="Answer of ${title}" aria-busy=${busy}>
+      ${turns.map((turn, i) => html`<${Turn} key=${i} turn=${turn} busy=${busy && i === turns.length - 1} />`)}
     </div>
     <${Problem} problem=${problem} />
-    ${usage && html`<${Facts} of=${{
-      "prompt tokens": usage.prompt_tokens,
-      "of them skipped layers": usage.prefill_layers_skipped_tokens,
-      "answer tokens": usage.completion_tokens,
-      "exited early": usage.early_exit_tokens,
-      "time to first token": timings.ttft_ms == null ? null : `${figure(timings.ttft_ms)} ms`,
-      "time per token": timings.tpot_ms == null ? null : `${figure(timings.tpot_ms)} ms`,
-    }} />`}
+    ${!busy && last?.calls?.length > 0 && html`<${Results} calls=${last.calls} onDone=${onResults} />`}
   </section>`;
+}
+
+/** Where to ask, and with what. Marks of exits and drafts come with /generate, calls of tools with chat completions. */
+function request(id, turns, fields, exits) {
+  const exit = exits ? { early_exit: fields.exit === "threshold" ? { mode: fields.exit, threshold: fields.threshold } : { mode: fields.exit } } : {};
+  const common = { max_tokens: fields.maxTokens, temperature: fields.temperature, stream: true, ...exit };
+  const system = fields.system ? [{ role: "system", content: fields.system }] : [];
+  const messages = [...system, ...turns.map(message)];
+  if (fields.tools) {
+    const body = { ...common, model: fields.models[id], messages, tools: fields.tools, stream_options: { include_usage: true } };
+    return [`/deployments/${id}/chat/completions`, body];
+  }
+  const asked = fields.kind === "chat" ? { messages } : { prompt: turns.at(-1).content };
+  return [`/deployments/${id}/generate`, { ...asked, ...common, stream_interval_s: 0 }];
+}
+
+function Fields({ kind, setKind, exit, setExit, tools, setTools, options, both }) {
+  return html`<div class="row bottom">
+      <label>Deployment <select name="a" required>${options}</select></label>
+      <label>beside it <select name="b"><option value="">none</option>${both}</select></label>
+      <label>Kind <select name="kind" value=${kind} onChange=${(event) => setKind(event.target.value)}><option value="chat">chat</option><option value="text">text to go on with</option></select></label>
+    </div>
+    <div class="row bottom">
+      <label>Most tokens <input name="max_tokens" type="number" min="1" value="128" /></label>
+      <label>Temperature <input name="temperature" type="number" min="0" step="0.1" value="0" /></label>
+      <label>Early exit
+        <select name="exit" value=${exit} onChange=${(event) => setExit(event.target.value)}>${["off", "threshold", "lossless"].map((mode) => html`<option value=${mode}>${mode}</option>`)}</select>
+      </label>
+      ${exit === "threshold" && html`<label>Exit threshold <input name="threshold" type="number" min="0.01" max="1" step="any" value="0.95" /></label>`}
+      ${kind === "chat" && html`<label class="check"><input type="checkbox" checked=${tools} onChange=${(event) => setTools(event.target.checked)} /> tools</label>`}
+    </div>
+    ${kind === "chat" && html`<details><summary>System message</summary><label class="wide">System message <textarea name="system" rows="2"></textarea></label></details>`}
+    ${kind === "chat" && tools && html`<label class="wide">Tools, as OpenAI's API takes them <textarea name="tools" rows="6" spellcheck="false">${TOOLS}</textarea></label>`}`;
+}
+
+/** The form's fields as values; throws where the tools are no JSON list. */
+function fieldsOf(form, kind, tools) {
+  const fields = new FormData(form);
+  const asked = { kind, exit: fields.get("exit"), threshold: Number(fields.get("threshold")), system: fields.get("system"), maxTokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), tools: null };
+  if (kind === "chat" && tools) {
+    try {
+      asked.tools = JSON.parse(fields.get("tools"));
+    } catch (error) {
+      throw new Error(`The tools are no JSON: ${error.message}`);
+    }
+  }
+  return { ...asked, ids: [...new Set([fields.get("a"), fields.get("b")].filter(Boolean))], prompt: fields.get("prompt") };
 }
 
 export function Playground({ query }) {
   const [deployments, problem] = useFresh(() => all("/deployments"), [], 5000);
-  const [answers, setAnswers] = useState({});
-  const [busy, setBusy] = useState(false);
+  const [talks, setTalks] = useState({});
+  const [refusal, setRefusal] = useState(null);
+  const [kind, setKind] = useState("chat");
+  const [exit, setExit] = useState("off");
+  const [tools, setTools] = useState(false);
   const running = useRef(null);
+  const form = useRef(null);
   const ready = (deployments ?? []).filter(answering);
+  const busy = Object.values(talks).some((talk) => talk.busy);
 
-  async function ask(id, body, signal) {
-    const put = (change) => setAnswers((old) => ({ ...old, [id]: { ...EMPTY, ...old[id], ...change(old[id] ?? EMPTY) } }));
-    put(() => EMPTY);
+  const put = (id, change) => setTalks((old) => ({ ...old, [id]: { ...FRESH, ...old[id], ...change(old[id] ?? FRESH) } }));
+  const exits = (id, fields) => fields.exit !== "off" && ready.find((item) => item.id === id)?.engine.swiftkv !== false; // a teacher has no exit head
+
+  /** Ask one deployment for the turn after `turns`, and show it as it comes. */
+  async function ask(id, turns, fields, signal) {
+    const began = performance.now();
+    const answer = { role: "assistant", content: "", pieces: [], calls: [] };
+    const sums = { exited: 0, drafted: 0, tokens: 0, usage: null, timings: null };
+    let first = null;
+    put(id, () => ({ turns: [...turns, answer], live: measure(began, null, 0), problem: null, busy: true }));
     try {
-      for await (const event of stream(`/deployments/${id}/generate`, body, signal)) {
-        const [choice] = event.choices;
-        const piece = { text: choice.text, exited: choice.num_exited_tokens > 0 };
-        put((old) => ({ pieces: [...old.pieces, piece], usage: event.usage ?? null, timings: event.timings ?? null }));
+      for await (const event of stream(...request(id, turns, fields, exits(id, fields)), signal)) {
+        const { piece, calls, tokens, usage, timings } = taken(event);
+        if (tokens && first === null) first = performance.now();
+        if (piece) answer.pieces = [...answer.pieces, piece];
+        answer.content += piece?.text ?? "";
+        answer.calls = joined(answer.calls, calls);
+        sums.tokens += tokens;
+        sums.exited += piece?.exited ?? 0;
+        sums.drafted += piece?.drafted ?? 0;
+        sums.usage = usage ?? sums.usage;
+        sums.timings = timings ?? sums.timings;
+        put(id, () => ({ turns: [...turns, { ...answer }], live: { ...sums, ...measure(began, first, sums.tokens) } }));
       }
     } catch (error) {
-      if (error.name !== "AbortError") put(() => ({ problem: error }));
+      if (error.name !== "AbortError") put(id, (old) => ({ problem: error, turns: answer.content || answer.calls.length ? old.turns : turns }));
+    }
+    put(id, () => ({ busy: false }));
+  }
+
+  function begin(fields, ids, turnsOf) {
+    running.current = new AbortController();
+    const models = Object.fromEntries(ready.map((item) => [item.id, item.model]));
+    return Promise.all(ids.map((id) => ask(id, turnsOf(id), { ...fields, models }, running.current.signal)));
+  }
+
+  function submit(event) {
+    event?.preventDefault();
+    if (busy || !form.current.reportValidity()) return;
+    try {
+      const fields = fieldsOf(form.current, kind, tools);
+      const asked = { role: "user", content: fields.prompt };
+      const before = (id) => (kind === "chat" ? (talks[id]?.turns ?? []) : []);
+      setRefusal(null);
+      setTalks((old) => Object.fromEntries(fields.ids.map((id) => [id, old[id] ?? FRESH])));
+      begin(fields, fields.ids, (id) => [...before(id), asked]);
+      if (kind === "chat") form.current.elements.prompt.value = "";
+    } catch (error) {
+      setRefusal(error);
     }
   }
-  async function submit(event) {
-    event.preventDefault();
-    const fields = new FormData(event.target);
-    const ids = [...new Set([fields.get("a"), fields.get("b")].filter(Boolean))];
-    const text = fields.get("prompt");
-    const asked = fields.get("chat") ? { messages: [{ role: "user", content: text }] } : { prompt: text };
-    const body = { ...asked, max_tokens: Number(fields.get("max_tokens")), temperature: Number(fields.get("temperature")), stream: true, stream_interval_s: 0 };
-    const mode = fields.get("exit");
-    const exit = { early_exit: mode === "threshold" ? { mode, threshold: Number(fields.get("threshold")) } : { mode } };
-    running.current = new AbortController();
-    setAnswers({});
-    setBusy(true);
-    await Promise.all(ids.map((id) => ask(id, exits(id, mode) ? { ...body, ...exit } : body, running.current.signal)));
-    setBusy(false);
-  }
-  const exits = (id, mode) => mode !== "off" && ready.find((item) => item.id === id)?.engine.swiftkv !== false; // a teacher has no exit head
-  const options = ready.map((item) => html`<option value=${item.id} selected=${item.id === query.get("a")}>${item.route_prefix} (${served(item)})</option>`);
+  const answered = (id) => (results) => begin(fieldsOf(form.current, kind, tools), [id], () => [...talks[id].turns, ...results]);
+  const keys = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && submit(event);
+  const option = (item, chosen) => html`<option value=${item.id} selected=${chosen}>${item.route_prefix} (${served(item)})</option>`;
   const name = (id) => {
     const asked = ready.find((item) => item.id === id);
     return asked ? `${asked.route_prefix} (${asked.engine.swiftkv === false ? "teacher" : "student"})` : id;
   };
-  return html`<h1>Playground</h1>
-    <${Problem} problem=${problem} />
-    ${deployments && !ready.length && html`<p class="quiet">Nothing is served that could answer.</p>`}
-    <form onSubmit=${submit}>
-      <label class="wide">Prompt <textarea name="prompt" rows="6" required>def fibonacci(n):\n    </textarea></label>
-      <p class="row">
-        <label>Deployment <select name="a" required>${options}</select></label>
-        <label>beside it <select name="b"><option value="">none</option>${ready.map((item) => html`<option value=${item.id}>${item.route_prefix} (${served(item)})</option>`)}</select></label>
-        <label><input name="chat" type="checkbox" /> as a chat</label>
-        <label>Most tokens <input name="max_tokens" type="number" min="1" value="64" /></label>
-        <label>Temperature <input name="temperature" type="number" min="0" step="0.1" value="0" /></label>
-        <label>Early exit
-          <select name="exit">${["off", "threshold", "lossless"].map((mode) => html`<option value=${mode}>${mode}</option>`)}</select>
-        </label>
-        <label>Exit threshold <input name="threshold" type="number" min="0.01" max="1" step="any" value="0.95" /></label>
+  if (!deployments) return html`<div class="head"><h1>Playground</h1></div><${Problem} problem=${problem} />${!problem && html`<${Loading} what="deployments" />`}`;
+  return html`<div class="head"><h1>Playground</h1>
+      <span class="end legend"><span><span class="exited">exited</span> early</span><span><span class="drafted">drafted</span> and verified</span></span></div>
+    <${Problem} problem=${problem ?? refusal} />
+    ${!ready.length && html`<div class="panel"><${Empty} title="Nothing is served that could answer">Deploy a model first: <a href="#/models">choose a model</a>.<//></div><br />`}
+    <form class="panel" ref=${form} onSubmit=${submit} style="display: grid; gap: 0.8rem">
+      <${Fields} kind=${kind} setKind=${setKind} exit=${exit} setExit=${setExit} tools=${tools} setTools=${setTools}
+        options=${ready.map((item) => option(item, item.id === query.get("a")))} both=${ready.map((item) => option(item, item.id === query.get("b")))} />
+      <label class="wide">Prompt <textarea name="prompt" rows=${kind === "chat" ? 3 : 6} required onKeyDown=${keys} placeholder="Ctrl Enter sends"></textarea></label>
+      <div class="row">
         <button disabled=${busy || !ready.length}>Generate</button>
         ${busy && html`<button type="button" class="plain" onClick=${() => running.current.abort()}>Stop</button>`}
-      </p>
+        ${!busy && Object.keys(talks).length > 0 && html`<button type="button" class="plain" onClick=${() => setTalks({})}>New conversation</button>`}
+        ${tools && kind === "chat" && html`<span class="quiet small">With tools, exits are counted and not marked.</span>`}
+      </div>
     </form>
-    <div class="grid">${Object.entries(answers).map(([id, answer]) => html`<${Answer} key=${id} title=${name(id)} answer=${answer} />`)}</div>`;
+    <br />
+    <div class="talks">${Object.entries(talks).map(([id, talk]) => html`<${Talk} key=${id} title=${name(id)} talk=${talk} onResults=${answered(id)} />`)}</div>`;
 }

@@ -1,59 +1,132 @@
-// A new job: its spec as YAML or JSON, checked and submitted.
+// A new job, from a recipe or from another job: a form beside an editor, kept in step, and the plan as it is typed.
 
-import { load as parse } from "../vendor/js-yaml.js";
-import { html, useState } from "../vendor/htm-preact.js";
-import { post } from "../api.js";
-import { Facts, Problem, bytes, duration, figure, percent } from "../parts.js";
+import { html, useEffect, useMemo, useRef, useState } from "../vendor/htm-preact.js";
+import { all, get, post, send } from "../api.js";
+import { Loading, Problem, useFresh } from "../parts.js";
+import { change, parts, rangeOf, read, write } from "../spec/document.js";
+import { Editor } from "../spec/editor.js";
+import { Form } from "../spec/form.js";
+import { PlanPanel } from "../spec/plan.js";
+import { check, loadSchema, withoutDefaults } from "../spec/schema.js";
 
-const EXAMPLE = `name: python-half
-model: {name_or_path: builtin:python-5m}
-swiftkv: {prefill_reduction: 0.5, key_value_group_size: 2}
-data:
-  sources: [{name_or_path: builtin:python-stdlib}]
-  max_length: 512
-training: {max_steps: 100, batch_size: 16, micro_batch_size: 4}
-resources: {num_workers: 2, cpus_per_worker: 1}
-`;
+const FIRST = "builtin-python-5m";
+const QUIET_MS = 400;
+const NONE = { plan: null, problem: null, busy: true };
 
-const words = (name) => (name === "seconds" ? "time" : name.replaceAll("_", " "));
-
-function shown(name, value) {
-  if (typeof value !== "number") return typeof value === "object" ? null : value;
-  if (name.endsWith("_ratio")) return percent(value);
-  if (name === "seconds") return duration(value);
-  return /memory|bytes/.test(name) ? bytes(value) : figure(value);
+/** The plan of `value`, asked for once typing rests; an answer that has been overtaken is dropped. */
+function usePlan(value, json) {
+  const [state, setState] = useState(NONE);
+  useEffect(() => {
+    if (value === null) return;
+    const asking = new AbortController();
+    setState((old) => ({ ...old, busy: true }));
+    const timer = setTimeout(async () => {
+      try {
+        const answer = await send("POST", "/jobs/validate", value, { signal: asking.signal });
+        const plan = await answer.json();
+        setState({ plan, problem: null, busy: false });
+      } catch (problem) {
+        if (problem.name !== "AbortError") setState((old) => ({ plan: old.plan, problem, busy: false }));
+      }
+    }, QUIET_MS);
+    return () => {
+      clearTimeout(timer);
+      asking.abort();
+    };
+  }, [json]);
+  return state;
 }
 
-export function Submit() {
-  const [text, setText] = useState(EXAMPLE);
-  const [estimate, setEstimate] = useState(null);
-  const [problem, setProblem] = useState(null);
+/** What is wrong, once a field: the control plane's words before the schema's. [{field, message}] */
+function faultsOf({ problem: unreadable, value }, schema, refusal) {
+  if (unreadable) return [{ field: null, message: `The text cannot be read: ${unreadable.message}`, from: unreadable.from }];
+  const told = (refusal?.errors ?? []).filter((error) => error.field).map(({ field, message }) => ({ field: parts(field).join("."), message }));
+  const fields = new Set(told.map(({ field }) => field));
+  const local = schema ? check(schema, value).map(({ path, message }) => ({ field: path.join("."), message })) : [];
+  const faults = [...told, ...local.filter(({ field }) => !fields.has(field) && !told.length)];
+  return refusal && !faults.length ? [{ field: null, message: refusal instanceof TypeError ? "The control plane does not answer." : refusal.message }] : faults;
+}
+
+function Origin({ recipes, jobs, query, chosen }) {
+  const go = (event) => {
+    const [kind, id] = event.target.value.split(":");
+    location.hash = `#/submit?${kind}=${id}`;
+  };
+  const value = query.get("job") ? `job:${query.get("job")}` : `recipe:${chosen?.id ?? FIRST}`;
+  const listed = jobs?.some(({ id }) => id === query.get("job"));
+  return html`<label>Begin from
+    <select value=${value} onChange=${go}>
+      <optgroup label="Recipes">${recipes.map(({ id }) => html`<option value="recipe:${id}" selected=${value === `recipe:${id}`}>${id}</option>`)}</optgroup>
+      <optgroup label="A job, cloned">
+        ${query.get("job") && !listed && html`<option value=${value} selected>${query.get("job")}</option>`}
+        ${(jobs ?? []).map(({ id, name }) => html`<option value="job:${id}" selected=${value === `job:${id}`}>${name} (${id.slice(-6)})</option>`)}
+      </optgroup>
+    </select>
+  </label>`;
+}
+
+function Spec({ start, schema, recipes }) {
+  const [text, setText] = useState(start);
+  const [refusal, setRefusal] = useState(null);
   const [busy, setBusy] = useState(false);
-  async function attempt(use) {
+  const [shown, setShown] = useState(null);
+  const spec = useMemo(() => read(text), [text]);
+  const json = JSON.stringify(spec.value);
+  const state = usePlan(spec.value, json);
+  const faults = useMemo(() => faultsOf(spec, schema, state.problem), [spec, schema, state.problem]);
+  const marks = useMemo(() => faults.map(({ field, message, from }) => ({ ...(field ? rangeOf(spec.doc, parts(field)) : { from: from ?? 0, to: from ?? 0 }), message })), [faults]);
+  const latest = useRef(null);
+  latest.current = spec.value;
+  // One key for one text: a second click, or a try after a broken connection, submits nothing twice.
+  const key = useMemo(() => crypto.getRandomValues(new Uint32Array(4)).join("-"), [json]);
+  async function submit() {
+    if (latest.current === null || busy) return;
     setBusy(true);
-    setEstimate(null);
     try {
-      await use(parse(text));
-      setProblem(null);
+      const job = await post("/jobs", latest.current, { "Idempotency-Key": key });
+      location.hash = `#/jobs/${job.id}`;
     } catch (error) {
-      setProblem(error);
+      setRefusal(error);
+      setBusy(false);
     }
-    setBusy(false);
   }
-  const validate = () => attempt(async (spec) => setEstimate(await post("/jobs/validate", spec)));
-  const submit = () =>
-    attempt(async (spec) => {
-      location.hash = `#/jobs/${(await post("/jobs", spec)).id}`;
-    });
-  const facts = estimate && Object.fromEntries(Object.entries(estimate).filter(([name]) => name !== "object").map(([name, value]) => [words(name), shown(name, value)]));
-  return html`<h1>New job</h1>
-    <label class="wide">Spec, YAML or JSON
-      <textarea rows="22" spellcheck="false" value=${text} onInput=${(event) => setText(event.target.value)}></textarea>
-    </label>
-    <p class="row">
-      <button onClick=${submit} disabled=${busy}>Submit</button>
-      <button class="plain" onClick=${validate} disabled=${busy}>Check</button>
-    </p>
+  const edit = (next) => {
+    setRefusal(null);
+    setText(next);
+  };
+  const teachers = [...new Set(recipes.map((recipe) => recipe.spec.model.name_or_path))];
+  const sources = [...new Set(recipes.flatMap((recipe) => recipe.spec.data.sources.map((source) => source.name_or_path)))];
+  const go = (field) => setShown({ ...rangeOf(spec.doc, parts(field)) });
+  return html`<div class="spec">
+    <${Form} spec=${spec.value} schema=${schema} faults=${faults} onChange=${(changes) => edit(change(text, changes))} models=${teachers} sources=${sources} />
+    <section aria-label="Editor">
+      <${Editor} label="Spec, YAML or JSON" text=${text} onInput=${edit} onSubmit=${submit} schema=${schema} marks=${marks} shown=${shown} />
+      <p class="quiet small">Ctrl Space completes, Ctrl Enter submits, Tab leaves the editor.</p>
+    </section>
+    <${PlanPanel} state=${state} spec=${spec.value} faults=${faults} onShow=${go}>
+      <${Problem} problem=${refusal} />
+      <p><button onClick=${submit} disabled=${busy || spec.value === null}>Submit job</button></p>
+    <//>
+  </div>`;
+}
+
+const load = async (query) => {
+  const [schema, recipes] = await Promise.all([loadSchema(), all("/recipes")]);
+  const clone = query.get("job");
+  if (clone) {
+    const { spec, name } = await get(`/jobs/${clone}`);
+    return { schema, recipes, start: write(withoutDefaults(schema, spec)), words: `A copy of ${name}; fields at their defaults are left out.` };
+  }
+  const recipe = recipes.find(({ id }) => id === (query.get("recipe") ?? FIRST)) ?? recipes[0];
+  return { schema, recipes, start: recipe.text, words: recipe.description, recipe };
+};
+
+export function Submit({ query }) {
+  const [found, problem] = useFresh(() => load(query), [], null);
+  const [page] = useFresh(() => get("/jobs?limit=20"), [], null);
+  return html`<div class="head"><h1>New job</h1>
+      ${found && html`<span class="end"><${Origin} recipes=${found.recipes} jobs=${page?.data} query=${query} chosen=${found.recipe} /></span>`}
+    </div>
     <${Problem} problem=${problem} />
-    <div aria-live="polite">${facts && html`<section class="panel"><h2>Accepted</h2><${Facts} of=${facts} /></section>`}</div>`;
+    ${found ? html`<p class="lead small">${found.words}</p><br /><${Spec} start=${found.start} schema=${found.schema} recipes=${found.recipes} />` : !problem && html`<${Loading} what="recipes" />`}`;
 }

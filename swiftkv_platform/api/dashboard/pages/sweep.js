@@ -24,19 +24,22 @@ function ticks(largest) {
   return Array.from({ length: Math.ceil(largest / step - 1e-9) + 1 }, (_, i) => i * step);
 }
 
-function Plot({ rows, taken }) {
+/** `limit` is the KL that the quality gate allows, where the spec says one. */
+function Plot({ rows, taken, limit }) {
   const points = measured(rows);
-  const [xs, ys] = [ticks(Math.max(...points.map((row) => row.prefill_flops_ratio))), ticks(Math.max(...points.map((row) => row.kl)))];
+  const [xs, ys] = [ticks(Math.max(...points.map((row) => row.prefill_flops_ratio))), ticks(Math.max(...points.map((row) => row.kl), limit ?? 0))];
   const x = (row) => LEFT + (row.prefill_flops_ratio / xs.at(-1)) * INNER.width;
   const y = (row) => 20 + (1 - row.kl / ys.at(-1)) * INNER.height;
   const best = frontier(points);
   const line = best.map((row) => `${x(row)},${y(row)}`).join(" ");
+  const gate = limit == null ? "" : ` The quality gate is at KL ${figure(limit)}.`;
   const words = best.map((row) => `${row.trial}: ${percent(row.prefill_flops_ratio)} of the compute, KL ${figure(row.kl)}`).join("; ");
-  return html`<svg class="plot" viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="KL over prefill compute. On the frontier are ${words}">
+  return html`<svg class="plot" viewBox="0 0 ${WIDTH} ${HEIGHT}" role="img" aria-label="KL over prefill compute. On the frontier are ${words}.${gate}">
     ${xs.map((value) => html`<g><line class="gridline" x1=${x({ prefill_flops_ratio: value })} x2=${x({ prefill_flops_ratio: value })} y1="20" y2=${20 + INNER.height} /><text x=${x({ prefill_flops_ratio: value })} y=${HEIGHT - BOTTOM + 36 - 18} text-anchor="middle">${percent(value)}</text></g>`)}
     ${ys.map((value) => html`<g><line class="gridline" x1=${LEFT} x2=${LEFT + INNER.width} y1=${y({ kl: value })} y2=${y({ kl: value })} /><text x=${LEFT - 8} y=${y({ kl: value }) + 4} text-anchor="end">${figure(value)}</text></g>`)}
     <text x=${LEFT + INNER.width / 2} y=${HEIGHT - 4} text-anchor="middle">prefill compute, of the teacher's</text>
     <text x=${LEFT} y="12">KL to the teacher, nats</text>
+    ${limit != null && html`<g><line class="gate" x1=${LEFT} x2=${LEFT + INNER.width} y1=${y({ kl: limit })} y2=${y({ kl: limit })} /><text class="gate-name" x=${LEFT + INNER.width + 6} y=${y({ kl: limit }) + 4}>gate ${figure(limit)}</text></g>`}
     <polyline class="frontier" points=${line} />
     ${points.map((row) => html`<g>
       <circle class=${row.trial === taken ? "taken" : best.includes(row) ? "best" : "other"} cx=${x(row)} cy=${y(row)} r="5"><title>${row.trial}</title></circle>
@@ -46,17 +49,18 @@ function Plot({ rows, taken }) {
 }
 
 /** `rows` are the trials as the job's event has them, `taken` the name of the one that was published, if one was. */
-export function Sweep({ rows, taken }) {
+export function Sweep({ rows, taken, limit: asked }) {
+  const limit = typeof asked === "number" ? asked : null; // "auto" is resolved by the workers
   const best = new Set(frontier(measured(rows)));
   const columns = [
-    { name: "Trial", cell: (row) => row.trial },
-    { name: "Prefill compute", number: true, cell: (row) => percent(row.prefill_flops_ratio) },
-    { name: "KV bytes", number: true, cell: (row) => percent(row.kv_bytes_ratio) },
-    { name: "KL, nats", number: true, cell: (row) => figure(row.kl) },
-    { name: "Perplexity, of the teacher's", number: true, cell: (row) => figure(row.perplexity_ratio) },
+    { name: "Trial", sort: (row) => row.trial, cell: (row) => row.trial },
+    { name: "Prefill compute", number: true, sort: (row) => row.prefill_flops_ratio, cell: (row) => percent(row.prefill_flops_ratio) },
+    { name: "KV bytes", number: true, sort: (row) => row.kv_bytes_ratio, cell: (row) => percent(row.kv_bytes_ratio) },
+    { name: "KL, nats", number: true, sort: (row) => row.kl, cell: (row) => figure(row.kl) },
+    { name: "Perplexity, of the teacher's", number: true, sort: (row) => row.perplexity_ratio, cell: (row) => figure(row.perplexity_ratio) },
     { name: "Within the budget", cell: (row) => (row.error ? row.error : row.within_budget ? "yes" : "no") },
-    { name: "", cell: (row) => (row.trial === taken ? "taken" : best.has(row) ? "on the frontier" : "") },
+    { name: "Choice", cell: (row) => (row.trial === taken ? "taken" : best.has(row) ? "on the frontier" : "") },
   ];
-  return html`${measured(rows).length > 0 && html`<${Plot} rows=${rows} taken=${taken} />`}
+  return html`${measured(rows).length > 0 && html`<div class="panel"><${Plot} rows=${rows} taken=${taken} limit=${limit} /></div><br />`}
     <${Table} caption="Trials" columns=${columns} rows=${rows} empty="" />`;
 }

@@ -1,0 +1,42 @@
+// A job's log, searched as it is typed.
+
+import { html, useState } from "../vendor/htm-preact.js";
+import { send } from "../api.js";
+import { Problem, Search, count, useFresh } from "../parts.js";
+
+const LINES = 2000;
+
+/** A line with each place that has `word` marked. */
+function marked(line, word) {
+  if (!word) return line;
+  const pieces = [];
+  const low = line.toLowerCase();
+  let from = 0;
+  for (let at = low.indexOf(word); at >= 0; at = low.indexOf(word, from)) {
+    pieces.push(line.slice(from, at), html`<mark>${line.slice(at, at + word.length)}</mark>`);
+    from = at + word.length;
+  }
+  return [...pieces, line.slice(from)];
+}
+
+export function Log({ job, live }) {
+  const [shown, setShown] = useState(false);
+  const [search, setSearch] = useState("");
+  const [errors, setErrors] = useState(false);
+  const load = async () => (shown ? (await send("GET", `/jobs/${job.id}/logs?tail_lines=${LINES}`)).text() : null);
+  const [text, problem] = useFresh(load, [job.id, shown], live ? 3000 : null);
+  const lines = (text ?? "").split("\n").filter(Boolean);
+  const word = search.toLowerCase();
+  const found = lines.filter((line) => (!word || line.toLowerCase().includes(word)) && (!errors || /error|warn|traceback|exception|fail/i.test(line)));
+  return html`<details onToggle=${(event) => setShown(event.target.open)}>
+    <summary>Log</summary>
+    <${Problem} problem=${problem} />
+    <div class="toolbar">
+      <${Search} value=${search} onInput=${setSearch} label="Search the log" />
+      <label class="check"><input type="checkbox" checked=${errors} onChange=${(event) => setErrors(event.target.checked)} /> errors and warnings</label>
+      <span class="end" role="status">${count(found.length)} of ${count(lines.length)} lines</span>
+    </div>
+    <pre tabindex="0" role="region" aria-label="Log">${found.length ? found.map((line) => html`${marked(line, word)}${"\n"}`) : lines.length ? "No line matches." : "Nothing was printed yet."}</pre>
+    <p class="quiet small">The last ${count(LINES)} lines; <a href="/jobs/${job.id}/logs">the whole log</a>.</p>
+  </details>`;
+}

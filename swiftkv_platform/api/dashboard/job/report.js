@@ -1,0 +1,50 @@
+// The quality report, the worst measure first. Knows the report's keys, no route.
+
+import { html } from "../vendor/htm-preact.js";
+import { Facts, Status, Table, figure, percent } from "../parts.js";
+
+const outcome = (gate) => gate.outcome ?? (gate.passed ? "passed" : "failed");
+
+/** What a reader should see first: the gate that is nearest its limit or beyond it, as the report orders them. */
+function Worst({ gates }) {
+  const [worst] = gates;
+  if (!worst) return html`<p class="quiet">No gate was set: the figures below were reported, not judged.</p>`;
+  const { interval } = worst;
+  return html`<div class="worst ${outcome(worst)}">
+    <span class="quiet">Worst measure of ${gates.length}</span>
+    <strong>${worst.subject}: ${figure(worst.value)} <span class="quiet small">limit ${figure(worst.limit)}</span></strong>
+    <span><${Status} status=${outcome(worst)} /> ${interval && html`<span class="quiet small">95% interval ${figure(interval[0])} to ${figure(interval[1])}${worst.samples_needed ? `; ${worst.samples_needed} samples would decide` : ""}</span>`}</span>
+  </div>`;
+}
+
+const GATES = [
+  { name: "Measure", cell: (gate) => gate.subject },
+  { name: "Value", number: true, cell: (gate) => figure(gate.value) },
+  { name: "Limit", number: true, cell: (gate) => figure(gate.limit) },
+  { name: "Outcome", cell: (gate) => html`<${Status} status=${outcome(gate)} />` },
+  { name: "Set by", cell: (gate) => html`<code>${gate.field}</code>` },
+];
+const QUALITY = [
+  { name: "Model", cell: ([name]) => name },
+  { name: "Perplexity", number: true, cell: ([, quality]) => figure(quality.perplexity) },
+  { name: "KL to the teacher, nats", number: true, cell: ([, quality]) => figure(quality.kl) },
+  { name: "Top-1 agreement", number: true, cell: ([, quality]) => percent(quality.top1_agreement) },
+];
+
+export function Report({ report }) {
+  const rows = ["teacher", "rewired", "calibrated", "distilled"].map((name) => [name, report[name]]).filter(([, quality]) => quality);
+  const gates = report.gates ?? [];
+  const { dense, swiftkv } = report.ttft_ms ?? {};
+  return html`<${Worst} gates=${gates} />
+    <${Table} caption="Quality on held-out text" columns=${QUALITY} rows=${rows} empty="" />
+    ${gates.length > 1 && html`<br /><${Table} caption="Quality gates, worst first" columns=${GATES} rows=${gates} empty="" />`}
+    <br /><${Facts} of=${{
+      "KL recovered": percent(report.kl_recovered),
+      "prefill compute": percent(report.prefill_flops_ratio),
+      "KV bytes": percent(report.kv_bytes_ratio),
+      "time to first token": report.ttft_ms && `${figure(dense)} ms dense, ${figure(swiftkv)} ms SwiftKV`,
+      "trained tokens": figure(report.tokens_trained),
+      "state of": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", the lowest held-out KL" : ""}`,
+      "tasks left out": report.tasks_left_out?.join(", "),
+    }} />`;
+}

@@ -1,0 +1,76 @@
+// What may be written at the cursor of a spec, by its schema. Knows indentation and braces, no page.
+
+import { namesAt, valuesAt } from "./schema.js";
+
+const KEY = /^(\s*(?:- +)*)([A-Za-z_][\w.]*)?$/;
+const VALUE = /(?:^|[{,]|- )\s*([A-Za-z_]\w*):\s+([\w.-]*)$/;
+const IN_BRACES = /[{,]\s*(\w*)$/;
+
+const indent = (line) => line.search(/\S|$/);
+
+/** Keys of the maps around the line `number`, outermost first; `-` for an item of a list. */
+export function pathTo(lines, number, column) {
+  const path = [];
+  let limit = column;
+  for (let at = number; at >= 0 && limit > 0; at--) {
+    const line = lines[at];
+    if (at !== number && (!line.trim() || line.trim().startsWith("#"))) continue;
+    let depth = indent(line);
+    if (at === number) {
+      if (/^\s*- /.test(line) && depth < limit) {
+        path.unshift("-");
+        limit = depth + 1; // the list may stand under its key without more indentation
+      }
+      continue;
+    }
+    if (depth >= limit) continue;
+    const item = /^(\s*)- +(.*)$/.exec(line);
+    const inner = item ? line.length - item[2].length : depth;
+    const key = /^([A-Za-z_]\w*):/.exec(line.slice(inner));
+    if (item && inner < limit && key) path.unshift(key[1]);
+    if (item) path.unshift("-");
+    else if (key) path.unshift(key[1]);
+    limit = item ? depth + 1 : depth;
+  }
+  return path;
+}
+
+/** Keys within the braces that are open at the end of `before`: the key of each, outermost first. */
+function braces(before) {
+  const open = [];
+  for (let at = 0; at < before.length; at++) {
+    if ("{[".includes(before[at])) {
+      const key = /([A-Za-z_]\w*):\s*$/.exec(before.slice(0, at));
+      open.push(before[at] === "[" ? [...(key ? [key[1]] : []), "-"] : key ? [key[1]] : []);
+    }
+    if ("}]".includes(before[at])) open.pop();
+  }
+  return open.flat();
+}
+
+function option(field) {
+  const standard = field.default === undefined || field.default === null || typeof field.default === "object" ? "" : ` = ${field.default}`;
+  return { label: field.name, type: "property", detail: `${field.type}${standard}`, info: field.description || undefined, apply: `${field.name}: ` };
+}
+
+/** CodeMirror's source of completions for `schema`. */
+export const complete = (schema) => (context) => {
+  const line = context.state.doc.lineAt(context.pos);
+  const before = line.text.slice(0, context.pos - line.from);
+  const lines = context.state.doc.toString().split("\n");
+  const inside = braces(before);
+  const around = pathTo(lines, line.number - 1, indent(line.text));
+  const value = VALUE.exec(before);
+  if (value) {
+    const from = context.pos - value[2].length;
+    const options = valuesAt(schema, [...around, ...inside, value[1]]).map((label) => ({ label, type: "constant" }));
+    return options.length ? { from, options, validFor: /^[\w.-]*$/ } : null;
+  }
+  const key = inside.length ? IN_BRACES.exec(before) : KEY.exec(before);
+  if (!key) return null;
+  const word = (inside.length ? key[1] : key[2]) ?? "";
+  if (!word && !context.explicit) return null;
+  const path = inside.length ? [...around, ...inside] : pathTo([...lines.slice(0, line.number - 1), `${key[1]}x`], line.number - 1, key[1].length);
+  const options = namesAt(schema, path).map((field) => option(field));
+  return options.length ? { from: context.pos - word.length, options, validFor: /^\w*$/ } : null;
+};

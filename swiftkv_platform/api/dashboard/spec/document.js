@@ -1,0 +1,59 @@
+// A spec as text, read and changed in place: comments and layout of the rest stay. Knows YAML, of which JSON is a part.
+
+import { parseDocument, stringify } from "../vendor/yaml.js";
+
+/** The spec in `text`: {doc, value, problem}; `problem` is {message, from} where it cannot be read. */
+export function read(text) {
+  const doc = parseDocument(text, { prettyErrors: false });
+  if (doc.errors.length) {
+    const [{ message, pos }] = doc.errors;
+    return { doc, value: null, problem: { message, from: pos[0] } };
+  }
+  const value = doc.toJS();
+  if (value === null || typeof value !== "object" || Array.isArray(value)) {
+    return { doc, value: null, problem: { message: "a spec is a map, such as name: my-job", from: 0 } };
+  }
+  return { doc, value, problem: null };
+}
+
+export const write = (value) => stringify(value, { lineWidth: 0 });
+
+/** Dotted paths, as the API's problems have them, and their parts. */
+export const parts = (field) => field.replace(/\[(\d+)\]/g, ".$1").split(".").map((part) => (/^\d+$/.test(part) ? Number(part) : part));
+
+export const at = (value, path) => path.reduce((found, key) => (found === null || typeof found !== "object" ? undefined : found[key]), value);
+
+/** `text` with other values: [[path, value]]; undefined takes a field away. */
+export function change(text, changes) {
+  const { doc, problem } = read(text);
+  if (problem) return text;
+  for (const [path, value] of changes) {
+    if (value === undefined) {
+      if (doc.hasIn(path)) doc.deleteIn(path);
+      continue;
+    }
+    for (let depth = 1; depth < path.length; depth++) {
+      const above = doc.getIn(path.slice(0, depth));
+      const missing = above === null || typeof above !== "object";
+      if (missing) doc.setIn(path.slice(0, depth), doc.createNode(typeof path[depth] === "number" ? [] : {}));
+    }
+    doc.setIn(path, value);
+  }
+  return doc.toString({ lineWidth: 0 });
+}
+
+/** The piece of text to point at for `path`: the value there, or the innermost one above it. */
+export function rangeOf(doc, path) {
+  for (let depth = path.length; depth > 0; depth--) {
+    const key = keyOf(doc, path.slice(0, depth));
+    if (key?.range) return { from: key.range[0], to: key.range[1] };
+  }
+  return { from: 0, to: 0 };
+}
+
+function keyOf(doc, path) {
+  const above = path.length > 1 ? doc.getIn(path.slice(0, -1), true) : doc.contents;
+  const name = path.at(-1);
+  if (typeof name === "number") return above?.items?.[name];
+  return above?.items?.find((pair) => String(pair.key?.value ?? pair.key) === name)?.key;
+}

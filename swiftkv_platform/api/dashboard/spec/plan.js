@@ -1,0 +1,58 @@
+// The plan of a spec, as POST /jobs/validate tells it. Knows its fields, no route.
+
+import { html } from "../vendor/htm-preact.js";
+import { Facts, Loading, Meter, bytes, count, duration, figure, percent } from "../parts.js";
+
+const share = (value) => percent(value);
+const unknown = (why) => html`<span class="unknown">unknown: ${why}</span>`;
+const words = (name) => name.replaceAll("_", " ");
+
+/** Memory of a worker phase by phase, where the control plane tells it. */
+function Phases({ phases }) {
+  const most = Math.max(...phases.map((phase) => phase.device ?? phase.host ?? 0));
+  return html`<h3>Memory by phase</h3>${phases.map(
+    (phase) => html`<${Meter} name=${words(String(phase.phase ?? phase.name))} value=${phase.device ?? phase.host ?? 0} most=${most || null} shown=${bytes}
+      words=${[phase.host != null && phase.device != null ? `host ${bytes(phase.host)}` : null, phase.seconds == null ? null : duration(phase.seconds)].filter(Boolean).join(", ")} />`,
+  )}`;
+}
+
+const Source = ({ source }) => html`<li>
+  <code>${source.name_or_path}</code><span></span>
+  <span class="sub">${[source.num_files != null && `${count(source.num_files)} files`, source.num_bytes != null && bytes(source.num_bytes), source.formats.join(", ")].filter(Boolean).join(" · ") || "looked at when the job runs"}</span>
+</li>`;
+
+export function Plan({ plan, spec }) {
+  const { num_hidden_layers: layers, num_key_value_layers: kept } = plan;
+  const speed = plan.speed_source === "configured" ? "the operator's figure" : plan.speed_source && html`<a href="#/jobs/${plan.speed_source}">a job like it</a>`;
+  const endless = spec?.training?.max_steps == null;
+  return html`
+    <${Facts} of=${{
+      "layers skipped": layers == null ? unknown("the teacher is on the hub") : `${layers - kept} of ${layers}`,
+      "memory a worker": plan.memory_per_worker == null ? unknown("needs the teacher's shape") : bytes(plan.memory_per_worker),
+      "beside it": plan.process_memory && `${bytes(plan.process_memory)} of the process`,
+      time: plan.seconds == null ? unknown(endless ? "epochs decide the steps" : "no job like it was measured") : duration(plan.seconds),
+      cost: plan.cost == null ? unknown(plan.seconds == null ? "the time is" : "the operator has set no prices") : figure(plan.cost),
+      tokens: plan.max_tokens == null ? null : `at most ${count(plan.max_tokens)}`,
+      "speed from": plan.seconds != null && speed,
+      trained: plan.trained_parameters != null && `${figure(plan.trained_parameters)} of ${figure(plan.parameters)} parameters`,
+    }} />
+    ${plan.prefill_flops_ratio != null && html`<${Meter} name="prefill compute kept" value=${plan.prefill_flops_ratio} most=${1} shown=${share} words=${`${percent(1 - plan.prefill_flops_ratio)} saved on prompts of data.max_length`} />`}
+    ${plan.kv_bytes_ratio != null && html`<${Meter} name="KV cache kept" value=${plan.kv_bytes_ratio} most=${1} shown=${share} words=${`${percent(1 - plan.kv_bytes_ratio)} saved; ${bytes(plan.kv_bytes_per_token)} a token`} />`}
+    ${plan.phases?.length > 0 && html`<${Phases} phases=${plan.phases} />`}
+    ${plan.sources?.length > 0 && html`<h3>Data</h3><ul class="items">${plan.sources.map((source) => html`<${Source} source=${source} />`)}</ul>`}`;
+}
+
+/** The panel beside the editor: `state` is {plan, problem, busy}. */
+export function PlanPanel({ state, spec, faults, onShow, children }) {
+  const { plan, problem, busy } = state;
+  const verdict = problem || faults.length ? "refused" : plan ? "passed" : "checking";
+  const name = { refused: "does not fit", passed: "accepted", checking: "checking…" }[verdict];
+  return html`<section class="panel plan" aria-label="Plan">
+    <header><h2>Plan</h2><span class="end status ${verdict}" role="status">${busy && verdict === "passed" ? "checking…" : name}</span></header>
+    ${faults.map(({ field, message }) => html`<div class="problem small">
+      ${field ? html`<button type="button" class="link" onClick=${() => onShow(field)}><code>${field}</code></button>: ` : ""}${message}
+    </div>`)}
+    ${plan ? html`<div aria-busy=${busy}>${faults.length > 0 && html`<p class="quiet small">The last plan that was accepted:</p>`}<${Plan} plan=${plan} spec=${spec} /></div>` : !faults.length && html`<${Loading} what="the plan" />`}
+    ${children}
+  </section>`;
+}

@@ -1,0 +1,96 @@
+// The JSON schema of a job spec, as the API's own document has it: checks, and what can stand at a place.
+
+import { Validator } from "../vendor/json-schema.js";
+import { get } from "../api.js";
+
+const DRAFT = "2020-12";
+const SECONDARY = new Set(["properties", "items", "$ref", "anyOf", "allOf", "oneOf", "additionalProperties", "discriminator"]);
+
+/** The schema of the body of POST /jobs. */
+export async function loadSchema() {
+  const api = await get("/openapi.json");
+  const text = JSON.stringify({
+    ...api.paths["/jobs"].post.requestBody.content["application/json"].schema,
+    $defs: api.components.schemas,
+  });
+  return JSON.parse(text.replaceAll("#/components/schemas/", "#/$defs/"));
+}
+
+/** The alternatives that a schema stands for, its references followed. */
+function alternatives(root, schema) {
+  if (schema === true || schema == null) return [];
+  if (schema.$ref) return alternatives(root, root.$defs[schema.$ref.split("/").at(-1)]);
+  const several = schema.anyOf ?? schema.oneOf ?? schema.allOf;
+  return several ? several.flatMap((each) => alternatives(root, each)) : [schema];
+}
+
+function step(root, schema, key) {
+  return alternatives(root, schema).flatMap((each) => {
+    if (typeof key === "number" || key === "-") return each.items ? [each.items] : [];
+    const found = each.properties?.[key] ?? each.additionalProperties;
+    return found && found !== true ? [found] : [];
+  });
+}
+
+/** The schemas of what stands at `path`; none for a place that the schema does not know. */
+export const schemasAt = (root, path) => path.reduce((found, key) => found.flatMap((each) => step(root, each, key)), [root]);
+
+/** The field's own schema at `path`, with its description and default. */
+export const fieldAt = (root, path) => schemasAt(root, path)[0];
+
+/** Names that may stand in the map at `path`: [{name, description, type, default}]. */
+export function namesAt(root, path) {
+  const maps = schemasAt(root, path).flatMap((each) => alternatives(root, each));
+  return maps.flatMap((map) => Object.entries(map.properties ?? {}).map(([name, schema]) => ({ name, ...described(root, schema) })));
+}
+
+/** Values that the schema lists for the place at `path`. */
+export function valuesAt(root, path) {
+  const kinds = schemasAt(root, path).flatMap((each) => alternatives(root, each));
+  const values = kinds.flatMap((each) => (each.type === "boolean" ? [true, false] : each.type === "null" ? [null] : (each.enum ?? (each.const === undefined ? [] : [each.const]))));
+  return [...new Set(values)].map(String);
+}
+
+function described(root, schema) {
+  const kinds = alternatives(root, schema);
+  const type = [...new Set(kinds.map((each) => each.type ?? (each.enum ? "choice" : "")))].filter(Boolean).join(" or ");
+  const isMap = kinds.some((each) => each.properties);
+  return { description: schema.description ?? kinds[0]?.description ?? "", type, default: schema.default, isMap };
+}
+
+/** What the schema refuses in `value`: [{path, message}], the innermost place of each. */
+export function check(root, value) {
+  const { errors } = new Validator(root, DRAFT, false).validate(value);
+  const leaves = errors.filter(({ keyword }) => !SECONDARY.has(keyword));
+  const found = new Map();
+  for (const { instanceLocation, keyword, keywordLocation, error } of leaves) {
+    if (!found.has(instanceLocation) || keyword === "false") found.set(instanceLocation, { keyword, keywordLocation, error });
+  }
+  const places = [...found.keys()];
+  return places
+    .filter((place) => !places.some((other) => other.startsWith(`${place}/`)))
+    .map((place) => {
+      const path = place.split("/").slice(1).map((part) => decodeURIComponent(part).replaceAll("~1", "/").replaceAll("~0", "~"));
+      const { keyword, error } = found.get(place);
+      return { path, message: keyword === "false" ? unknown(root, path) : error };
+    });
+}
+
+function unknown(root, path) {
+  const names = namesAt(root, path.slice(0, -1)).map(({ name }) => name);
+  return names.length ? `no such field; ${names.join(", ")} are known here` : "no such field";
+}
+
+/** `value` without what the schema has as its default, so that what was chosen stands out. */
+export function withoutDefaults(root, value, path = []) {
+  if (Array.isArray(value)) return value.map((each, i) => withoutDefaults(root, each, [...path, i]));
+  if (value === null || typeof value !== "object") return value;
+  const kept = Object.entries(value).flatMap(([name, each]) => {
+    const field = fieldAt(root, [...path, name]);
+    if (field && "default" in field && JSON.stringify(field.default) === JSON.stringify(each)) return [];
+    const inner = withoutDefaults(root, each, [...path, name]);
+    const isEmpty = inner !== null && typeof inner === "object" && !Array.isArray(inner) && !Object.keys(inner).length;
+    return isEmpty || inner === null ? [] : [[name, inner]];
+  });
+  return Object.fromEntries(kept);
+}

@@ -1,0 +1,260 @@
+"""What the dashboard is shown with: jobs, models and deployments of a control plane whose clusters a test commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.ports import DeploymentStatus, SubmissionStatus
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.artifacts import write_manifest
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.browsers import playwright
+from tests.components import make_components
+from tests.fakes.scripted_server import Answer, Request, Script, event_stream, serve
+from tests.servers import serving
+from tests.unit.api.conftest import SPEC, Server
+
+expect = playwright.expect
+Page = playwright.Page
+
+REPORT: dict[str, Any] = {
+    "teacher": {"perplexity": 13.46},
+    "rewired": {"perplexity": 35.16, "kl": 0.974, "top1_agreement": 0.49},
+    "distilled": {"perplexity": 15.62, "kl": 0.173, "top1_agreement": 0.777},
+    "kl_recovered": 0.82,
+    "prefill_flops_ratio": 0.508,
+    "kv_bytes_ratio": 0.75,
+    "ttft_ms": {"dense": 376.0, "swiftkv": 196.0},
+    "tokens_trained": 817334,
+    "gates": [
+        {
+            "field": "evaluation.max_kl",
+            "subject": "KL to the teacher",
+            "limit": 0.2,
+            "value": 0.173,
+            "passed": True,
+            "outcome": "passed",
+            "interval": [0.16, 0.186],
+        },
+        {
+            "field": "evaluation.min_top1_agreement",
+            "subject": "top-1 agreement",
+            "limit": 0.7,
+            "value": 0.777,
+            "passed": True,
+            "outcome": "passed",
+        },
+    ],
+}
+TRIALS: list[dict[str, Any]] = [
+    {"trial": "l9-g1", "error": None, "prefill_flops_ratio": 0.758, "kv_bytes_ratio": 1.0, "kl": 0.01},
+    {"trial": "l6-g1", "error": None, "prefill_flops_ratio": 0.516, "kv_bytes_ratio": 1.0, "kl": 0.104},
+    {"trial": "l6-g2", "error": None, "prefill_flops_ratio": 0.508, "kv_bytes_ratio": 0.75, "kl": 0.269},
+    {"trial": "l7-g4", "error": None, "prefill_flops_ratio": 0.6, "kv_bytes_ratio": 0.7, "kl": 0.4},
+    {"trial": "l9-g4", "error": "three layers are left: g is at most 3"},
+]
+OUT_OF_MEMORY = "a worker ran out of GPU memory at step 12; micro_batch_size 1 would fit"
+
+
+def address(server: Server) -> str:
+    return str(server.client.base_url)
+
+
+class WallClock:
+    """A clock that runs as fast as any other, and which a test sets forward: replicas' rates are over real seconds."""
+
+    ahead = -3600.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead
+
+
+def forward(server: Server, seconds: float) -> None:
+    assert isinstance(server.parts.clock, WallClock)
+    server.parts.clock.ahead += seconds
+
+
+@contextmanager
+def control_plane(tmp_path: Path, empty_database: Path, *, replicas: Script | None = None) -> Iterator[Server]:
+    """A control plane in this process; `replicas` answers for what it deploys."""
+    with serve(replicas or Script()) as serve_url:
+        database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
+        parts = make_components(database, LocalObjectStore(tmp_path / "store"), clock=WallClock())
+        settings = Settings(home=tmp_path, serve_url=serve_url, reconcile_interval_s=1e6, _env_file=None)
+        with serving(create_app(settings, components=parts)) as url, httpx.Client(base_url=url) as client:
+            yield Server(client, parts, settings)
+
+
+def replica_page(name: str, *, tokens: int, exited: int, answers: int, seconds: float, waiting: int) -> bytes:
+    """A replica's metrics in Prometheus' format."""
+    values = {
+        f'swiftkv:replica_info{{replica="{name}"}}': 1,
+        "swiftkv:generation_tokens_total": tokens,
+        "swiftkv:tokens_exited_total": exited,
+        "swiftkv:time_to_first_token_seconds_count": answers,
+        "swiftkv:time_to_first_token_seconds_sum": seconds,
+        "swiftkv:num_requests_waiting": waiting,
+        "swiftkv:kv_cache_usage_perc": 0.25,
+    }
+    return "".join(f"{name} {value}\n" for name, value in values.items()).encode()
+
+
+def busy_replica() -> Script:
+    """A replica under load, whose totals grow with each look at them, and which answers prompts."""
+    script = Script()
+    looks = 0
+
+    def metrics(_: Request) -> Answer:
+        nonlocal looks
+        looks += 1
+        figures = {"tokens": 93 * looks, "exited": 20 * looks, "answers": looks, "seconds": 0.2 * looks}
+        return Answer(200, replica_page("one", **figures, waiting=looks % 3))  # type: ignore[arg-type]
+
+    for route in ("", "/chat", "/next", "/a", "/b"):
+        script.on("GET", f"{route}/metrics", metrics)
+        script.on("POST", f"{route}/generate", event_stream(*answer_events()))
+    return script
+
+
+def answer_events() -> list[tuple[None, Any]]:
+    """An answer of which two tokens exited early and two were drafted."""
+    pieces = [
+        ("Prompts", 0, 0, 1),
+        (" stop", 1, 0, 1),
+        (" at", 0, 0, 1),
+        (" layer l and", 0, 2, 3),
+        (" go on.", 1, 0, 1),
+    ]
+    events = [
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "text": text,
+                    "token_ids": [1] * tokens,
+                    "num_exited_tokens": exited,
+                    "num_accepted_tokens": drafted,
+                }
+            ]
+        }
+        for text, exited, drafted, tokens in pieces
+    ]
+    usage = {"prompt_tokens": 12, "completion_tokens": 7, "prefill_layers_skipped_tokens": 11, "early_exit_tokens": 2}
+    return [
+        *((None, event) for event in events[:-1]),
+        (None, {**events[-1], "usage": usage, "timings": {"ttft_ms": 22, "tpot_ms": 8}}),
+        (None, "[DONE]"),
+    ]
+
+
+def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str, Any]:
+    """A job that has succeeded, with curves, checkpoints, a report and a log; returns it."""
+    job_id: str = server.submit(name=name, **spec)["id"]
+    forward(server, 45)
+    server.tick()
+    worker = server.worker(job_id)
+    forward(server, 20)
+    begun = int(server.parts.clock())
+    worker.say("status", status="running", time=begun)
+    points = [
+        {"step": step, "tokens": 900 * step, "loss": 2.0 / (1 + step / 9), "lr": 3e-3, "tokens_per_second": 2500 + step}
+        for step in range(1, 31)
+    ]
+    worker.say("metrics", time=begun + 1, points=points, total_steps=30)
+    for step in (15, 30):
+        key, at = worker.checkpoint(step), begun + 6.0 * step
+        worker.say("checkpoint", f"step {step} saved", time=at, step=step, key=key, size=7, sha256="0" * 64)
+    write_artifact(server, job_id)
+    server.cluster.submissions[f"{job_id}-1"].log = "worker ready\nWARNING the store is slow\ntrained\n"
+    server.tick()
+    forward(server, 180)
+    worker.say("status", status="evaluating", time=begun + 180)
+    server.tick()
+    forward(server, 60)
+    server.cluster.finish(f"{job_id}-1", SubmissionStatus.SUCCEEDED)
+    server.tick()
+    job: dict[str, Any] = server.get(f"/jobs/{job_id}")
+    assert job["status"] == "succeeded"
+    return job
+
+
+def write_artifact(server: Server, job_id: str) -> None:
+    objects, prefix = server.parts.objects, f"jobs/{job_id}/attempts/1/artifact"
+    objects.put_bytes(f"{prefix}/evaluation.json", json.dumps(REPORT).encode())
+    size = objects.head(f"{prefix}/evaluation.json").size
+    files = {"evaluation.json": {"size": size, "sha256": "0" * 64}}
+    lineage = {"teacher": "org/teacher", "data_fingerprint": "9f" * 32}
+    write_manifest(objects, prefix, files, kind="artifact", lineage=lineage, metrics=REPORT)
+
+
+def failed(server: Server) -> str:
+    """A job that has run out of memory; returns its id."""
+    job_id: str = server.submit(name="too-large")["id"]
+    server.tick()
+    worker = server.worker(job_id)
+    worker.say("status", status="running")
+    worker.say("error", OUT_OF_MEMORY, code="out_of_memory", retryable=False)
+    server.tick()
+    server.cluster.finish(f"{job_id}-1", SubmissionStatus.FAILED)
+    server.tick()
+    assert server.get(f"/jobs/{job_id}")["status"] == "failed"
+    return job_id
+
+
+def sweep(server: Server) -> str:
+    """A job that has told what its trials came to; returns its id."""
+    job_id: str = server.submit(name="python-sweep", evaluation={"max_kl": 0.2})["id"]
+    server.tick()
+    measured = [{**row, "perplexity_ratio": 1.1, "within_budget": "kl" in row and row["kl"] < 0.2} for row in TRIALS]
+    server.worker(job_id).say("status", status="running")
+    server.worker(job_id).say("message", "5 trials have ended", time=1003, sweep=measured, recommended="l6-g1")
+    server.tick()
+    return job_id
+
+
+def deploy(server: Server, model: str | None = None, **spec: Any) -> str:
+    """A deployment with one replica; returns its id."""
+    model = model or server.succeed()["distilled_model"]
+    answer = server.client.post("/deployments", json={"model": model, **spec})
+    deployment: str = answer.json()["id"]
+    server.tick()
+    server.serving.become(deployment, DeploymentStatus.RUNNING, replicas=1)
+    server.tick()
+    return deployment
+
+
+def team(server: Server) -> dict[str, str]:
+    """A team's week: two trained models, both served, a sweep that runs, a job that waits and one that failed.
+
+    Returns the pages that show them, by name.
+    """
+    first, second = trained(server), trained(server, "python-half-g4", swiftkv={"key_value_group_size": 4})
+    server.client.post(f"/models/{first['distilled_model']}/promote", json={"reason": "best KL"}).raise_for_status()
+    chat = deploy(server, first["distilled_model"], route_prefix="/chat")
+    deploy(server, second["distilled_model"], route_prefix="/next")
+    lost, running = failed(server), sweep(server)
+    server.submit(**{**SPEC, "name": "waits-for-its-turn"})
+    return {
+        "overview": "overview",
+        "jobs": "jobs",
+        "job": f"jobs/{first['id']}",
+        "failed job": f"jobs/{lost}",
+        "sweep": f"jobs/{running}",
+        "runs": f"runs?jobs={first['id']},{second['id']}",
+        "new job": "submit",
+        "clone": f"submit?job={first['id']}",
+        "models": f"models?model={first['distilled_model']}",
+        "deployments": "deployments",
+        "deployment": f"deployments/{chat}",
+        "playground": f"playground?a={chat}",
+    }

@@ -1,0 +1,151 @@
+"""Models, deployments and the playground."""
+
+from __future__ import annotations
+
+import json
+
+from tests.browser.scenes import Page, address, deploy, expect, trained
+from tests.browsers import playwright
+from tests.unit.api.conftest import Server
+
+
+def test_a_deployment_shows_what_its_replicas_measure(server: Server, page: Page) -> None:
+    deployment = deploy(server, route_prefix="/chat")
+    page.goto(f"{address(server)}/#/deployments")
+    page.get_by_role("link", name=deployment).click()
+    page.get_by_role("heading", name="Now").wait_for()
+    tile = page.locator(".tile")
+    expect(tile.filter(has_text="time to first token")).to_contain_text("200")
+    expect(tile.filter(has_text="exited early")).to_contain_text("21.5")
+    expect(tile.filter(has_text="KV cache")).to_contain_text("25")
+    expect(page.get_by_role("img", name="Time to first token by second; last: time to first token")).to_be_visible()
+    page.goto("about:blank")
+
+
+def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) -> None:
+    first, second = (trained(server, name)["distilled_model"] for name in ("first", "second"))
+    deployment = deploy(server, first, route_prefix="/chat")
+    page.goto(f"{address(server)}/#/deployments/{deployment}")
+
+    def stored() -> dict[str, object]:
+        answer: dict[str, object] = server.get(f"/deployments/{deployment}")
+        return answer
+
+    candidate = page.get_by_role("form", name="Candidate")
+    candidate.get_by_label("Model").select_option(second)
+    candidate.get_by_label("Share, %").fill("10")
+    candidate.get_by_role("button", name="Add").click()
+    expect(page.get_by_text("answers 10% of the requests")).to_be_visible()
+    assert stored()["candidate"]["share"] == 0.1  # type: ignore[index]
+    candidate.get_by_role("button", name="Remove").click()
+    expect(page.get_by_text("A second model answers a share")).to_be_visible()
+    page.get_by_role("form", name="Swap the model").get_by_label("Model").select_option(second)
+    page.get_by_role("button", name="Swap in").click()
+    expect(page.locator("main .head .status")).to_have_text("swapping")
+    assert (stored()["model"], stored()["candidate"]) == (second, None)
+    page.goto("about:blank")
+
+
+def test_a_models_lineage_is_drawn_and_two_are_compared(server: Server, page: Page) -> None:
+    first, second = (trained(server, name) for name in ("first", "second"))
+    server.client.post(f"/models/{first['distilled_model']}/promote", json={"reason": "best"}).raise_for_status()
+    deploy(server, first["distilled_model"], route_prefix="/chat")
+    page.goto(f"{address(server)}/#/models?model={first['distilled_model']}")
+    lineage = page.get_by_role("list", name="Lineage of first").get_by_role("listitem")
+    kinds = ["data", "teacher", "job, attempt 1", "model", "alias", "serves"]
+    expect(lineage.locator(".kind")).to_have_text(kinds)
+    page.get_by_label("Show second").check()
+    expect(page.get_by_role("region", name="Figures of both")).to_contain_text("distilled.kl")
+    assert second["name"] == "second"
+
+
+def asked_by(page: Page, path: str, body: str) -> list[dict[str, object]]:
+    """Bodies that the page sends to `path` from now on, which is answered with `body`."""
+    asked: list[dict[str, object]] = []
+
+    def answer(route: playwright.Route) -> None:
+        asked.append(json.loads(route.request.post_data or ""))
+        route.fulfill(headers={"content-type": "text/event-stream"}, body=body)
+
+    page.route(path, answer)
+    return asked
+
+
+def test_two_models_answer_side_by_side_with_their_exits_and_drafts_marked(server: Server, page: Page) -> None:
+    model = trained(server)["distilled_model"]
+    first, second = deploy(server, model, route_prefix="/a"), deploy(server, model, route_prefix="/b")
+    page.goto(f"{address(server)}/#/playground?a={first}&b={second}")
+    page.get_by_label("Prompt").fill("How?")
+    page.get_by_role("button", name="Generate").click()
+    for route in ("/a", "/b"):
+        talk = page.get_by_role("region", name=f"{route} (student)")
+        expect(talk.locator(".turn.assistant")).to_contain_text("Prompts stop at layer l and go on.")
+        expect(talk.locator(".exited")).to_have_text([" stop", " go on."])
+        expect(talk.locator(".drafted")).to_have_text(" layer l and")
+        expect(talk.locator(".live")).to_contain_text("22 ms")
+        expect(talk.locator(".live")).to_contain_text("125")  # tokens per second, of 8 ms a token
+    page.goto("about:blank")
+
+
+ANSWER = 'data: {"choices": [{"text": " pass", "num_exited_tokens": 1}]}\n\ndata: [DONE]\n\n'
+
+
+def test_the_playground_asks_for_what_was_chosen(server: Server, page: Page) -> None:
+    deploy(server)
+    asked = asked_by(page, "**/generate", ANSWER)
+    page.goto(f"{address(server)}/#/playground")
+    page.get_by_label("Kind").select_option("text")
+    page.get_by_label("Prompt").fill("def f():")
+    for mode in ("off", "threshold", "lossless"):
+        page.get_by_label("Early exit").select_option(mode)
+        with page.expect_response("**/generate"):
+            page.get_by_role("button", name="Generate").click()
+        expect(page.get_by_role("button", name="New conversation")).to_be_visible()
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_label("Kind").select_option("chat")
+    for turn in ("first", "second"):
+        page.get_by_label("Prompt").fill(turn)
+        page.keyboard.press("Control+Enter")
+        expect(page.locator(".turn.user").filter(has_text=turn)).to_be_visible()
+        expect(page.get_by_role("button", name="New conversation")).to_be_visible()
+    plain = {"prompt": "def f():", "max_tokens": 128, "temperature": 0, "stream": True, "stream_interval_s": 0}
+    chat = {name: value for name, value in plain.items() if name != "prompt"} | {"early_exit": {"mode": "lossless"}}
+    turns = [("user", "first"), ("assistant", " pass"), ("user", "second")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert asked == [
+        plain,
+        {**plain, "early_exit": {"mode": "threshold", "threshold": 0.95}},
+        {**plain, "early_exit": {"mode": "lossless"}},
+        {**chat, "messages": messages[:1]},
+        {**chat, "messages": messages},
+    ]
+    page.goto("about:blank")
+
+
+CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": '}}
+REST = {"index": 0, "function": {"arguments": '"Oslo"}'}}
+CALLED = "".join(
+    f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'tool_calls': [part]}}]})}\n\n" for part in (CALL, REST)
+)
+
+
+def test_a_called_tool_is_shown_and_its_result_sent_back(server: Server, page: Page) -> None:
+    deploy(server)
+    asked = asked_by(page, "**/chat/completions", f"{CALLED}data: [DONE]\n\n")
+    page.goto(f"{address(server)}/#/playground")
+    page.get_by_role("checkbox", name="tools").check()
+    page.get_by_label("Prompt").fill("Weather in Oslo?")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".turn.assistant")).to_contain_text('calls get_weather({"city": "Oslo"})')
+    page.get_by_label("Result of get_weather").fill("3 degrees")
+    page.get_by_role("button", name="Send result").click()
+    expect(page.locator(".turn.tool")).to_contain_text("3 degrees")
+    expect(page.locator(".turn.assistant")).to_have_count(2)
+    assert asked[0]["tools"][0]["function"]["name"] == "get_weather"  # type: ignore[index]
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    assert asked[1]["messages"] == [
+        {"role": "user", "content": "Weather in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3 degrees", "tool_call_id": "call_1"},
+    ]
+    page.goto("about:blank")

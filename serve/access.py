@@ -14,7 +14,8 @@ from starlette.types import Scope as ASGIScope
 
 from serve.quotas import Quota, Quotas
 from swiftkv_platform.errors import ForbiddenError, SwiftKVError
-from swiftkv_platform.security.keys import KeyRing, Scope
+from swiftkv_platform.security.keys import KeyRing
+from swiftkv_platform.security.principals import Scope
 
 REPLICA_HEADER = "x-replica"
 """Header of every answer: Serve's name of the replica that gave it."""

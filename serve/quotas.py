@@ -7,20 +7,26 @@ for itself: a caller that is routed to several of them may ask each of them for 
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 from swiftkv_platform.errors import RateLimitedError
-from swiftkv_platform.security.keys import ApiKey
+from swiftkv_platform.security.principals import Principal
 from swiftkv_platform.web.rate_limits import Clock, TokenBucket
+
+Limits = tuple[int | None, int | None]
+"""Requests and tokens a minute."""
+_MOST_QUOTAS = 10_000
+"""Callers whose quotas are kept; the one that asked longest ago is given up."""
 
 
 class Quota:
-    """The buckets of one key. A limit that is None is none."""
+    """The buckets of one caller. A limit that is None is none."""
 
-    def __init__(self, key: ApiKey, clock: Clock = time.monotonic) -> None:
-        self.limits = (key.requests_per_minute, key.tokens_per_minute)
-        self._name = key.name
-        self._requests, self._tokens = (None if limit is None else TokenBucket(limit, clock) for limit in self.limits)
+    def __init__(self, principal: Principal, clock: Clock = time.monotonic) -> None:
+        limits = (principal.requests_per_minute, principal.tokens_per_minute)
+        self._name = principal.name
+        self._requests, self._tokens = (None if limit is None else TokenBucket(limit, clock) for limit in limits)
 
     def count_request(self) -> None:
         """Raises `RateLimitedError` for one too many, which then does not count."""
@@ -72,18 +78,23 @@ class Reservation:
 
 
 class Quotas:
-    """The quota of every key that has asked, kept while its limits stay."""
+    """The quota of every caller that has asked, kept while its limits stay; all keys of one caller share it."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._by_digest: dict[str, Quota] = {}
+        self._by_caller: dict[tuple[str, str, Limits], Quota] = {}
+        """Quotas; the one asked last comes last."""
+        self._lock = threading.Lock()
 
-    def of(self, key: ApiKey) -> Quota | None:
-        """Return the quota of a key; None for a key without limits."""
-        limits = (key.requests_per_minute, key.tokens_per_minute)
+    def of(self, principal: Principal) -> Quota | None:
+        """Return the quota of a caller; None for one without limits."""
+        limits = (principal.requests_per_minute, principal.tokens_per_minute)
         if limits == (None, None):
             return None
-        quota = self._by_digest.get(key.sha256)
-        if quota is None or quota.limits != limits:
-            quota = self._by_digest[key.sha256] = Quota(key, self._clock)
+        caller = (principal.tenant, principal.name, limits)
+        with self._lock:
+            quota = self._by_caller.pop(caller, None) or Quota(principal, self._clock)
+            self._by_caller[caller] = quota
+            if len(self._by_caller) > _MOST_QUOTAS:
+                del self._by_caller[next(iter(self._by_caller))]
         return quota

@@ -26,6 +26,7 @@ from swiftkv_platform.api.following import Followers
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
 from swiftkv_platform.api.instruments import ControlPlaneHistograms
 from swiftkv_platform.api.job_logs import LogFollowers
+from swiftkv_platform.api.key_uses import KeyUses
 from swiftkv_platform.api.routes import (
     dashboard,
     deployments,
@@ -44,6 +45,7 @@ from swiftkv_platform.api.sweeper_metrics import SweeperMetrics
 from swiftkv_platform.api.upload_places import UploadPlaces
 from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.api.webhook_sender import send_webhook
+from swiftkv_platform.database.key_uses import SqlKeyUses
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
@@ -107,7 +109,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         sweeper = _sweeper(settings, parts, orphans)
         loops = _loops(settings, parts, leaderships, reconciler, deliverer, sweeper, histograms)
         app.state.settings = settings
-        app.state.key_ring = key_ring
+        app.state.authenticator = key_ring
+        app.state.key_uses = KeyUses(SqlKeyUses(parts.database), parts.clock)
         app.state.sessions = key_ring and Sessions(
             SqlSessions(parts.database), key_ring, parts.clock, lifetime_s=settings.session_lifetime_s
         )

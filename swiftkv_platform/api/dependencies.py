@@ -36,7 +36,7 @@ from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies, Tenants
 from swiftkv_platform.orchestration.uploading import FileLimits
 from swiftkv_platform.orchestration.webhooks import SecretFiles, WebhookRules, recipients
-from swiftkv_platform.security.keys import KeyRing, Scope
+from swiftkv_platform.security.principals import Authenticator, Scope
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.storage.addresses import open_store
@@ -194,11 +194,12 @@ def get_caller(
     _header: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
 ) -> Caller:
     """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
-    key_ring: KeyRing | None = request.app.state.key_ring
-    if key_ring is None:
+    authenticator: Authenticator | None = request.app.state.authenticator
+    if authenticator is None:
         return _LOCAL_CALLER
-    key = key_ring.authenticate(authorization(request))
+    key = authenticator.authenticate(authorization(request))
     request.app.state.rate_limit.take(key.name)
+    request.app.state.key_uses.note(key)
     for scope in scopes.scopes:
         key.require(Scope(scope))
     if request.method not in ("GET", "HEAD"):

@@ -222,3 +222,39 @@ class LeaseRow(Base):
     """Unix seconds."""
     token: Mapped[int] = mapped_column(BigInteger, server_default="1")
     """Rises each time that another holder takes it."""
+
+
+class KeyUseRow(Base):
+    """The last use of an API key, to the minute."""
+
+    __tablename__ = "key_uses"
+
+    key_id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    last_used_at: Mapped[int] = mapped_column(BigInteger)
+
+
+class AuditRow(Base):
+    """A request that changed something, or was to, or was refused access."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    created_at: Mapped[float] = mapped_column(Float(53), index=True)
+    """Unix seconds."""
+    request_id: Mapped[str] = mapped_column(String(40))
+    actor: Mapped[str | None] = mapped_column(String(200))
+    """Name of the principal; null where none was known."""
+    credential: Mapped[str | None] = mapped_column(String(300))
+    """Id of the key, or issuer and subject of the token."""
+    tenant: Mapped[str | None] = mapped_column(String(64))
+    address: Mapped[str] = mapped_column(String(64))
+    method: Mapped[str] = mapped_column(String(16))
+    route: Mapped[str] = mapped_column(String(200))
+    object: Mapped[str | None] = mapped_column(String(200))
+    """Id of what the request was about."""
+    status: Mapped[int]
+    """HTTP status of the answer."""
+    left_out: Mapped[int] = mapped_column(server_default="0", default=0)
+    """Refusals of the same address before this one that were not written, since there were too many."""
+
+    __table_args__ = (Index(None, "tenant", "id"), Index(None, "object", "id"))

@@ -2,81 +2,57 @@
 
 A key is 256 random bits, so its SHA-256 needs no salt, and the file gives nothing away but names and tenants. Control
 plane and replicas read the same format; a file that has changed is read again at the next request, and one that is
-broken changes nothing until it is mended.
+broken changes nothing until it is mended. An owner has several keys while one is rotated.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swiftkv_platform.errors import (
-    ConflictError,
-    ForbiddenError,
-    InvalidInputError,
-    NotFoundError,
-    UnauthenticatedError,
-)
-from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, UnauthenticatedError
 from swiftkv_platform.security.operator_files import OperatorFile
+from swiftkv_platform.security.principals import LATEST, NAME_PATTERN, Principal, Scope
 
-_PREFIX = "skv_"
-_LATEST = 253_402_300_799
-"""The last second of the year 9999."""
-_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-
-
-class Scope(StrEnum):
-    """Scope of an API key."""
-
-    JOBS_READ = "jobs:read"
-    """Jobs, models, deployments and what they leave, to look at."""
-    JOBS_WRITE = "jobs:write"
-    """Submit, pause, resume, cancel."""
-    DEPLOY = "deploy"
-    """Put models into service and take them out."""
-    GENERATE = "generate"
-    """Ask a served model."""
-    ADMIN = "admin"
-    """All of these."""
+KEY_PREFIX = "skv_"
+_ID_DIGITS = 16
 
 
-class ApiKey(FrozenModel):
+class ApiKey(Principal):
     """A line of the key file."""
 
-    name: Annotated[str, Field(pattern=_NAME_PATTERN)]
-    """Owner; jobs and the audit log carry it. Unique in the file."""
-    tenant: Annotated[str, Field(pattern=_NAME_PATTERN)] = "default"
-    """Keys of one tenant see the same jobs, models and deployments, and no other tenant's."""
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    """Owner; jobs and the audit trail carry it. Several keys have one owner while they are rotated."""
     scopes: Annotated[frozenset[Scope], Field(min_length=1)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """SHA-256 of the key, in hexadecimal."""
-    expires_at: Annotated[int, Field(ge=0, le=_LATEST)] | None = None
-    """Unix seconds from which the key is refused; None: never."""
-    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Requests that a replica answers the key in a minute; None: no limit."""
-    tokens_per_minute: Annotated[int, Field(ge=1)] | None = None
-    """Tokens, of prompts and answers together; None: no limit."""
-    max_priority: int = 0
-    """Highest priority that its requests may ask a replica for: the lowest number, since lower goes first."""
+    not_before: Annotated[int, Field(ge=0, le=LATEST)] | None = None
+    """Unix seconds before which the key is refused; None: it holds at once."""
+
+    @property
+    def id(self) -> str:
+        """Name of this key among those of its owner: the beginning of its hash, which opens nothing."""
+        return f"key_{self.sha256[:_ID_DIGITS]}"
+
+    @property
+    def credential(self) -> str:
+        return self.id
+
+    def has_begun(self, now: float) -> bool:
+        return self.not_before is None or now >= self.not_before
 
     def has_expired(self, now: float) -> bool:
         return self.expires_at is not None and now >= self.expires_at
-
-    def require(self, scope: Scope) -> None:
-        """Raises `ForbiddenError` if the key does not open `scope`."""
-        if scope not in self.scopes and Scope.ADMIN not in self.scopes:
-            held = ", ".join(sorted(self.scopes))
-            raise ForbiddenError(f"key {self.name!r} has the scopes {held}; this needs {scope}", field="Authorization")
 
 
 class _KeyFile(BaseModel):
@@ -102,15 +78,25 @@ class KeyRing:
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise UnauthenticatedError("send `Authorization: Bearer <key>`", field="Authorization")
-        key = self._file.content.get(_digest(token.strip()))
+        key = self.find(token.strip())
         if key is None:
             raise UnauthenticatedError("the key is unknown, or was revoked", field="Authorization")
-        if key.expires_at is not None and key.has_expired(self._clock()):
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(key.expires_at))
+        now = self._clock()
+        if key.not_before is not None and not key.has_begun(now):
             raise UnauthenticatedError(
-                f"key {key.name!r} expired at {when}; ask the operator for another", field="Authorization"
+                f"key {key.name!r} holds from {_utc(key.not_before)} on; use the one before it until then",
+                field="Authorization",
+            )
+        if key.expires_at is not None and key.has_expired(now):
+            raise UnauthenticatedError(
+                f"key {key.name!r} expired at {_utc(key.expires_at)}; ask the operator for another",
+                field="Authorization",
             )
         return key
+
+    def find(self, token: str) -> ApiKey | None:
+        """The key of a token, whether it holds now or not; None for an unknown one."""
+        return self._file.content.get(_digest(token))
 
     def read(self) -> list[ApiKey]:
         """All keys, in the file's order."""
@@ -133,54 +119,133 @@ def create_key(
     tenant: str,
     scopes: frozenset[Scope],
     expires_at: int | None = None,
+    not_before: int | None = None,
     requests_per_minute: int | None = None,
     tokens_per_minute: int | None = None,
     max_priority: int = 0,
+    operator: bool = False,
 ) -> str:
     """Add a key to the file, which is made if it is missing, and return the key: it is told only now.
 
     Raises `ConflictError` for a name that is taken and `InvalidInputError` for one that cannot be used.
     """
-    keys = KeyRing(path).read() if path.exists() else []
-    if any(key.name == name for key in keys):
-        raise ConflictError(f"there is a key named {name!r} already; revoke it first", field="name", value=name)
-    token = _PREFIX + secrets.token_urlsafe(32)
-    try:
-        key = ApiKey(
-            name=name,
-            tenant=tenant,
-            scopes=scopes,
-            sha256=_digest(token),
-            expires_at=expires_at,
-            requests_per_minute=requests_per_minute,
-            tokens_per_minute=tokens_per_minute,
-            max_priority=max_priority,
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInputError(
-            f"{first['loc'][0]} is {first['input']!r}: {first['msg']}", field=str(first["loc"][0]), value=first["input"]
-        ) from error
-    _write(path, [*keys, key])
+    with _editing(path):
+        keys = KeyRing(path).read() if path.exists() else []
+        if any(key.name == name for key in keys):
+            raise ConflictError(
+                f"there is a key named {name!r} already; rotate it, or revoke it first", field="name", value=name
+            )
+        token = _new_token()
+        try:
+            key = ApiKey(
+                name=name,
+                tenant=tenant,
+                scopes=scopes,
+                sha256=_digest(token),
+                expires_at=expires_at,
+                not_before=not_before,
+                requests_per_minute=requests_per_minute,
+                tokens_per_minute=tokens_per_minute,
+                max_priority=max_priority,
+                operator=operator,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InvalidInputError(
+                f"{first['loc'][0]} is {first['input']!r}: {first['msg']}",
+                field=str(first["loc"][0]),
+                value=first["input"],
+            ) from error
+        _check_times(key)
+        _write(path, [*keys, key])
     return token
 
 
-def revoke_key(path: Path, name: str) -> None:
-    """Take a key out of the file. Raises `NotFoundError`."""
-    keys = KeyRing(path).read()
-    kept = [key for key in keys if key.name != name]
-    if len(kept) == len(keys):
-        raise NotFoundError(f"there is no key named {name!r} in {str(path)!r}", field="name", value=name)
-    _write(path, kept)
+def rotate_key(
+    path: Path,
+    name: str,
+    *,
+    now: int,
+    overlap_s: int,
+    expires_at: int | None = None,
+    not_before: int | None = None,
+) -> tuple[str, ApiKey]:
+    """Give an owner another key with the rights of its newest one, and return it: it is told only now.
+
+    The keys before it end `overlap_s` seconds after the new one holds, or when they would have ended anyway; what has
+    ended already leaves the file.
+
+    Raises `NotFoundError` for a name without a key, and `InvalidInputError` for times of which nothing is left.
+    """
+    with _editing(path):
+        keys = KeyRing(path).read()
+        present = [key for key in keys if key.name == name]
+        if not present:
+            raise _unknown(path, name)
+        token = _new_token()
+        times = {"expires_at": expires_at, "not_before": not_before}
+        new = present[-1].model_copy(update={**times, "sha256": _digest(token)})
+        _check_times(new)
+        end = max(now, not_before or now) + overlap_s
+        if end > LATEST:
+            raise InvalidInputError(f"overlap is {overlap_s} s; an end before the year 10000 would do", field="overlap")
+        others = [key for key in keys if key.name != name or not key.has_expired(now)]
+        _write(path, [*(_ending(key, end) if key.name == name else key for key in others), new])
+    return token, new
+
+
+def revoke_key(path: Path, name_or_id: str) -> list[ApiKey]:
+    """Take an owner's keys out of the file, or the one key that has the id, and return them. Raises `NotFoundError`."""
+    with _editing(path):
+        keys = KeyRing(path).read()
+        gone = [key for key in keys if name_or_id in (key.name, key.id)]
+        if not gone:
+            raise _unknown(path, name_or_id)
+        _write(path, [key for key in keys if key not in gone])
+    return gone
+
+
+def _new_token() -> str:
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def _ending(key: ApiKey, end: int) -> ApiKey:
+    return key.model_copy(update={"expires_at": end if key.expires_at is None else min(end, key.expires_at)})
+
+
+def _check_times(key: ApiKey) -> None:
+    if key.expires_at is not None and key.not_before is not None and key.expires_at <= key.not_before:
+        raise InvalidInputError(
+            f"expires_at is {key.expires_at}, not after not_before ({key.not_before}); a later end would do",
+            field="expires_at",
+            value=key.expires_at,
+        )
+
+
+def _unknown(path: Path, name: str) -> NotFoundError:
+    return NotFoundError(f"there is no key named {name!r} in {str(path)!r}", field="name", value=name)
+
+
+@contextmanager
+def _editing(path: Path) -> Iterator[None]:
+    """Wait until no other command edits a file of the directory: what it writes would be lost."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, keys: list[ApiKey]) -> None:
     """Replace the file in one step; only its owner may read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(_KeyFile(keys=keys).model_dump_json(indent=2) + "\n")
+            file.write(_KeyFile(keys=keys).model_dump_json(indent=2, exclude_defaults=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         Path(partial).replace(path)
     finally:
         Path(partial).unlink(missing_ok=True)
@@ -188,3 +253,7 @@ def _write(path: Path, keys: list[ApiKey]) -> None:
 
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode(errors="replace")).hexdigest()
+
+
+def _utc(seconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from swiftkv_platform.errors import (
     NotFoundError,
     UnauthenticatedError,
 )
-from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key
+from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key, rotate_key
 
 READ = frozenset({Scope.JOBS_READ})
 
@@ -88,3 +90,69 @@ def test_a_file_that_cannot_be_used_is_named(path: Path) -> None:
     path.write_text("{}x")
     with pytest.raises(InvalidInputError, match=r"keys\.json"):
         KeyRing(path)
+
+
+def test_a_rotated_key_and_the_one_before_it_hold_together_for_the_overlap(path: Path) -> None:
+    first = create_key(path, name="ann", tenant="acme", scopes=READ, requests_per_minute=7, max_priority=-2)
+    now = 1000
+    ring = KeyRing(path, clock=lambda: now)
+    second, told = rotate_key(path, "ann", now=now, overlap_s=100, expires_at=5000)
+    old, new = (ring.authenticate(f"Bearer {token}") for token in (first, second))
+    assert new == told
+    assert (old.id != new.id, old.name, new.name) == (True, "ann", "ann")
+    rights = {"tenant", "scopes", "requests_per_minute", "max_priority"}
+    assert new.model_dump(include=rights) == old.model_dump(include=rights)
+    assert (old.expires_at, new.expires_at) == (1100, 5000)
+    now = 1100
+    assert ring.authenticate(f"Bearer {second}").id == new.id
+    with pytest.raises(UnauthenticatedError, match="expired at 1970-01-01 00:18:20 UTC"):
+        ring.authenticate(f"Bearer {first}")
+    third, _ = rotate_key(path, "ann", now=now, overlap_s=100)
+    assert [key.sha256 in path.read_text() for key in (old, new)] == [False, True], "what has ended leaves the file"
+    assert ring.authenticate(f"Bearer {third}").expires_at is None
+
+
+def test_a_key_that_begins_later_leaves_the_one_before_it_to_hold_until_then(path: Path) -> None:
+    first = create_key(path, name="ann", tenant="acme", scopes=READ, expires_at=2500)
+    now = 1000
+    ring = KeyRing(path, clock=lambda: now)
+    second, _ = rotate_key(path, "ann", now=now, overlap_s=100, not_before=2000)
+    assert ring.authenticate(f"Bearer {first}").expires_at == 2100
+    with pytest.raises(UnauthenticatedError, match="holds from 1970-01-01 00:33:20 UTC on"):
+        ring.authenticate(f"Bearer {second}")
+    now = 2000
+    assert {ring.authenticate(f"Bearer {token}").name for token in (first, second)} == {"ann"}
+    with pytest.raises(InvalidInputError, match="expires_at is 1500, not after not_before"):
+        rotate_key(path, "ann", now=now, overlap_s=100, not_before=2000, expires_at=1500)
+    with pytest.raises(NotFoundError, match="'bob'"):
+        rotate_key(path, "bob", now=now, overlap_s=100)
+
+
+def test_one_key_of_an_owner_is_revoked_by_its_id_and_all_by_the_name(path: Path) -> None:
+    first = create_key(path, name="ann", tenant="acme", scopes=READ)
+    second, new = rotate_key(path, "ann", now=1000, overlap_s=10**10)
+    ring = KeyRing(path)
+    assert [key.id for key in revoke_key(path, ring.authenticate(f"Bearer {first}").id)] != [new.id]
+    assert ring.authenticate(f"Bearer {second}") == new
+    with pytest.raises(UnauthenticatedError):
+        ring.authenticate(f"Bearer {first}")
+    rotate_key(path, "ann", now=1000, overlap_s=10**10)
+    assert len(revoke_key(path, "ann")) == 2
+    assert ring.read() == []
+
+
+def test_keys_that_are_made_at_the_same_time_are_all_kept(path: Path) -> None:
+    def make(number: int) -> str:
+        return create_key(path, name=f"key{number}", tenant="acme", scopes=READ)
+
+    with ThreadPoolExecutor(8) as threads:
+        tokens = list(threads.map(make, range(24)))
+    ring = KeyRing(path)
+    assert {ring.authenticate(f"Bearer {token}").name for token in tokens} == {f"key{n}" for n in range(24)}
+
+
+def test_a_file_without_what_is_new_is_read_by_the_version_before(path: Path) -> None:
+    """Replicas of an older image refuse a field that they do not know."""
+    create_key(path, name="ann", tenant="acme", scopes=READ, expires_at=5000, max_priority=-1)
+    [line] = json.loads(path.read_text())["keys"]
+    assert set(line) <= {"name", "tenant", "scopes", "sha256", "expires_at", "max_priority"}

@@ -30,6 +30,7 @@ from swiftkv_platform.client.models import (
     Model,
     Quota,
     ReplicaMetrics,
+    TrackingFile,
 )
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "ResourceNotFoundError",
     "ServerError",
     "ServiceUnavailableError",
+    "TrackingFile",
     "UnreachableError",
     "WaitTimeoutError",
 ]

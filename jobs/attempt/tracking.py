@@ -1,10 +1,12 @@
 """The tracked run of a process of an attempt, and its files in the object store: a worker's disk may be gone when
-what was recorded offline is to be synced (`wandb sync`). Knows no Ray.
+what W&B has not taken is to be synced (`swiftkv jobs wandb-sync`). Knows no Ray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
@@ -15,17 +17,26 @@ from swiftkv_platform.reports.evaluation import STAGES, evaluation_charts
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.tracking.background import BackgroundTracker
 from swiftkv_platform.tracking.providers import create_tracker
 from swiftkv_platform.tracking.tracker import Table, TrackingInfo
 
 
 class TrackedRun:
-    """Begins, or goes on with, the run of `request`; nothing it does fails the job."""
+    """Begins, or goes on with, the run of `request`; nothing it does fails the job, and nothing but `save` and `close`
+    waits.
 
-    def __init__(self, store: ObjectStore, request: AttemptRequest) -> None:
+    Args:
+        on_info: told, on another thread, where the run is; again some seconds later after a `StorageError`.
+    """
+
+    def __init__(
+        self, store: ObjectStore, request: AttemptRequest, on_info: Callable[[TrackingInfo], None] | None = None
+    ) -> None:
         spec, self._store, self._request = request.spec, store, request
         directory = Settings().home / "tracking" / request.job_id
-        self._tracker = create_tracker(spec.tracking, directory, name=spec.name)
+        tracker = create_tracker(spec.tracking, directory, name=spec.name)
+        self._tracker = BackgroundTracker(tracker, on_info=partial(_told, on_info or _ignore))
         self._tracker.start(request.run_id, spec.model_dump(mode="json"))
 
     @property
@@ -46,22 +57,45 @@ class TrackedRun:
         self._tracker.log_artifact(self._request.spec.name, uri, manifest_digest(manifest))
 
     def save(self) -> None:
-        """Upload what an offline run has written so far; while the store is away it stays for the next time."""
+        """Upload what the run has recorded so far; while the store is away it stays for the next time."""
         files = self._tracker.files
         if files is None:
             return
-        prefix = join_key(self._request.attempt_id.tracking_prefix, files.name)
         try:
             for path in sorted(files.rglob("*")):
                 if path.is_file():
-                    self._store.upload_file(path, join_key(prefix, path.relative_to(files).as_posix()))
+                    self._store.upload_file(path, join_key(self._prefix(files), path.relative_to(files).as_posix()))
         except (StorageError, OSError) as error:
             get_logger().warning("tracking_files_delayed", error=str(error))
 
     def close(self) -> None:
-        """End the run in this process, and save its files."""
+        """End the run in this process, and save its files unless W&B has everything."""
         self._tracker.finish()
-        self.save()
+        files = self._tracker.files
+        if files is None or not self._tracker.uploaded:
+            self.save()
+            return
+        try:
+            self._store.delete_prefix(self._prefix(files))
+        except StorageError as error:  # they go with the job's other tracking files
+            get_logger().warning("tracking_files_left", error=str(error))
+
+    def _prefix(self, files: Path) -> str:
+        return join_key(self._request.attempt_id.tracking_prefix, files.name)
+
+
+def _ignore(_info: TrackingInfo) -> None:
+    """Tell nothing."""
+
+
+def _told(on_info: Callable[[TrackingInfo], None], info: TrackingInfo) -> bool:
+    """Whether `on_info` could say where the run is."""
+    try:
+        on_info(info)
+    except StorageError as error:
+        get_logger().warning("tracking_told_later", error=error.message)
+        return False
+    return True
 
 
 def _tables(report: Mapping[str, Any]) -> dict[str, Table]:

@@ -223,10 +223,8 @@ class _RankZero:
     def __init__(self, store: ObjectStore, worker: WorkerConfig) -> None:
         request = worker.request
         self._reporter = Reporter(store, request.attempt_id, "rank0")
-        self._run = TrackedRun(store, request)
+        self._run = TrackedRun(store, request, self._reporter.tracking)
         self._telemetry = Telemetry(request.spec, worker.flops_per_token, ray.train.torch.get_device())
-        if self._run.info is not None:
-            self._reporter.tracking(self._run.info)
         self._metrics = MetricsBuffer(self._reporter, worker.total_steps)
         self._control = ControlWatcher(store, request)
         self._drain = _Drain()

@@ -288,6 +288,18 @@ class ArtifactFileAnswer(Answer):
     """Download address: for a limited time at S3, else at this server."""
 
 
+class TrackingFileAnswer(Answer):
+    """One file of a W&B run that W&B has not taken yet."""
+
+    object: Literal["tracking.file"] = "tracking.file"
+    path: str
+    """Below `jobs/{id}/`."""
+    size: int
+    """Bytes."""
+    url: str
+    """Download address: for a limited time at S3, else at this server."""
+
+
 def page_of(items: Sequence[T], cursor: Callable[[T], str], page: Page) -> Slice[T]:
     """Part of a list that is at hand as a whole."""
     descending = page.order == "desc"

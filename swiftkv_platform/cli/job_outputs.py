@@ -1,8 +1,10 @@
-"""`swiftkv jobs events`, `metrics`, `checkpoints`, `artifacts` and `download`: what a job says and leaves."""
+"""`swiftkv jobs events`, `metrics`, `checkpoints`, `artifacts`, `download`, `wandb-sync`: a job's words and results."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
@@ -10,8 +12,10 @@ import typer
 from swiftkv_platform.cli.context import Json, Url, connect
 from swiftkv_platform.cli.ids import JobId
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
+from swiftkv_platform.client.models import TrackingFile
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.local.units import size
+from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
 
 _SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")
 
@@ -100,3 +104,50 @@ def download(
         print_json({"output": str(output), "files": list(file or present)})
     else:
         say(f"{len(file or present)} files are in {output}.")
+
+
+def wandb_sync(
+    job_id: JobId,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Upload nothing; list what would be.")] = False,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Upload to W&B what it has not taken: runs recorded offline, or while it was away.
+
+    WANDB_API_KEY, and WANDB_BASE_URL for a server of your own, are read here. May be repeated: steps that W&B has are
+    left out.
+    """
+    with connect(url) as client, tempfile.TemporaryDirectory(prefix="swiftkv-wandb-") as workspace:
+        wandb = client.jobs.get(job_id).spec["tracking"]["wandb"]
+        files = client.jobs.tracking_files(job_id)
+        parts = _recorded_runs(files, Path(workspace))
+        pages: dict[str, str | None] = {}
+        if not dry_run:
+            for file in files:
+                with err().status(f"Fetching {file.path}"):
+                    client.jobs.download_tracking_file(job_id, file.path, Path(workspace) / file.path)
+            pages = _upload(parts, wandb["project"], wandb["entity"])
+    if json:
+        print_json({"runs": [{"run_id": part.run_id, "part": part.path.name} for part in parts], "pages": pages})
+        return
+    rows = [(part.run_id, part.path.name, pages.get(part.run_id) or "") for part in parts]
+    print_table(("run", "part", "page"), rows, empty="W&B has everything that was recorded.")
+
+
+def _recorded_runs(files: Sequence[TrackingFile], workspace: Path) -> list[RecordedRun]:
+    """The recorded parts, in the order in which they began."""
+    directories = {PurePosixPath(file.path).parent for file in files if file.path.endswith(".wandb")}
+    return sorted((RecordedRun(workspace / directory) for directory in directories), key=lambda part: part.started)
+
+
+def _upload(parts: Sequence[RecordedRun], project: str, entity: str | None) -> dict[str, str | None]:
+    """Upload the parts; returns the pages of their runs."""
+    pages: dict[str, str | None] = {}
+    steps: dict[str, int] = {}
+    for part in parts:
+        if part.run_id not in steps:
+            steps[part.run_id] = last_step(project, entity, part.run_id)
+        steps[part.run_id] = drop_steps(part, steps[part.run_id])
+        with err().status(f"Uploading {part.path.name}"):
+            pages[part.run_id] = upload(part)
+    return pages

@@ -44,6 +44,7 @@ jobs_app.command()(job_outputs.metrics)
 jobs_app.command()(job_outputs.checkpoints)
 jobs_app.command()(job_outputs.artifacts)
 jobs_app.command()(job_outputs.download)
+jobs_app.command()(job_outputs.wandb_sync)
 
 
 @jobs_app.command()

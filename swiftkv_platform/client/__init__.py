@@ -31,6 +31,7 @@ from swiftkv_platform.client.models import (
     Quota,
     Recipe,
     ReplicaMetrics,
+    TrackingFile,
 )
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "ResourceNotFoundError",
     "ServerError",
     "ServiceUnavailableError",
+    "TrackingFile",
     "UnreachableError",
     "WaitTimeoutError",
 ]

@@ -20,7 +20,16 @@ from swiftkv_platform.client.errors import (
     UnreachableError,
     WaitTimeoutError,
 )
-from swiftkv_platform.client.models import ArtifactFile, Checkpoint, Estimate, Job, JobEvent, MetricPoint, Recipe
+from swiftkv_platform.client.models import (
+    ArtifactFile,
+    Checkpoint,
+    Estimate,
+    Job,
+    JobEvent,
+    MetricPoint,
+    Recipe,
+    TrackingFile,
+)
 from swiftkv_platform.client.streams import iter_events, iter_lines
 from swiftkv_platform.client.transport import Patience, Transport
 from swiftkv_platform.specs import JobSpec
@@ -196,6 +205,17 @@ class Jobs:
         """
         return self._transport.save(
             f"/jobs/{job_id}/artifacts/{path}", destination, name=f"{path} of {job_id}", sha256=sha256
+        )
+
+    def tracking_files(self, job_id: str) -> list[TrackingFile]:
+        """Files of W&B runs that W&B has not taken yet."""
+        found = rows(self._transport, f"/jobs/{job_id}/tracking", {}, None)
+        return [TrackingFile.model_validate(row) for row in found]
+
+    def download_tracking_file(self, job_id: str, path: str, destination: Path) -> Path:
+        """Write one file of a W&B run to `destination`, whole or not at all, and return it."""
+        return self._transport.save(
+            f"/jobs/{job_id}/tracking/{path}", destination, name=f"{path} of {job_id}", sha256=None
         )
 
     def list(

@@ -172,6 +172,15 @@ class ArtifactFile(_Answer):
     """Time-limited address (S3) or route of the control plane (local store)."""
 
 
+class TrackingFile(_Answer):
+    """One file of a W&B run that W&B has not taken yet."""
+
+    path: str
+    size: int
+    url: str | None = None
+    """Time-limited address (S3) or route of the control plane (local store)."""
+
+
 class Model(_Answer):
     """A distilled model with its lineage."""
 

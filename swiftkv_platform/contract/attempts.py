@@ -11,7 +11,7 @@
     evaluation/{checkpoint}/{part}.json   what has been measured of a checkpoint, until the job has ended
     evaluation.json, evaluation.html      the report, also of a model that a gate refused; of a sweep `sweep.*`
     artifact/...                          the distilled model; its `manifest.json` is written last
-    tracking/...                          W&B's files of an offline run, for `wandb sync`
+    tracking/...                          files of a run that W&B has not taken, for `swiftkv jobs wandb-sync`
     logs.txt, logs.json                   the entrypoint's log, saved when the attempt has ended; what of it was kept
 
 Workers have no other channel to the control plane. An attempt writes below its own prefix only, so a stale one writes

@@ -20,7 +20,7 @@ from swiftkv_platform.errors import ObjectNotFoundError, StorageError
 from swiftkv_platform.redaction import redact
 from swiftkv_platform.storage.artifacts import delete_directory, is_complete, manifest_digest, read_manifest
 from swiftkv_platform.storage.logs import SavedLog, keep, open_log
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore, join_key
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(?!\d)")
 _EVENT_NAME = re.compile(r"(\d{8,})\.json")
@@ -212,6 +212,16 @@ class AttemptStore:
         """Attempts of the job that have left anything behind."""
         names = self._store.list_directories(attempts_prefix(job_id))
         return [AttemptId(job_id, int(name)) for name in names if name.isdecimal()]
+
+    def tracking_files(self, job_id: str) -> dict[str, ObjectInfo]:
+        """Files of tracked runs, of all attempts and trials, by path below `jobs/{id}/`."""
+        prefixes = [attempt.tracking_prefix for attempt in self._attempts(job_id)]
+        for name in self._store.list_directories(trials_prefix(job_id)):
+            trial = f"{trials_prefix(job_id)}/{name}"
+            numbers = self._store.list_directories(f"{trial}/{attempts_prefix(job_id)}")
+            prefixes += [f"{trial}/{AttemptId(job_id, int(number)).tracking_prefix}" for number in numbers]
+        found = [file for prefix in prefixes for file in self._store.list(prefix)]
+        return {file.key.removeprefix(f"jobs/{job_id}/"): file for file in found}
 
     def artifact_manifest(self, attempt: AttemptId) -> Manifest | None:
         """The manifest of the attempt's model, None while that is not complete."""

@@ -36,7 +36,11 @@ class Tracker(Protocol):
 
     @property
     def files(self) -> Path | None:
-        """Directory of a run that is not uploaded, also after `finish`; None where there is none."""
+        """Directory that the run is recorded in, also after `finish`; None where there is none."""
+
+    @property
+    def uploaded(self) -> bool:
+        """Whether the tracker has taken everything, so that `files` need not be kept; False before `finish`."""
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin the run, or go on with it: every attempt of a job starts the same `run_id`."""
@@ -66,6 +70,10 @@ class NullTracker:
     @property
     def files(self) -> Path | None:
         return None
+
+    @property
+    def uploaded(self) -> bool:
+        return False
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin nothing."""

@@ -1,4 +1,5 @@
-"""Weights & Biases as a tracker. Its failures become one warning and end the tracking, never the run."""
+"""Weights & Biases as a tracker. Where its server is away at the start, the run is recorded offline; its other failures
+become one warning and end the tracking, never the run."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ from swiftkv_platform.specs import WandbSpec
 from swiftkv_platform.tracking.tracker import Table, TrackingInfo
 
 _KEY = "WANDB_API_KEY"
+_RETRIES = 100_000
+"""Tries of an upload by wandb's process, at most a minute apart. Its own limit ends after some 20 minutes, and what
+comes after such an outage would be dropped in silence."""
 
 
 class WandbTracker:
-    """Offline runs stay below `directory/wandb`; `wandb sync` uploads them later and merges those of one run id."""
+    """Runs are recorded below `directory/wandb`, whether they are uploaded or not."""
 
-    def __init__(self, spec: WandbSpec, directory: Path, *, name: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, spec: WandbSpec, directory: Path, *, name: str, timeout_s: float = 30.0) -> None:
         """`timeout_s`: how long a server may take to answer at the start, and to take the rest at the end."""
         self._spec = spec
         self._directory = directory
@@ -28,44 +32,61 @@ class WandbTracker:
         self._run: Any = None
         self._info: TrackingInfo | None = None
         self._files: Path | None = None
+        self._uploaded = False
 
     @property
     def files(self) -> Path | None:
         return self._files
 
     @property
+    def uploaded(self) -> bool:
+        return self._uploaded
+
+    @property
     def info(self) -> TrackingInfo | None:
         return self._info
 
     def start(self, run_id: str, config: Mapping[str, Any]) -> None:
-        mode = _mode(self._spec)
         with self._guarded("start"):
             _keep_files_below(self._directory)
-            import wandb
+            if _mode(self._spec) == "online":
+                try:
+                    self._begin("online", run_id, config)
+                except Exception as error:  # W&B raises its own, those of sockets, of protobuf
+                    get_logger().warning("tracking_offline", error=_described(error))
+                    _end_service()
+            if self._run is None:
+                self._begin("offline", run_id, config)
 
-            self._run = wandb.init(
-                project=self._spec.project,
-                entity=self._spec.entity,
-                tags=list(self._spec.tags),
-                name=self._name,
-                id=run_id,
-                resume="allow",
-                dir=str(self._directory),
-                mode=mode,
-                config=dict(config),
-                reinit="create_new",
-                settings=wandb.Settings(
-                    console="off",
-                    silent=True,
-                    disable_code=True,
-                    disable_git=True,
-                    init_timeout=self._timeout_s,
-                    finish_timeout=self._timeout_s,
-                ),
-            )
-            url = self._run.url if mode == "online" else None
-            self._files = Path(self._run.settings.sync_dir) if mode == "offline" else None
-            self._info = TrackingInfo(provider="wandb", run_id=run_id, mode=mode, url=url)
+    def _begin(self, mode: Literal["online", "offline"], run_id: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self._spec.project,
+            entity=self._spec.entity,
+            tags=list(self._spec.tags),
+            name=self._name,
+            id=run_id,
+            resume="allow",
+            dir=str(self._directory),
+            mode=mode,
+            config=dict(config),
+            reinit="create_new",
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_code=True,
+                disable_git=True,
+                init_timeout=self._timeout_s,
+                finish_timeout=self._timeout_s,
+                finish_timeout_raises=mode == "online",
+                x_file_stream_retry_max=_RETRIES,
+                x_graphql_retry_max=_RETRIES,
+            ),
+        )
+        self._files = Path(self._run.settings.sync_dir)
+        url = self._run.url if mode == "online" else None
+        self._info = TrackingInfo(provider="wandb", run_id=run_id, mode=mode, url=url)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._run is not None:
@@ -103,7 +124,8 @@ class WandbTracker:
     def finish(self) -> None:
         if self._run is not None:
             with self._guarded("finish"):
-                self._run.finish()
+                self._run.finish()  # raises if an online run is not uploaded in time
+                self._uploaded = self._info is not None and self._info.mode == "online"
 
     @contextmanager
     def _guarded(self, action: str) -> Iterator[None]:
@@ -112,9 +134,7 @@ class WandbTracker:
             yield
         except Exception as error:
             self._run = self._info = None
-            get_logger().warning(
-                "tracking_disabled", action=action, error=_without_key(f"{type(error).__name__}: {error}")
-            )
+            get_logger().warning("tracking_disabled", action=action, error=_described(error))
 
 
 def _mode(spec: WandbSpec) -> Literal["online", "offline"]:
@@ -122,6 +142,13 @@ def _mode(spec: WandbSpec) -> Literal["online", "offline"]:
     if spec.mode == "auto":
         return "online" if os.environ.get(_KEY) else "offline"
     return "online" if spec.mode == "online" else "offline"
+
+
+def _end_service() -> None:
+    """End wandb's process, which holds the id of a run that could not be begun."""
+    import wandb
+
+    wandb.teardown()
 
 
 def _keep_files_below(directory: Path) -> None:
@@ -135,6 +162,7 @@ def _keep_files_below(directory: Path) -> None:
         os.environ.setdefault(variable, str(directory / "wandb" / name))
 
 
-def _without_key(text: str) -> str:
-    key = os.environ.get(_KEY)
+def _described(error: Exception) -> str:
+    """The error without the key."""
+    text, key = f"{type(error).__name__}: {error}", os.environ.get(_KEY)
     return text.replace(key, "***") if key else text

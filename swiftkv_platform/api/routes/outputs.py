@@ -1,4 +1,4 @@
-"""`/jobs/{id}/checkpoints` and `/artifacts`: what a job leaves in the object store."""
+"""`/jobs/{id}/checkpoints`, `/artifacts` and `/tracking`: what a job leaves in the object store."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from swiftkv_platform.api.dependencies import Components, OldestFirst, Parts, Reader
-from swiftkv_platform.api.schemas import ArtifactFileAnswer, CheckpointAnswer, ListAnswer, list_answer, page_of
+from swiftkv_platform.api.schemas import (
+    ArtifactFileAnswer,
+    CheckpointAnswer,
+    ListAnswer,
+    TrackingFileAnswer,
+    list_answer,
+    page_of,
+)
 from swiftkv_platform.contract.attempts import MANIFEST, ManifestFile
 from swiftkv_platform.errors import NotFoundError
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest
+from swiftkv_platform.storage.object_store import ObjectInfo
 
 router = APIRouter(prefix="/jobs/{job_id}", tags=["jobs"])
 
@@ -63,6 +71,39 @@ def download_artifact(job_id: str, path: str, parts: Parts, caller: Reader) -> S
         media_type="application/octet-stream",
         headers={"Content-Length": str(file.size), "ETag": f'"{file.sha256}"'},
     )
+
+
+@router.get("/tracking")
+def list_tracking_files(
+    request: Request, job_id: str, parts: Parts, caller: Reader, page: OldestFirst
+) -> ListAnswer[TrackingFileAnswer]:
+    """Files of W&B runs that W&B has not taken yet, by path: `swiftkv jobs wandb-sync` uploads them."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    kept = page_of(list(parts.attempts.tracking_files(job_id).items()), lambda item: item[0], page)
+
+    def answer(item: tuple[str, ObjectInfo]) -> TrackingFileAnswer:
+        path, file = item
+        url = parts.objects.presigned_url(file.key, _URL_LIFETIME_S)
+        if url is None:
+            url = str(request.url_for("download_tracking_file", job_id=job_id, tracking_path=path))
+        return TrackingFileAnswer(path=path, size=file.size, url=url)
+
+    return list_answer(kept, answer, lambda file: file.path)
+
+
+@router.get("/tracking/{tracking_path:path}", response_class=StreamingResponse)
+def download_tracking_file(job_id: str, tracking_path: str, parts: Parts, caller: Reader) -> StreamingResponse:
+    """One file of a W&B run."""
+    parts.jobs.get(job_id, tenant=caller.tenant)
+    file = parts.attempts.tracking_files(job_id).get(tracking_path)
+    if file is None:
+        raise NotFoundError(
+            f"job {job_id} has no tracking file {tracking_path!r}; GET /jobs/{job_id}/tracking lists them",
+            field="tracking_path",
+            value=tracking_path,
+        )
+    # A run that goes on replaces its files, so the size is not told.
+    return StreamingResponse(parts.objects.stream(file.key), media_type="application/octet-stream")
 
 
 def _files(parts: Components, job: Job) -> Mapping[str, ManifestFile]:

@@ -56,6 +56,7 @@ class Server:
     client: httpx.Client
     parts: Components
     settings: Settings
+    max_running_jobs: int = 1
 
     def __post_init__(self) -> None:
         assert isinstance(self.parts.cluster, FakeCluster)
@@ -68,7 +69,7 @@ class Server:
             digest=manifest_digest,
             clock=self.parts.clock,
             entrypoint=self.parts.entrypoint,
-            max_running_jobs=1,
+            max_running_jobs=self.max_running_jobs,
             interval_s=1.0,
             policies=self.parts.policies,
             prices=prices(self.settings),

@@ -153,6 +153,8 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
     worker = server.worker(job["id"])
     worker.say("status", status="running")
     worker.artifact()
+    tracked = "attempts/1/tracking/offline-run-20261123_000000-a/run-a.wandb"
+    server.parts.objects.put_bytes(f"jobs/{job['id']}/{tracked}", b"recorded")
     server.cluster.finish(f"{job['id']}-1", SubmissionStatus.SUCCEEDED)
     server.tick()
     model = as_("acme").get(f"/jobs/{job['id']}").json()["distilled_model"]
@@ -164,6 +166,7 @@ def test_a_tenant_reaches_nothing_of_anothers(as_: As, server: Server) -> None:
         "other_id": model,
         "deployment_id": deployment["id"],
         "path": "data.bin",
+        "tracking_path": tracked,
         "alias": "production",
         "file_id": file,
     }

@@ -24,6 +24,8 @@ from tests.unit.api.conftest import SPEC, Server, make_parts
 
 Call = Callable[[Client, dict[str, str]], Any]
 
+TRACKED = "attempts/1/tracking/offline-run-20261123_000000-job/run-job.wandb"
+
 CALLS: dict[str, tuple[Call | None, str | None]] = {
     "GET /healthz": (lambda client, _: client.health(), None),
     "GET /readyz": (lambda client, _: client.ready(), None),
@@ -50,6 +52,14 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     "GET /jobs/{job_id}/artifacts/{path}": (
         lambda client, ids: client.jobs.download(ids["done"], "manifest.json", Path(ids["fresh"]) / "manifest.json"),
         "jobs download {done} {fresh} --file manifest.json",
+    ),
+    "GET /jobs/{job_id}/tracking": (
+        lambda client, ids: client.jobs.tracking_files(ids["done"]),
+        "jobs wandb-sync {done} --dry-run",
+    ),
+    "GET /jobs/{job_id}/tracking/{tracking_path}": (
+        lambda client, ids: client.jobs.download_tracking_file(ids["done"], TRACKED, Path(ids["fresh"]) / "run.wandb"),
+        None,  # `jobs wandb-sync` needs a W&B: tests/unit/tracking/test_recorded.py
     ),
     "POST /v1/files": (lambda client, ids: client.files.upload(Path(ids["rows"])), "files upload {rows}"),
     "GET /v1/files": (lambda client, _: client.files.list(), "files list"),
@@ -173,6 +183,7 @@ def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
         with serving(recorder) as url, httpx.Client(base_url=url) as client:  # type: ignore[arg-type]
             server = Server(client, parts, settings)
             done = server.succeed()
+            parts.objects.put_bytes(f"jobs/{done['id']}/{TRACKED}", b"recorded")
             deployment = client.post(
                 "/deployments", json={"model": done["distilled_model"], "route_prefix": "/"}
             ).json()
@@ -228,4 +239,4 @@ def test_a_command_reaches_every_route(platform: Platform) -> None:
 
 
 def shown(route: str) -> str:
-    return route.replace("{path}", "{path:path}")
+    return route.replace("path}", "path:path}")

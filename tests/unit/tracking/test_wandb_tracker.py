@@ -109,7 +109,7 @@ def test_metrics_of_two_attempts_are_one_run(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists(), "every file lies below the given directory"
 
 
-def test_auto_is_online_where_a_key_is_set_and_a_dead_server_fails_nothing(
+def test_auto_is_online_where_a_key_is_set_and_a_dead_server_makes_it_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = "0123456789abcdef" * 3
@@ -119,14 +119,12 @@ def test_auto_is_online_where_a_key_is_set_and_a_dead_server_fails_nothing(
     with structlog.testing.capture_logs() as logs:
         tracker.start("job-1", {})
         tracker.log({"loss": 1.0}, 1)
-        tracker.log_report({"kl": 1.0}, {}, {}, 2)
         tracker.finish()
-    assert [(line["event"], line["action"], line["log_level"]) for line in logs] == [
-        ("tracking_disabled", "start", "warning")
-    ]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("tracking_offline", "warning")]
     assert key not in str(logs)
-    assert tracker.info is None
-    assert list(tmp_path.glob("wandb/offline-run-*")) == []
+    assert tracker.info == TrackingInfo(provider="wandb", run_id="job-1", mode="offline", url=None)
+    assert not tracker.uploaded
+    assert list(tmp_path.glob("wandb/offline-run-*")) == [tracker.files]
 
 
 def test_a_failure_in_the_middle_ends_the_tracking_alone(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""Runs as wandb recorded them on a disk (`run-*.wandb`), and their upload. Every attempt of a job records a part of its
+own, and one that went on from a checkpoint repeats steps; `wandb sync` would append those under later step numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from swiftkv_platform.client.errors import UnreachableError
+from swiftkv_platform.errors import InvalidInputError, SwiftKVError
+
+_FILE_HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
+_BLOCK = 32768
+_HEADER = struct.Struct("<IHB")
+"""Of a piece of a record: its checksum, length and place. Records are framed as LevelDB's log frames them."""
+_FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_DIRECTORY = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
+_LAST_STEP = """query LastStep($project: String!, $entity: String, $name: String!) {
+  model(name: $project, entityName: $entity) { bucket(name: $name, missingOk: true) { historyTail } } }"""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Directory of one recorded part of a run."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        return self._match[2]
+
+    @property
+    def started(self) -> str:
+        """Time of its beginning; parts of a run sort by it."""
+        return self._match[1]
+
+    @property
+    def record_file(self) -> Path:
+        return self.path / f"run-{self.run_id}.wandb"
+
+    @property
+    def _match(self) -> re.Match[str]:
+        match = _DIRECTORY.fullmatch(self.path.name)
+        if match is None:
+            raise InvalidInputError(
+                f"{self.path.name!r} is no directory of a W&B run, which is called run-YYYYMMDD_HHMMSS-ID",
+                field="path",
+                value=str(self.path),
+            )
+        return match
+
+
+def drop_steps(run: RecordedRun, up_to: int) -> int:
+    """Leave the metrics of steps after `up_to` in a part of a run; returns its last step, or `up_to`.
+
+    A record that is cut off, as by a process that was killed, ends the file.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    kept: list[bytes] = []
+    last = up_to
+    for data in _records(run.record_file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            step = record.history.step.num
+            if step <= up_to:
+                continue
+            last = max(last, step)
+        kept.append(data)
+    run.record_file.write_bytes(_framed(kept))
+    return last
+
+
+def last_step(project: str, entity: str | None, run_id: str) -> int:
+    """Return the last step that W&B has of a run, -1 if it has none.
+
+    Raises:
+        InvalidInputError: no key is set, or W&B does not know it.
+        UnreachableError: W&B does not answer, or with an error.
+    """
+    key = os.environ.get("WANDB_API_KEY")
+    if not key:
+        raise InvalidInputError("WANDB_API_KEY is not set; W&B's page /authorize shows a key", field="WANDB_API_KEY")
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").rstrip("/")
+    variables = {"project": project, "entity": entity, "name": run_id}
+    authorization = base64.b64encode(f"api:{key}".encode()).decode()
+    try:
+        response = httpx.post(
+            f"{server}/graphql",
+            json={"query": _LAST_STEP, "variables": variables, "operationName": "LastStep"},
+            headers={"Authorization": f"Basic {authorization}"},
+            timeout=30.0,
+        )
+    except httpx.HTTPError as error:
+        raise UnreachableError(f"{server} does not answer: {error or type(error).__name__}; try again later") from error
+    if response.status_code in {401, 403}:
+        raise InvalidInputError(f"{server} does not know the key in WANDB_API_KEY", field="WANDB_API_KEY")
+    if response.status_code != 200:
+        raise UnreachableError(f"{server} answers with HTTP {response.status_code}; try again later")
+    model = (response.json().get("data") or {}).get("model") or {}
+    tail = json.loads((model.get("bucket") or {}).get("historyTail") or "[]")
+    return int(json.loads(tail[-1])["_step"]) if tail else -1
+
+
+def upload(run: RecordedRun) -> str | None:
+    """Upload a part of a run with `wandb sync`; returns the page of the run, where that is told.
+
+    Raises:
+        SwiftKVError: `wandb sync` failed.
+    """
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # no shell
+    said = done.stdout + done.stderr
+    if done.returncode != 0 or "Finished syncing" not in said:
+        key = os.environ.get("WANDB_API_KEY") or "\0"
+        raise SwiftKVError(f"`wandb sync` of {run.path.name} failed: {said.strip()[-2000:].replace(key, '***')}")
+    page = re.search(r"View run .* at (\S+)", said)
+    return page[1] if page else None
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    offset, parts = len(_FILE_HEADER), b""
+    while offset + _HEADER.size <= len(data):
+        if _BLOCK - offset % _BLOCK < _HEADER.size:
+            offset += _BLOCK - offset % _BLOCK
+            continue
+        checksum, length, place = _HEADER.unpack_from(data, offset)
+        piece = data[offset + _HEADER.size : offset + _HEADER.size + length]
+        if checksum != zlib.crc32(piece, zlib.crc32(bytes([place]))):
+            return
+        offset += _HEADER.size + length
+        parts += piece
+        if place in {_FULL, _LAST}:
+            yield parts
+            parts = b""
+
+
+def _framed(records: list[bytes]) -> bytes:
+    framed = bytearray(_FILE_HEADER)
+    for record in records:
+        begun, rest = False, record
+        while rest or not begun:
+            space = _BLOCK - len(framed) % _BLOCK
+            if space < _HEADER.size:
+                framed += bytes(space)
+                continue
+            piece, rest = rest[: space - _HEADER.size], rest[space - _HEADER.size :]
+            place = (_MIDDLE if rest else _LAST) if begun else (_FIRST if rest else _FULL)
+            framed += _HEADER.pack(zlib.crc32(piece, zlib.crc32(bytes([place]))), len(piece), place) + piece
+            begun = True
+    return bytes(framed)

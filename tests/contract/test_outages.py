@@ -1,0 +1,328 @@
+"""Outages under a control plane whose jobs run and end meanwhile: an S3 that answers 503, a PostgreSQL that restarts, a
+full disk. Nothing crashes, and what was accepted or said is there afterwards.
+
+To the control plane's clock an outage of the store takes ten minutes; with `SWIFTKV_SOAK=1` it really does.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from jobs.attempt.events import MetricsBuffer, Reporter
+from swiftkv_platform.api.dependencies import Components
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.database.session import Database
+from swiftkv_platform.errors import DatabaseUnavailableError, StorageError
+from swiftkv_platform.orchestration.ports import SubmissionStatus
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.local_store import LocalObjectStore
+from tests.components import make_components
+from tests.requirements import missing, required_module
+from tests.s3_servers import client_environment, free_port, run_moto
+from tests.unit.api.conftest import SPEC, Clock, Server, control_plane
+
+OUTAGE_S = 600.0
+"""Length of an outage by the control plane's clock."""
+SOAK = "SWIFTKV_SOAK" in os.environ
+ROUNDS = 600 if SOAK else 20
+"""Rounds of the control plane during an outage."""
+
+pytestmark = pytest.mark.timeout(1200 if SOAK else 300)
+
+
+class Refusing:
+    """An S3 endpoint that passes requests on to another one, or answers 503."""
+
+    def __init__(self, port: int) -> None:
+        self.port = free_port()
+        self.away = False
+        self.refused = 0
+        self._behind = port
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), type("_Bound", (_Passing,), {"front": self}))
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def passed_on(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
+        connection.request(method, path, body, headers)
+        return connection.getresponse()
+
+
+class _Passing(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    front: Refusing
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.front.away:
+            self.front.refused += 1
+            error = b"<Error><Code>ServiceUnavailable</Code><Message>Please reduce your request rate.</Message></Error>"
+            self._send(503, {}, b"" if self.command == "HEAD" else error)
+            return
+        answer = self.front.passed_on(self.command, self.path, body, dict(self.headers))
+        kept = {name: value for name, value in answer.getheaders() if name.lower() in {"content-type", "etag"}}
+        length = answer.getheader("Content-Length") if self.command == "HEAD" else None
+        self._send(answer.status, kept, answer.read(), length=length)
+
+    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes, *, length: str | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", length or str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def serving_jobs(parts: Components, home: Path) -> Iterator[Server]:
+    """A control plane with room for three jobs."""
+    settings = Settings(home=home, _env_file=None)
+    with control_plane(parts, settings) as client:
+        yield Server(client, parts, settings, max_running_jobs=3)
+
+
+def begin(server: Server, name: str) -> str:
+    """Id of a job that runs."""
+    job_id: str = server.submit(name=name)["id"]
+    server.tick()
+    server.worker(job_id).say("status", status="running")
+    server.tick()
+    assert status(server, job_id) == "running"
+    return job_id
+
+
+def finish(server: Server, job_id: str) -> None:
+    server.worker(job_id, 1).artifact()
+    end(server, job_id)
+
+
+def end(server: Server, job_id: str) -> None:
+    server.cluster.submissions[f"{job_id}-1"].log = "trained\n"
+    server.cluster.finish(f"{job_id}-1", SubmissionStatus.SUCCEEDED)
+
+
+def status(server: Server, job_id: str) -> str:
+    found: str = server.get(f"/jobs/{job_id}")["status"]
+    return found
+
+
+def settle(server: Server, *job_ids: str) -> None:
+    """Turn the loop until the jobs have succeeded, at their first attempt."""
+    for _ in range(50):
+        server.tick()
+        server.wait(60.0)
+        if all(status(server, job_id) == "succeeded" for job_id in job_ids):
+            break
+    jobs = [server.get(f"/jobs/{job_id}") for job_id in job_ids]
+    assert [(job["status"], job["attempt"]) for job in jobs] == [("succeeded", 1)] * len(jobs)
+    for job_id in job_ids:
+        assert "trained" in server.client.get(f"/jobs/{job_id}/logs").text
+
+
+def steps(server: Server, job_id: str) -> list[int]:
+    return [point["step"] for point in server.get(f"/jobs/{job_id}/metrics", limit=100)["data"]]
+
+
+def test_jobs_run_and_end_while_s3_answers_503(
+    tmp_path: Path, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_moto() as moto, closing(Refusing(moto.port)) as front:
+        for name, value in client_environment(front.port).items():
+            monkeypatch.setenv(name, value)
+        objects = open_store(moto.uri("outage"), patient=False)
+        with serving_jobs(make_components(sqlite_database, objects, clock=Clock()), tmp_path) as server:
+            ending, running = begin(server, "ending"), begin(server, "running")
+            server.worker(ending).artifact()
+            metrics = MetricsBuffer(Reporter(objects, AttemptId(running, 1), "rank0"), 20, interval_s=0.1)
+            metrics.add({"step": 1})
+            metrics.flush()
+
+            front.away = True
+            end(server, ending)
+            waiting = server.submit(name="waiting")["id"]
+            for number in range(ROUNDS):
+                if number < 10:
+                    metrics.add({"step": 2 + number})
+                server.tick()
+                server.wait(OUTAGE_S / ROUNDS)
+                assert status(server, ending) == status(server, running) == "running", "nothing is given up"
+                time.sleep(1.0 if SOAK else 0.0)
+            assert status(server, waiting) in {"queued", "starting"}
+            assert server.client.get("/readyz/object_store").status_code == 503
+            assert server.client.get(f"/jobs/{running}/checkpoints").status_code == 503
+            assert server.client.get("/readyz/database").status_code == 200
+            assert front.refused > 0
+
+            front.away = False
+            metrics.close()
+            finish(server, running)
+            settle(server, ending, running)
+            assert sorted(steps(server, running)) == list(range(1, 12))
+            server.worker(waiting).say("status", status="running")
+            finish(server, waiting)
+            settle(server, waiting)
+
+
+def test_jobs_go_on_when_postgresql_restarts(tmp_path: Path) -> None:
+    pgserver = required_module("pgserver")
+    with tempfile.TemporaryDirectory(prefix="pg-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        postgres = pgserver.get_server(directory, cleanup_mode=None)
+        try:
+            database = Database(f"postgresql+psycopg://postgres@/postgres?host={quote(directory, safe='')}")
+            database.upgrade()
+            objects = LocalObjectStore(tmp_path / "store")
+            with (
+                closing(database),
+                serving_jobs(make_components(database, objects, clock=Clock()), tmp_path) as server,
+            ):
+                _through_restarts(server, postgres)
+        finally:
+            postgres.cleanup_mode = "stop"
+            postgres.cleanup()
+
+
+def _through_restarts(server: Server, postgres: Any) -> None:
+    running = begin(server, "running")
+    for number, mode in enumerate(("fast", "immediate")):  # the second one as a crash
+        _control(postgres, "stop", "-m", mode)
+        key = {"Idempotency-Key": f"job-{number}"}
+        refused = server.client.post("/jobs", json=SPEC, headers=key)
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True), refused.text
+        assert server.client.get("/healthz").status_code == 200
+        server.worker(running).step(number + 1, time=1000.0 + number)
+        with suppress(DatabaseUnavailableError):
+            server.tick()
+        _control(postgres, "start", "-w")
+        accepted = server.client.post("/jobs", json=SPEC, headers=key)
+        assert accepted.status_code == 201, accepted.text
+        assert server.client.post("/jobs", json=SPEC, headers=key).json()["id"] == accepted.json()["id"]
+        server.tick()
+        server.worker(accepted.json()["id"]).say("status", status="running")
+        finish(server, accepted.json()["id"])
+        settle(server, accepted.json()["id"])
+    finish(server, running)
+    settle(server, running)
+    assert steps(server, running) == [1, 2]
+
+
+def _control(postgres: Any, *arguments: str) -> None:
+    """`pg_ctl`, with the server's own directory and its user."""
+    pgserver = required_module("pgserver")
+    log = Path(postgres.pgdata) / "log"
+    options = ["-o", f"-h '' -k {postgres.pgdata}"] if arguments[0] == "start" else []
+    with suppress(subprocess.TimeoutExpired):
+        pgserver.pg_ctl(
+            ["-D", str(postgres.pgdata), "-l", str(log), *options, *arguments],
+            pgdata=postgres.pgdata,
+            user=postgres.system_user,
+        )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        missing(f"a small file system cannot be mounted: {mounted.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def fill(directory: Path) -> Path:
+    """Leave no byte on the disk of `directory`."""
+    filler = directory / "filler"
+    with filler.open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+    return filler
+
+
+def test_jobs_run_and_end_while_the_stores_disk_is_full(
+    sqlite_database: Database, small_disk: Path, tmp_path: Path
+) -> None:
+    objects = LocalObjectStore(small_disk / "store")
+    with serving_jobs(make_components(sqlite_database, objects, clock=Clock()), tmp_path) as server:
+        ending, running = begin(server, "ending"), begin(server, "running")
+        server.worker(ending).artifact()
+        metrics = MetricsBuffer(Reporter(objects, AttemptId(running, 1), "rank0"), 20, interval_s=0.1)
+        metrics.add({"step": 1})
+        metrics.flush()
+
+        filler = fill(small_disk)
+        with pytest.raises(StorageError):
+            objects.put_bytes("more", b"\0" * 8192)
+        end(server, ending)  # its log finds no room
+        metrics.add({"step": 2})
+        metrics.flush()
+        for _ in range(ROUNDS if not SOAK else 20):
+            server.tick()
+            server.wait(30.0)
+            assert status(server, ending) == status(server, running) == "running"
+        assert server.client.get("/readyz/object_store").status_code == 503
+
+        filler.unlink()
+        metrics.close()
+        finish(server, running)
+        settle(server, ending, running)
+        assert steps(server, running) == [1, 2]
+
+
+def test_nothing_accepted_is_lost_when_the_databases_disk_is_full(
+    empty_database: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    path = small_disk / "swiftkv.db"
+    path.write_bytes(empty_database.read_bytes())
+    objects = LocalObjectStore(tmp_path / "store")
+    with (
+        closing(Database(f"sqlite:///{path}")) as database,
+        serving_jobs(make_components(database, objects, clock=Clock()), tmp_path) as server,
+    ):
+        running = begin(server, "running")
+        filler = fill(small_disk)
+        accepted: list[str] = []
+        for number in range(200):
+            answer = server.client.post("/jobs", json={**SPEC, "name": f"n{number}", "metadata": {"a": "x" * 4000}})
+            if answer.status_code != 201:
+                break
+            accepted.append(answer.json()["id"])
+        assert (answer.status_code, "retry-after" in answer.headers) == (503, True), answer.text
+        assert status(server, running) == "running", "what is there can be read"
+        server.worker(running).step(1, time=1000.0)
+        with suppress(DatabaseUnavailableError):
+            server.tick()
+
+        filler.unlink()
+        for job_id in accepted:
+            assert status(server, job_id) in {"queued", "starting", "running"}
+        finish(server, running)
+        settle(server, running)
+        assert steps(server, running) == [1]

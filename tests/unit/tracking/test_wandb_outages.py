@@ -1,0 +1,204 @@
+"""W&B away, by a server of this machine that hangs, refuses, fails and comes back: the caller does not wait, the run
+goes on under its id, and what was recorded can be uploaded later."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from swiftkv_platform.tracking.background import BackgroundTracker
+from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
+from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
+from tests.requirements import required_module
+from tests.wandb_server import Outage, WandbServer, wandb_server
+
+required_module("wandb")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each run starts wandb's process
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from swiftkv_platform.specs import WandbSpec
+from swiftkv_platform.tracking.background import BackgroundTracker
+from swiftkv_platform.tracking.wandb_tracker import WandbTracker
+
+directory, run_id, first, after, timeout_s, pauses = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+inner = WandbTracker(WandbSpec(), directory, name="n", timeout_s=timeout_s)
+tracker = BackgroundTracker(inner)
+tracker.start(run_id, {})
+for step in range(first, after):
+    tracker.log({"loss": 1.0}, step)
+print("logged", tracker.info is None, flush=True)
+if pauses:
+    sys.stdin.readline()
+tracker.finish()
+info = tracker.info
+print(json.dumps([info and info.mode, tracker.uploaded, str(tracker.files)]), flush=True)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    for name in ("WANDB_MODE", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with wandb_server() as server:
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 3)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        yield server
+
+
+class Attempt:
+    """A process that records steps of the run `job-1`."""
+
+    def __init__(self, directory: Path, first: int, after: int, *, timeout_s: int = 60, pauses: bool = False) -> None:
+        arguments = [str(directory), "job-1", str(first), str(after), str(timeout_s), str(int(pauses))]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def until_logged(self) -> bool:
+        """Wait until every step is handed over; whether W&B's run had not begun by then."""
+        assert self._process.stdout is not None
+        word, waiting = self._process.stdout.readline().split()
+        assert word == "logged"
+        return waiting == "True"
+
+    def end(self) -> tuple[str, bool, Path]:
+        """The mode of the run, whether it is uploaded, and its directory."""
+        said, _ = self._process.communicate("\n")
+        mode, uploaded, files = json.loads(said.splitlines()[-1])
+        return mode, uploaded, Path(files)
+
+
+@pytest.mark.parametrize("outage", get_args(Outage))
+def test_a_server_that_is_away_delays_no_step_and_loses_none(
+    server: WandbServer, tmp_path: Path, outage: Outage
+) -> None:
+    server.outage = outage
+    attempt = Attempt(tmp_path, 0, 50, timeout_s=4)
+    assert attempt.until_logged(), "all steps are taken before W&B has answered"
+    mode, uploaded, files = attempt.end()
+    assert (mode, uploaded) == ("offline", False)
+    assert server.hanging + server.refused > 0, "it was asked"
+    assert server.runs == {}
+
+    server.outage = None
+    run = RecordedRun(files)
+    assert upload(run) == f"{server.url}/team/swiftkv/runs/job-1"
+    assert server.runs["job-1"].steps == list(range(50))
+
+
+def test_a_server_that_comes_back_has_all_steps_and_the_next_attempt_goes_on(
+    server: WandbServer, tmp_path: Path
+) -> None:
+    attempt = Attempt(tmp_path, 0, 5, pauses=True)
+    attempt.until_logged()
+    _wait_for(lambda: "job-1" in server.runs)
+    server.outage = "fails"
+    _wait_for(lambda: server.refused > 0)
+    server.outage = None
+    assert attempt.end()[:2] == ("online", True)
+    assert server.runs["job-1"].steps == list(range(5))
+    assert Attempt(tmp_path, 3, 9).end()[:2] == ("online", True)
+    assert server.runs.keys() == {"job-1"}
+    assert (server.runs["job-1"].steps, server.runs["job-1"].starts) == (list(range(9)), 2)
+
+
+def test_what_a_server_missed_at_the_end_and_what_was_offline_become_one_run(
+    server: WandbServer, tmp_path: Path
+) -> None:
+    first = Attempt(tmp_path, 0, 50, timeout_s=30, pauses=True)
+    first.until_logged()
+    _wait_for(lambda: "job-1" in server.runs)
+    server.outage = "fails"
+    mode, uploaded, begun = first.end()
+    assert (mode, uploaded) == ("online", False)
+    mode, uploaded, resumed = Attempt(tmp_path, 30, 70, timeout_s=4).end()
+    assert (mode, uploaded) == ("offline", False)
+
+    server.outage = None
+    for _ in range(2):  # once more changes nothing
+        last = last_step("swiftkv", None, "job-1")
+        for path in (begun, resumed):
+            last = drop_steps(RecordedRun(path), last)
+            upload(RecordedRun(path))
+        assert last == 69
+        assert server.runs["job-1"].steps == list(range(70))
+
+
+def test_a_record_that_is_cut_off_ends_what_is_uploaded(server: WandbServer, tmp_path: Path) -> None:
+    server.outage = "refuses"
+    *_, files = Attempt(tmp_path, 0, 3000, timeout_s=2).end()
+    file = RecordedRun(files).record_file
+    file.write_bytes(file.read_bytes()[: 5 * 32768 + 3])
+    last = drop_steps(RecordedRun(files), 99)
+    assert 99 < last < 2999
+    server.outage = None
+    upload(RecordedRun(files))
+    assert server.runs["job-1"].steps == list(range(100, last + 1))
+
+
+class Stuck(NullTracker):
+    """A tracker whose calls do not return until they may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+        self.logged: list[int] = []
+        self._info: TrackingInfo | None = None
+
+    @property
+    def info(self) -> TrackingInfo | None:
+        return self._info
+
+    def start(self, run_id: str, config: Any) -> None:
+        self.may.wait()
+        self._info = TrackingInfo(provider="wandb", run_id=run_id, mode="online", url="u")
+
+    def log(self, metrics: Any, step: int) -> None:
+        self.logged.append(step)
+
+
+def test_the_queue_is_bounded_and_the_end_does_not_wait_for_ever() -> None:
+    stuck = Stuck()
+    told: list[TrackingInfo] = []
+
+    def tell(info: TrackingInfo) -> bool:
+        told.append(info)
+        return True
+
+    tracker = BackgroundTracker(stuck, on_info=tell, most_waiting=3, finish_s=0.2)
+    tracker.start("r", {})
+    _wait_for(tracker._calls.empty)
+    for step in range(100):
+        tracker.log({}, step)
+    tracker.finish()
+    stuck.may.set()
+    _wait_for(lambda: stuck.logged == [0, 1, 2])
+    assert told == [replace(told[0], run_id="r")]
+
+
+def _wait_for(condition: Any) -> None:
+    event = threading.Event()
+    for _ in range(1200):
+        if condition():
+            return
+        event.wait(0.05)
+    raise AssertionError("waited for a minute")
+
+
+def test_no_key_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(Exception, match="WANDB_API_KEY is not set"):
+        last_step("p", None, "r")
+    assert "WANDB_API_KEY" not in os.environ

@@ -35,7 +35,6 @@ from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.bases import model_directory
 from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments, stored_checkpoint
 from swiftkv_platform.model.directories import (
-    MAX_SHARD_BYTES,
     Files,
     ShardWriter,
     copy_companions,
@@ -45,6 +44,7 @@ from swiftkv_platform.model.directories import (
 )
 from swiftkv_platform.model.fp8 import FP8_DTYPES
 from swiftkv_platform.model.loading import find_checkpoint
+from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 
 FindBase = Callable[[BaseModelReference], str | Path]
 """Directory, or hub id, of a base model."""

@@ -27,7 +27,7 @@ def problem(response: Any, status: int) -> dict[str, Any]:
     ("body", "field", "value", "message"),
     [
         ({"name": "x", "swiftkv": {"num_key_value_layers": 0}}, "swiftkv.num_key_value_layers", 0, "greater than or"),
-        ({"name": "x", "training": {"seeds": 1}}, "training.seeds", 1, "gradient_checkpointing, max_steps"),
+        ({"name": "x", "training": {"seeds": 1}}, "training.seeds", 1, "keep_best, load_optimizer_state, max_steps"),
         (
             {"name": "x", "training": {"batch_sise": 1}},
             "training.batch_sise",

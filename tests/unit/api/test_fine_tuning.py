@@ -180,7 +180,7 @@ def test_the_training_file_may_have_options_and_company(client: OpenAI, server: 
         ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs"),
         ({"suffix": "two words"}, "suffix"),
         ({"swiftkv": {"training": {"max_stepz": 1}}}, "swiftkv.training.max_stepz"),
-        ({"swiftkv": {"training": {"max_steps": 0}}}, "swiftkv.training.max_steps"),
+        ({"swiftkv": {"training": {"max_steps": 0}}}, "training.max_steps"),
         ({"swiftkv": {"model": {"name_or_path": "another"}}}, "swiftkv.model.name_or_path"),
         ({"swiftkv": {"training": {"seed": 1}}, "seed": 2}, "swiftkv.training.seed"),
         ({"swiftkv": {"data": {"validation_fraction": 0.0}}}, "data.validation_fraction"),

@@ -67,6 +67,7 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("PATCH", "/deployments/{deployment_id}"): {"max_replicas": 2},
     ("DELETE", "/deployments/{deployment_id}"): None,
     ("POST", "/deployments/{deployment_id}/generate"): {"prompt": "x"},
+    ("POST", "/deployments/{deployment_id}/chat/completions"): {"messages": [{"role": "user", "content": "x"}]},
 }
 """Bodies for each route that changes or asks something; a route that is missing here fails the tests."""
 UPLOAD: dict[str, Any] = {"data": {"purpose": "fine-tune"}, "files": {"file": b'{"text": "x"}\n'}}
@@ -76,6 +77,7 @@ NOBODYS = {
     "other_id": "mdl_x",
     "deployment_id": "dep_x",
     "path": "x",
+    "tracking_path": "x",
     "alias": "nobodys",
     "file_id": "file-x",
 }

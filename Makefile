@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests, jobs and replicas start hundreds of processes, each of which would compile the project's modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install lock demo demo-llm test quick lint audit vendor docs bench soak coverage vllm-env judges-env judges outside clean
 install: $(STAMP)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from jobs.attempt.checkpoints import AttemptCheckpoints
@@ -30,6 +27,7 @@ from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.model import checkpoint, convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
+from tests.numerics.spawning import run_in_group
 from tests.tiny_models import family_teacher, random_teacher
 
 VOCAB, ROW_LENGTH, NUM_LAYERS, NUM_KEY_VALUE_LAYERS = 50, 24, 5, 2
@@ -304,15 +302,8 @@ def group_of_one(directory: Path) -> Iterator[None]:
 
 def run_spawned(scenarios: Sequence[Run], world_size: int, directory: Path) -> list[Outcome]:
     """Outcomes of the scenarios at rank 0, run one after the other by `world_size` new processes."""
-    mp.spawn(_main, args=(world_size, list(scenarios), str(directory)), nprocs=world_size)
-    return pickle.loads((directory / "outcomes.pickle").read_bytes())
+    return run_in_group(_run_all, (list(scenarios),), world_size, directory)
 
 
-def _main(rank: int, world_size: int, scenarios: list[Run], directory: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # importing DeepSpeed would load the compiler, which takes seconds
-    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size)
-    outcomes = [run(scenario) for scenario in scenarios]
-    if rank == 0:
-        (Path(directory) / "outcomes.pickle").write_bytes(pickle.dumps(outcomes))
-    dist.destroy_process_group()
+def _run_all(scenarios: list[Run]) -> list[Outcome]:
+    return [run(scenario) for scenario in scenarios]

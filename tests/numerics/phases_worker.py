@@ -5,9 +5,8 @@ workers find it.
 from __future__ import annotations
 
 import os
-import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils.flop_counter import FlopCounterMode
 
 import jobs.worker.evaluate as evaluation
@@ -45,6 +43,7 @@ from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.numerics.distillation_worker import tiny_rows
+from tests.numerics.spawning import run_in_group
 
 CPU = torch.device("cpu")
 
@@ -230,18 +229,10 @@ def count_flops(case: Case) -> list[int]:
     return workers.gather(counter.get_total_flops())
 
 
-def run_spawned(function: Any, cases: Sequence[Case], world_size: int, directory: Path) -> list[Any]:
+def run_spawned(function: Callable[[Case], Any], cases: Sequence[Case], world_size: int, directory: Path) -> list[Any]:
     """Results of `function` for the cases at rank 0, one after the other, by `world_size` new processes."""
-    directory.mkdir(exist_ok=True)
-    mp.spawn(_main, args=(world_size, function, list(cases), str(directory)), nprocs=world_size)
-    return pickle.loads((directory / "outcomes.pickle").read_bytes())
+    return run_in_group(_run_all, (function, list(cases)), world_size, directory)
 
 
-def _main(rank: int, world_size: int, function: Any, cases: list[Case], directory: str) -> None:
-    torch.set_num_threads(1)
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size)
-    outcomes = [function(case) for case in cases]
-    if rank == 0:
-        (Path(directory) / "outcomes.pickle").write_bytes(pickle.dumps(outcomes))
-    dist.destroy_process_group()
+def _run_all(function: Callable[[Case], Any], cases: list[Case]) -> list[Any]:
+    return [function(case) for case in cases]

@@ -1,0 +1,168 @@
+"""Plans of the shipped recipes beside their dry runs: the tables of docs/recipes.md.
+
+    python -m benchmarks.recipes --dry-run [--recipe llama-3.1-8b]     # minutes to an hour of a core each
+    python -m benchmarks.recipes --write                               # the tables, from plans and stored dry runs
+
+A dry run takes a recipe's whole depth, so its figures are stored (`benchmarks/dry_runs.json`): each is written when it
+is there, and a recipe that has been run is left out the next time unless it is named. Teachers' shapes are those of
+`tests/recipes.py`; no network is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from swiftkv_platform.orchestration.estimates import Estimate, estimate
+from swiftkv_platform.planning.job_plan import PhasePlan
+from swiftkv_platform.specs import JobSpec, load_spec
+from tests.recipes import RECIPES, teacher_config
+
+FOUND = Path(__file__).with_name("dry_runs.json")
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+BEGIN, END = "<!-- tables: python -m benchmarks.recipes --write -->", "<!-- end of tables -->"
+NUM_TOKENS = 160_000_000
+"""Tokens of an epoch of the published models' recipes (paper, appendix B.1); one has 10% more (appendix D)."""
+PHASES = ("prepare", "calibrate", "train", "evaluate", "publish")
+COLLECTIVES = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter"}
+
+Found = dict[str, dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="run recipes dry and store what is found")
+    parser.add_argument("--recipe", action="append", help="name of one to run, again if need be; repeats")
+    parser.add_argument("--found", type=Path, default=FOUND, help="file of the figures that are found")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/recipes.md")
+    options = parser.parse_args()
+    if options.dry_run:
+        run_dry(options.recipe, options.found)
+    if options.write:
+        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), read_found(options.found)), encoding="utf-8")
+    if not options.dry_run and not options.write:
+        print(tables(read_found(options.found)))
+
+
+def recipes() -> dict[str, JobSpec]:
+    """Recipes that train one model, by name."""
+    specs = {path.stem: load_spec(path) for path in RECIPES}
+    return {name: spec for name, spec in specs.items() if spec.sweep is None}
+
+
+def read_found(path: Path) -> Found:
+    """Dry runs by recipe, as `jobs.dry_run.DryRun` has them."""
+    found: Found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def run_dry(names: Sequence[str] | None, path: Path) -> None:
+    """Run recipes dry, those of `names` or all that are missing, and store each as soon as it is there."""
+    from jobs.dry_run import dry_run
+
+    found = read_found(path)
+    able = {name: spec for name, spec in recipes().items() if spec.sharding.strategy == "fsdp2"}
+    for name in [name for name in able if name not in found] if names is None else names:
+        result = dry_run(able[name], teacher_config(able[name]))
+        found[name] = result.model_dump(mode="json")
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)  # noqa: PTH105
+        print(f"{name}: {result.train.peak / 1e9:.1f} GB in training", flush=True)
+
+
+def planned(name: str, spec: JobSpec) -> Estimate:
+    """The plan of a recipe with the data of the paper, where it has them."""
+    num_tokens = None if name.startswith("builtin-") else NUM_TOKENS
+    return estimate(spec, teacher_config(spec), (), num_tokens=num_tokens)
+
+
+def tables(found: Found) -> str:
+    """Memory, disk and time as planned, and collectives as found."""
+    plans = {name: planned(name, spec) for name, spec in recipes().items()}
+    published = {name: plan for name, plan in plans.items() if not name.startswith("builtin-")}
+    shown = {name: plan for name, plan in plans.items() if name in published or name in found}
+    memory = [memory_row(name, plan, found.get(name)) for name, plan in shown.items()]
+    needs = [needs_row(name, plan) for name, plan in published.items()]
+    parts = [
+        "GB of a worker, planned, and behind it as a dry run in whole depth has found, where one is stored:",
+        markdown(("Recipe", "workers", "train", "calibrate", "evaluate", "host"), memory),
+        "GB and minutes of the job, planned:",
+        markdown(("Recipe", "nodes", "a node's disk", "store", "downloads", "uploads", *PHASES), needs),
+    ]
+    if found:
+        columns = ("Recipe", "micro batches", *COLLECTIVES.values(), "others")
+        rows = [collectives_row(name, run) for name, run in sorted(found.items())]
+        parts += ["Collectives of a worker in a step, found by a dry run: calls and GB.", markdown(columns, rows)]
+    return "\n\n".join(parts)
+
+
+def with_tables(page: str, found: Found) -> str:
+    """A page with the tables between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables(found)}\n\n{END}{after}"
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def memory_row(name: str, plan: Estimate, run: dict[str, Any] | None) -> tuple[str, ...]:
+    by_name = {phase.phase: phase for phase in plan.phases}
+    cells = [_beside(by_name.get(phase), (run or {}).get(phase)) for phase in ("train", "calibrate", "evaluate")]
+    on_gpus = plan.phases[0].device_bytes is not None
+    host = _gb(max(phase.host_bytes for phase in plan.phases)) if on_gpus else ""
+    return f"`{name}`", f"{by_name['train'].num_workers}", *cells, host
+
+
+def _beside(phase: PhasePlan | None, found: dict[str, Any] | None) -> str:
+    if phase is None:
+        return ""
+    need = phase.host_bytes if phase.device_bytes is None else phase.device_bytes
+    return _gb(need) if found is None else f"{_gb(need)} / {_gb(found['peak'])}"
+
+
+def needs_row(name: str, plan: Estimate) -> tuple[str, ...]:
+    phases = {phase.phase: phase for phase in plan.phases}
+    assert plan.assumptions is not None
+    return (
+        f"`{name}`",
+        f"{plan.assumptions.num_nodes}",
+        _gb(max(phase.node_disk.total for phase in plan.phases)),
+        _gb(max(phase.store.total for phase in plan.phases)),
+        _gb(sum(phase.downloaded_bytes for phase in plan.phases)),
+        _gb(sum(phase.uploaded_bytes for phase in plan.phases)),
+        *(_minutes(phases.get(name)) for name in PHASES),
+    )
+
+
+def collectives_row(name: str, run: dict[str, Any]) -> tuple[str, ...]:
+    calls = {each["name"]: each for each in run["collectives"]}
+    others = [each for key, each in calls.items() if key not in COLLECTIVES]
+    cells = [_calls([calls[key]] if key in calls else []) for key in COLLECTIVES]
+    return f"`{name}`", f"{run['num_micro_batches']}", *cells, _calls(others)
+
+
+def _calls(collectives: Sequence[dict[str, Any]]) -> str:
+    if not collectives:
+        return ""
+    return f"{sum(each['calls'] for each in collectives):,}, {_gb(sum(each['num_bytes'] for each in collectives))}"
+
+
+def _minutes(phase: PhasePlan | None) -> str:
+    return "" if phase is None or phase.seconds is None else f"{phase.seconds / 60:,.0f}"
+
+
+def _gb(num_bytes: float) -> str:
+    value = num_bytes / 1e9
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 0.1 else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,5 @@
-"""Runs that are steered by their held-out KL: what is measured, where they go back to, and that a run cut anywhere goes
-on as if it had not been.
+"""Runs that are steered by their held-out KL: measurements, steps back, and that a run cut anywhere goes on as if it had
+not been.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ TWO_WORKERS: list[dict[str, Any]] = [
 
 @pytest.mark.slow  # two processes, which load DeepSpeed
 def test_every_strategy_steers_two_workers_alike(tmp_path: Path) -> None:
-    """What is measured, what a search takes, and the start that is come back to."""
+    """Measurements, searched rates, and the start that training comes back to."""
     shared: dict[str, Any] = {"resources": {"num_workers": 2}, "distillation": {"trainable": "all"}}
     ruined = {"optimizer": {**RUINOUS, "weight_decay": 0.0}, "training": {**EVERY_STEP, "guard": {"max_rollbacks": 0}}}
     searched = {"optimizer": SEARCHED, "training": {"max_steps": 160, "validation": {"every_steps": 2}}}

@@ -143,7 +143,7 @@ class Model:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Of each model and optimizer, whether what was promised of the defaults holds."""
+    """Tell for each model and optimizer whether the promises of the defaults hold."""
     found = []
     for model, optimizer in dict.fromkeys((row["model"], row["optimizer"]) for row in rows):
         runs = {row["trainable"]: row for row in rows if (row["model"], row["optimizer"]) == (model, optimizer)}

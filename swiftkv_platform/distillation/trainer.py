@@ -52,7 +52,7 @@ class StepMetrics:
     tokens_per_second: float
     world_size: int
     held_out_kl: float | None = None
-    """Of the state after the step, where that is measured."""
+    """KL of the state after the step, where that is measured."""
 
     def point(self) -> dict[str, float]:
         """A flat mapping, for events and trackers."""

@@ -1,5 +1,5 @@
-"""Runs that are steered by their held-out KL: measurements, steps back, and that a run cut anywhere goes on as if it had
-not been.
+"""Runs that are steered by their held-out KL: measurements, steps back, and that a run cut anywhere goes on as if it
+had not been.
 """
 
 from __future__ import annotations

@@ -4,18 +4,25 @@ had not been.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.reasons import CourseCode
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.held_out import HeldOut
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import publish_directory, read_manifest
 from tests.numerics.distillation_worker import Outcome, Run, group_of_one, run, run_spawned
 
 RUINOUS = {"learning_rate": 0.5, "warmup_ratio": 0.0, "schedule": "constant"}
@@ -249,7 +256,7 @@ def test_a_checkpoint_of_a_version_before_goes_on_as_it_did(tmp_path: Path) -> N
     whole = run(Run(store=str(tmp_path / "whole"), spec={"training": {"max_steps": 6}}))
     run(Run(store=str(tmp_path / "cut"), spec={"training": {"max_steps": 6}}, stop_after=3))
     for directory in _checkpoints(tmp_path, "cut"):
-        _remove_course(directory)
+        _remove_course(directory, tmp_path / directory.name)
     second = _run(tmp_path, "cut", training={"max_steps": 6, "keep_best": False})
 
     assert [metrics.step for metrics in second.steps] == [3, 4, 5, 6]
@@ -257,32 +264,17 @@ def test_a_checkpoint_of_a_version_before_goes_on_as_it_did(tmp_path: Path) -> N
     _assert_equal(second, whole)
 
 
-def _remove_course(directory: Path) -> None:
-    """Save a checkpoint again without its course, as it was before there was one."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from swiftkv_platform.contract.attempts import Manifest
-    from swiftkv_platform.storage.addresses import open_store
-    from swiftkv_platform.storage.artifacts import upload_files, write_manifest
-
+def _remove_course(directory: Path, scratch: Path) -> None:
+    """Write a checkpoint again without its course, as it was before there was one."""
     stored = FileSystemReader(directory).read_metadata().state_dict_metadata
     kept: dict[str, torch.Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in stored.items()
-        if not name.startswith("progress.course.")
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith("progress.course.")
     }
     load(kept, storage_reader=FileSystemReader(directory))
-    manifest = Manifest.model_validate_json((directory / "manifest.json").read_bytes())
-    _empty(directory)
-    save(kept, storage_writer=FileSystemWriter(directory))
+    save(kept, storage_writer=FileSystemWriter(scratch))
     store = open_store(str(directory.parent))
-    files = upload_files(store, directory, directory.name)
-    write_manifest(store, directory.name, files, kind="checkpoint", lineage=manifest.lineage, metrics={})
-
-
-def _empty(directory: Path) -> None:
-    files: Sequence[Path] = list(directory.rglob("*"))
-    for path in files:
-        path.unlink()
+    lineage = read_manifest(store, directory.name).lineage
+    shutil.rmtree(directory)
+    publish_directory(store, scratch, directory.name, kind="checkpoint", lineage=lineage, metrics={})

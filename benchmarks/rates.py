@@ -3,7 +3,7 @@ warm-up, at equal tokens.
 
     python -m benchmarks.rates [--stories DIR] [--trained DIR] [--optimizers adamw muon] [--steps 500]
                                [--output rates.json]
-    python -m benchmarks.rates --short      # the built-in teacher, a few dozen steps: does it run?
+    python -m benchmarks.rates --short      # the built-in teacher, a few small steps: does it run?
 
 Models: the built-in teacher; a Llama of 3.15M parameters and one of a depth drawn by `--seed`, with l drawn as well,
 both trained here for `--hours` on the standard library's sources (kept in `--trained`); stories260K, where `--stories`
@@ -143,7 +143,7 @@ class Model:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
-    """Of each model and optimizer, whether what was promised of the defaults holds."""
+    """Tell for each model and optimizer whether the promises of the defaults hold."""
     found = []
     for model, optimizer in dict.fromkeys((row["model"], row["optimizer"]) for row in rows):
         runs = {row["trainable"]: row for row in rows if (row["model"], row["optimizer"]) == (model, optimizer)}
@@ -159,7 +159,7 @@ def verdicts(rows: Sequence[Row]) -> list[Row]:
 def model_specs(args: argparse.Namespace, directory: Path) -> dict[str, JobSpec]:
     """The models that there are, by name."""
     if args.short:
-        return {"built-in": _spec(args, BUILTIN_TEACHER)}
+        return {"built-in": _spec(args, BUILTIN_TEACHER, calibration_tokens=1024)}
     kept = args.trained or directory / "teachers"
     drawn = random.Random(args.seed)
     depth = drawn.randint(*DEPTHS)
@@ -176,16 +176,17 @@ def model_specs(args: argparse.Namespace, directory: Path) -> dict[str, JobSpec]
 
 def _spec(args: argparse.Namespace, model: str, **swiftkv: Any) -> JobSpec:
     """Names neither rate nor warm-up nor anything else that decides how well a run goes, but for its length."""
+    length, batch_size = (128, 2) if args.short else (256, 8)
     return JobSpec.model_validate(
         {
             "name": "rates",
             "model": {"name_or_path": model},
             "swiftkv": swiftkv,
-            "data": {"max_length": 256, "sources": [{"name_or_path": "builtin:python-stdlib"}]},
-            "training": {"batch_size": 8, "micro_batch_size": 8, "max_steps": args.steps},
+            "data": {"max_length": length, "sources": [{"name_or_path": "builtin:python-stdlib"}]},
+            "training": {"batch_size": batch_size, "micro_batch_size": batch_size, "max_steps": args.steps},
             "sharding": {"strategy": "ddp"},
             "resources": {"num_workers": 1},
-            "evaluation": {"max_tokens": 4096 if args.short else 32768},
+            "evaluation": {"max_tokens": 1024 if args.short else 32768},
         }
     )
 
@@ -201,15 +202,16 @@ def _trained(directory: Path, num_layers: int, args: argparse.Namespace) -> str:
 
 def main() -> int:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--short", action="store_true", help="the built-in teacher and few steps")
-    parser.add_argument("--steps", type=int, help="of 8 rows of 256 tokens; default: 500, with --short 40")
-    parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), default=["adamw", "muon"])
+    parser.add_argument("--short", action="store_true", help="the built-in teacher and few, small steps")
+    parser.add_argument("--steps", type=int, help="of 8 rows of 256 tokens; default: 500, with --short 8")
+    parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), help="default: both, with --short adamw")
     parser.add_argument("--stories", type=Path, help="directory of stories260K")
     parser.add_argument("--trained", type=Path, help="directory of the teachers that are trained here, kept and reused")
     parser.add_argument("--hours", type=float, default=0.25, help="training of each of them")
     parser.add_argument("--seed", type=int, default=0, help="draws the depth and l of one of them")
     args = parser.parse_args()
-    args.steps = args.steps or (40 if args.short else 500)
+    args.steps = args.steps or (8 if args.short else 500)
+    args.optimizers = args.optimizers or (["adamw"] if args.short else ["adamw", "muon"])
     with tempfile.TemporaryDirectory(prefix="bench-rates-") as name:
         directory = Path(name)
         dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from jobs.attempt.chosen import (
     CHOSEN_STEP,
@@ -65,7 +66,7 @@ class AttemptCheckpoints:
     def commit(self, name: str, files: Mapping[str, ManifestFile], progress: Progress, world_size: int) -> None:
         key = join_key(self._prefix, name)
         course = progress.course
-        lineage = {"step": progress.step, "tokens": progress.tokens, "world_size": world_size}
+        lineage: dict[str, Any] = {"step": progress.step, "tokens": progress.tokens, "world_size": world_size}
         if course.is_measured:
             lineage |= {CHOSEN_STEP: chosen_step(course, self._training), ENDED: bool(course.ended)}
             lineage |= {"best_step": course.best_step, "best_kl": course.best_kl, "start_kl": course.start_kl}

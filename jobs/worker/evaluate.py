@@ -242,7 +242,7 @@ def _findable(name: str) -> str:
 
 
 def _training(lineage: Mapping[str, Any]) -> TrainingOutcome:
-    """What the manifest of a checkpoint says of the state in it."""
+    """Facts about the state in a checkpoint, from its manifest."""
     step = int(lineage["step"])
     is_best = lineage.get("best_step") == step
     return TrainingOutcome(

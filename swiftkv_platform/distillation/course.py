@@ -62,7 +62,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a measurement brings about."""
+    """Consequence of a measurement."""
 
     course: Course
     """From here on."""
@@ -143,7 +143,7 @@ class CourseNote:
 
 
 def rate_note(course: Course, tried: list[TriedRate]) -> CourseNote:
-    """What is told of the peak rate that a run was given, where no rate was asked for.
+    """Note of the peak rate that a run was given, where no rate was asked for.
 
     Args:
         tried: the search; empty where the size of what is trained alone bounds the rate.
@@ -174,7 +174,7 @@ _WHY = {
 
 
 def turn_notes(turn: Turn, kl: float, step: int, rate: float, chosen: int | None) -> list[CourseNote]:
-    """What is told of a turn: nothing, that training goes back, that it ends, or both.
+    """Notes of a turn: none, that training goes back, that it ends, or both.
 
     Args:
         rate: the peak learning rate from here on.

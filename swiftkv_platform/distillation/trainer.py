@@ -52,7 +52,7 @@ class StepMetrics:
     tokens_per_second: float
     world_size: int
     held_out_kl: float | None = None
-    """Of the state after the step, where that is measured."""
+    """KL of the state after the step, where that is measured."""
 
     def point(self) -> dict[str, float]:
         """A flat mapping, for events and trackers."""
@@ -149,13 +149,15 @@ class Trainer:
         return progress.step >= self._total_steps or bool(progress.course.ended)
 
     def _begin(self, progress: Progress) -> Progress:
-        """Measure the start, settle the rate, and save both; of a run that goes on there is nothing to do."""
-        if self._held_out is None or self._is_over(progress) or progress.course.is_measured:
+        """Settle warm-up and rate, measure the start, and save it; of a run that goes on there is nothing to do."""
+        if progress.course.is_measured or self._is_over(progress):
             return progress
-        start_kl, course = self._held_out.measure(), progress.course
         if progress.step == 0:
-            course = replace(course, warmup_steps=default_warmup_steps(self._spec.optimizer, self._total_steps))
-        course = measured(course, start_kl, progress.step, self._spec.training).course
+            warmup_steps = default_warmup_steps(self._spec.optimizer, self._total_steps)
+            progress = replace(progress, course=replace(progress.course, warmup_steps=warmup_steps))
+        if self._held_out is None:
+            return progress
+        course = measured(progress.course, self._held_out.measure(), progress.step, self._spec.training).course
         if progress.step == 0 and self._spec.optimizer.rate_search:
             course = self._settle_rate(course, self._held_out)
         progress = replace(progress, course=course)

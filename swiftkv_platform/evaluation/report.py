@@ -113,10 +113,10 @@ class TrainingOutcome(FrozenModel):
     """Optimizer steps done."""
     reason: Literal["lowest_held_out_kl", "last_step"]
     held_out_kl: float | None = None
-    """Of that state, in nats, on the few rows that are measured while a job trains; the report's own figures take more
-    of them."""
+    """KL of that state, in nats, on the few rows that are measured while a job trains; the report's own figures take
+    more of them."""
     start_kl: float | None = None
-    """Of the state before training, on the same rows."""
+    """KL of the state before training, on the same rows."""
 
 
 class Report(FrozenModel):

@@ -97,8 +97,8 @@ class OptimizerSpec(Spec):
     ones, at most 3e-3; far lower with `trainable: all`."""
     rate_search: bool | None = None
     """Try a few rates for a few steps each before training, and take the one whose held-out KL falls furthest; the
-    steps come on top of the run's, at most a tenth of them. Default: where `learning_rate` is left out. With one given,
-    the search begins there."""
+    steps come on top of the run's, at most 15% of them. Default: where `learning_rate` is left out. With one given,
+    the search begins there, with `trainable: all` at a fifth of it."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.05
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
     """AdamW's."""

@@ -1,21 +1,29 @@
-"""Runs that are steered by their held-out KL: what is measured, where they go back to, and that a run cut anywhere goes
-on as if it had not been.
+"""Runs that are steered by their held-out KL: measurements, steps back, and that a run cut anywhere goes on as if it
+had not been.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.reasons import CourseCode
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
-from tests.numerics.distillation_worker import Outcome, Run, group_of_one, run
+from swiftkv_platform.distillation.held_out import HeldOut
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import publish_directory, read_manifest
+from tests.numerics.distillation_worker import Outcome, Run, group_of_one, run, run_spawned
 
 RUINOUS = {"learning_rate": 0.5, "warmup_ratio": 0.0, "schedule": "constant"}
 """A rate that raises the held-out KL within a step."""
@@ -147,16 +155,20 @@ def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     assert again.steps == []
 
 
-def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path) -> None:
-    spec = {"optimizer": {"learning_rate": 0.05, "schedule": "constant"}, "checkpoint": {"every_steps": 1, "keep": 1}}
-    outcome = _run(tmp_path, "s", training={"guard": None, "max_steps": 12}, spec=spec)
+def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = iter([0.5, 0.4, 0.3, 0.35, 0.32, 0.31])
+    spec = {
+        "optimizer": {"schedule": "constant", "warmup_ratio": 0.0},
+        "checkpoint": {"every_steps": 1, "keep": 1},
+    }
+    with monkeypatch.context() as scripted:
+        scripted.setattr(HeldOut, "measure", lambda _: next(figures))
+        outcome = _run(tmp_path, "s", training={"max_steps": 5}, spec=spec)
+    until_best = _run(tmp_path, "b", training={"max_steps": 2}, spec=spec)
 
-    end = outcome.notes[-1].data
-    best = end["chosen_step"]
-    assert best == min(outcome.steps, key=lambda metrics: metrics.held_out_kl or 0.0).step < 12
-    assert [path.name[:13] for path in _checkpoints(tmp_path, "s")] == [f"step-{best:08d}", "step-00000012"]
+    assert outcome.notes[-1].data["chosen_step"] == 2
+    assert [path.name[:13] for path in _checkpoints(tmp_path, "s")] == ["step-00000002", "step-00000005"]
     kept = TrainedTensors(_checkpoints(tmp_path, "s")[0])
-    until_best = _run(tmp_path, "b", training={"guard": None, "max_steps": best}, spec=spec)
     for name, tensor in until_best.trained.items():
         assert kept[name].equal(tensor), name
 
@@ -200,12 +212,51 @@ def test_a_resumed_run_does_not_search_again(tmp_path: Path, strategy: str) -> N
     _assert_equal(second, whole)
 
 
+TWO_WORKERS: list[dict[str, Any]] = [
+    {"strategy": "ddp"},
+    {"strategy": "fsdp2"},
+    *({"strategy": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)),
+]
+
+
+@pytest.mark.slow  # two processes, which load DeepSpeed
+def test_every_strategy_steers_two_workers_alike(tmp_path: Path) -> None:
+    """Measurements, searched rates, and the start that training comes back to."""
+    shared: dict[str, Any] = {"resources": {"num_workers": 2}, "distillation": {"trainable": "all"}}
+    ruined = {"optimizer": {**RUINOUS, "weight_decay": 0.0}, "training": {**EVERY_STEP, "guard": {"max_rollbacks": 0}}}
+    searched = {"optimizer": SEARCHED, "training": {"max_steps": 160, "validation": {"every_steps": 2}}}
+    scenarios = [
+        Run(
+            store=str(tmp_path / f"{number}-{name}"),
+            held_out=True,
+            stop_after=4 if name == "searched" else None,
+            spec={**shared, **sections, "sharding": sharding},
+        )
+        for number, sharding in enumerate(TWO_WORKERS)
+        for name, sections in (("ruined", ruined), ("searched", searched))
+    ]
+    outcomes = run_spawned(scenarios, 2, tmp_path)
+    for number, outcome in enumerate(outcomes):
+        expected = outcomes[number % 2]
+        assert _actions(outcome) == _actions(expected)
+        assert _kls(outcome) == pytest.approx(_kls(expected), rel=1e-3)
+        for note, other in zip(outcome.notes, expected.notes, strict=True):
+            assert note.data["learning_rate"] == pytest.approx(other.data["learning_rate"], rel=1e-3)
+    for ruined_outcome in outcomes[2::2]:
+        _assert_close(ruined_outcome, outcomes[0])
+
+
+def _assert_close(actual: Outcome, expected: Outcome) -> None:
+    for name, tensor in expected.trained.items():
+        torch.testing.assert_close(actual.trained[name], tensor, msg=name)
+
+
 def test_a_checkpoint_of_a_version_before_goes_on_as_it_did(tmp_path: Path) -> None:
     """It has no course: the spec's rate and its warm-up hold, and held-out KL is measured from there."""
     whole = run(Run(store=str(tmp_path / "whole"), spec={"training": {"max_steps": 6}}))
     run(Run(store=str(tmp_path / "cut"), spec={"training": {"max_steps": 6}}, stop_after=3))
     for directory in _checkpoints(tmp_path, "cut"):
-        _remove_course(directory)
+        _remove_course(directory, tmp_path / directory.name)
     second = _run(tmp_path, "cut", training={"max_steps": 6, "keep_best": False})
 
     assert [metrics.step for metrics in second.steps] == [3, 4, 5, 6]
@@ -213,32 +264,17 @@ def test_a_checkpoint_of_a_version_before_goes_on_as_it_did(tmp_path: Path) -> N
     _assert_equal(second, whole)
 
 
-def _remove_course(directory: Path) -> None:
-    """Save a checkpoint again without its course, as it was before there was one."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from swiftkv_platform.contract.attempts import Manifest
-    from swiftkv_platform.storage.addresses import open_store
-    from swiftkv_platform.storage.artifacts import upload_files, write_manifest
-
+def _remove_course(directory: Path, scratch: Path) -> None:
+    """Write a checkpoint again without its course, as it was before there was one."""
     stored = FileSystemReader(directory).read_metadata().state_dict_metadata
     kept: dict[str, torch.Tensor] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in stored.items()
-        if not name.startswith("progress.course.")
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith("progress.course.")
     }
     load(kept, storage_reader=FileSystemReader(directory))
-    manifest = Manifest.model_validate_json((directory / "manifest.json").read_bytes())
-    _empty(directory)
-    save(kept, storage_writer=FileSystemWriter(directory))
+    save(kept, storage_writer=FileSystemWriter(scratch))
     store = open_store(str(directory.parent))
-    files = upload_files(store, directory, directory.name)
-    write_manifest(store, directory.name, files, kind="checkpoint", lineage=manifest.lineage, metrics={})
-
-
-def _empty(directory: Path) -> None:
-    files: Sequence[Path] = list(directory.rglob("*"))
-    for path in files:
-        path.unlink()
+    lineage = read_manifest(store, directory.name).lineage
+    shutil.rmtree(directory)
+    publish_directory(store, scratch, directory.name, kind="checkpoint", lineage=lineage, metrics={})

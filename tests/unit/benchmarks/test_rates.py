@@ -1,4 +1,4 @@
-"""What the benchmark of defaults says of its runs."""
+"""Verdicts of the benchmark of defaults on its runs."""
 
 from __future__ import annotations
 

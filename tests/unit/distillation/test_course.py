@@ -1,4 +1,4 @@
-"""What a measurement of held-out KL makes of a run, and what is said of it."""
+"""The turns of a run by its measurements of held-out KL, and the notes of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which held-out rows are measured, how often, and at which cost."""
+"""The choice of held-out rows, and how often they are measured."""
 
 from __future__ import annotations
 

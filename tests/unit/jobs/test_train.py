@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,8 @@ from jobs.worker.train import _RankZero
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import AttemptEvent
+from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.specs import JobSpec
@@ -92,3 +95,24 @@ def test_a_checkpoint_comes_after_the_metrics_of_its_steps(monkeypatch: pytest.M
     (place,) = (place for place, event in enumerate(events) if event.type == "checkpoint")
     assert steps(events[:place]) == [1, 2, 3, 4, 5]
     assert steps(events[place:]) == [6]
+
+
+def test_a_step_back_is_a_warning_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = InMemoryObjectStore()
+    note = CourseNote("back to step 3", {"action": "rollback", "code": CourseCode.HELD_OUT_KL_ABOVE_START, "step": 5})
+    with rank_zero(store, monkeypatch) as listener:
+        listener.on_course(note)
+
+    (event,) = (event for event in said(store) if event.type == "course")
+    assert (event.level, event.message) == ("warn", "back to step 3")
+    assert event.data == {"action": "rollback", "code": "held_out_kl_above_start", "step": 5}
+
+
+def test_a_measurement_is_a_metric_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = InMemoryObjectStore()
+    with rank_zero(store, monkeypatch) as listener:
+        listener.on_step(step(1))
+        listener.on_step(replace(step(2), held_out_kl=0.25))
+
+    points = [point for event in said(store) if event.type == "metrics" for point in event.data["points"]]
+    assert [point.get("held_out_kl") for point in points] == [None, 0.25]

@@ -313,6 +313,17 @@ def test_steps_repeated_after_a_worker_was_lost_count_once(plane: Plane) -> None
     assert plane.get(job).progress.seconds_remaining == 40  # ten seconds a step since the restart, four are left
 
 
+def test_a_turn_of_training_is_among_the_jobs_events_with_its_reason(plane: Plane) -> None:
+    job = plane.submit()
+    reconciler = plane.reconciler()
+    reconciler.tick()
+    plane.worker(job).say("course", action="rollback", code="held_out_kl_diverged", step=5, best_step=3)
+    reconciler.tick()
+    [event] = [event for event in plane.events(job) if event.data.get("action") == "rollback"]
+    assert event.type == "message"
+    assert (event.data["code"], event.data["best_step"]) == ("held_out_kl_diverged", 3)
+
+
 def test_an_event_that_makes_no_sense_becomes_a_warning(plane: Plane) -> None:
     job = plane.submit()
     reconciler = plane.reconciler()

@@ -210,14 +210,19 @@ def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
 
 @contextmanager
 def whole_model(
-    source: str | Path, *, base_model: str | Path | None = None, find_base: FindBase | None = None, **arguments: Any
+    source: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    find_base: FindBase | None = None,
+    **arguments: Any,
 ) -> Iterator[tuple[str | Path, AdapterConfig | None]]:
     """The model to read in the place of `source`, and its adapter: of an adapter a directory for as long as the block
     lasts, of anything else `source` itself and None.
 
     Args:
         base_model: directory or hub id of the base.
-        find_base: where base models are if that is not given; None: by their names, as a job's `model.name_or_path`, without `s3://`.
+        find_base: where base models are if that is not given; None: by their names, as those of a job's teachers, but
+            for `s3://`.
         arguments: those of `from_pretrained` that say where on the hub `source` is.
 
     Raises:

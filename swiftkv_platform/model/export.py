@@ -64,6 +64,7 @@ def export(
     target = Path(target)
     check_new(target)
     if isinstance(student, str | Path):
+        read_config(student, revision)  # says what is wrong before the hub is asked for weights
         with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
             of_hub = revision if adapter is None else None
             return _export_files(whole, target, teacher, files, of_hub, progress)

@@ -125,7 +125,7 @@ class RayServe:
         return state
 
 
-def _application(deployment: ResolvedDeployment, api_keys_file: Path | None, access: Access) -> dict[str, Any]:
+def _application(deployment: ResolvedDeployment, api_keys_file: Path | None, access: Access = OPEN) -> dict[str, Any]:
     """A deployment in Serve's config; the application's name is the deployment's id.
 
     A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment

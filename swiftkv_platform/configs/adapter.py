@@ -219,7 +219,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _sha256(tensor: torch.Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)  # one of no dimensions has no bytes to view
-    return hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -210,24 +210,37 @@ def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
 
 @contextmanager
 def whole_model(
-    source: str | Path, *, find_base: FindBase | None = None, **arguments: Any
+    source: str | Path,
+    *,
+    base_model: str | Path | None = None,
+    find_base: FindBase | None = None,
+    **arguments: Any,
 ) -> Iterator[tuple[str | Path, AdapterConfig | None]]:
     """The model to read in the place of `source`, and its adapter: of an adapter a directory for as long as the block
     lasts, of anything else `source` itself and None.
 
     Args:
-        find_base: where base models are; None: by their names, as a job's `model.name_or_path`, without `s3://`.
+        base_model: directory or hub id of the base.
+        find_base: where base models are if that is not given; None: by their names, as those of a job's teachers, but
+            for `s3://`.
         arguments: those of `from_pretrained` that say where on the hub `source` is.
 
     Raises:
-        ModelError: an adapter without its base.
+        ModelError: an adapter without its base, or a `base_model` for what is no adapter.
     """
     directory = _adapter_directory(source, arguments)
     adapter = None if directory is None else read_adapter(directory)
     if directory is None or adapter is None:
+        if base_model is not None:
+            raise ModelError(
+                f"base_model is {str(base_model)!r}, and {str(source)!r} is no adapter; leave it out",
+                field="base_model",
+                value=str(base_model),
+            )
         yield source, None
         return
-    base = Checkpoint.open((find_base or _by_name)(adapter.base), revision=adapter.base.revision)
+    found = (find_base or _by_name)(adapter.base) if base_model is None else base_model
+    base = Checkpoint.open(found, revision=adapter.base.revision)
     with tempfile.TemporaryDirectory(prefix="swiftkv-whole-") as workspace:
         target = Path(workspace)
         assemble(directory, adapter, base, target, "symlink")
@@ -248,8 +261,7 @@ def readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[st
     if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
         yield source, None
         return
-    find_base = None if base_model is None else (lambda _: base_model)
-    with whole_model(source, find_base=find_base, **arguments) as (directory, adapter):
+    with whole_model(source, base_model=base_model, **arguments) as (directory, adapter):
         if adapter is not None:
             for name in hub_arguments(arguments):
                 del arguments[name]

@@ -64,8 +64,8 @@ def export(
     target = Path(target)
     check_new(target)
     if isinstance(student, str | Path):
-        find_base = None if base_model is None else (lambda _: base_model)
-        with whole_model(student, find_base=find_base, revision=revision) as (whole, adapter):
+        read_config(student, revision)  # says what is wrong before the hub is asked for weights
+        with whole_model(student, base_model=base_model, revision=revision) as (whole, adapter):
             of_hub = revision if adapter is None else None
             return _export_files(whole, target, teacher, files, of_hub, progress)
     config, dropped = _checked(student.config, str(student.config.name_or_path), teacher=teacher)

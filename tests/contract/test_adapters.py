@@ -1,4 +1,4 @@
-"""Contract of adapters in an object store, whichever it is: published, fetched and applied to a base that lies there too."""
+"""Contract of adapters in an object store: published, fetched, and applied to a base that lies there too."""
 
 from __future__ import annotations
 

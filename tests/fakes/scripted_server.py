@@ -112,7 +112,7 @@ def serve(script: Script) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(answer.body)
 
-        do_GET = do_POST = do_DELETE = do_PATCH = _handle  # noqa: N815 (http.server's names)
+        do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = _handle  # noqa: N815 (http.server's names)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (http.server's name)
             """Silent."""

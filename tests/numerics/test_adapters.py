@@ -151,7 +151,7 @@ def test_a_base_in_fp8_is_shared_where_the_student_keeps_its_files(tmp_path: Pat
     assert not export_adapter(tmp_path / "full", tmp_path / "adapter", base=tmp_path / "base").replaced
     assert torch.equal(logits(tmp_path / "adapter"), logits(tmp_path / "full"))
     dequantised = save(convert(tmp_path / "base", **SHAPE), tmp_path / "dequantised")
-    assert len(export_adapter(dequantised, tmp_path / "other", base=tmp_path / "base").replaced) == 5 * 7
+    assert len(export_adapter(dequantised, tmp_path / "other", base=tmp_path / "base").replaced) == 6 * 7
     assert torch.equal(logits(tmp_path / "other"), logits(dequantised))
     with pytest.raises(ModelError, match="stored in FP8"):
         check_can_be_base(Checkpoint.open(tmp_path / "base"), "publish.adapter")
@@ -198,6 +198,11 @@ def test_a_base_that_has_moved_is_named(base: Path, full: Path, tmp_path: Path) 
     assert torch.equal(logits(tmp_path / "adapter", base_model=tmp_path / "moved"), expected)
 
 
+def test_a_base_for_a_whole_model_is_refused(base: Path, full: Path) -> None:
+    with pytest.raises(ModelError, match="is no adapter; leave it out"):
+        logits(full, base_model=base)
+
+
 def test_a_flipped_bit_of_the_base_is_refused(base: Path, full: Path, tmp_path: Path) -> None:
     export_adapter(full, tmp_path / "adapter", base=base)
     shard = sorted(base.glob("*.safetensors"))[-1]
@@ -235,6 +240,27 @@ def test_a_damaged_adapter_is_refused(
     with pytest.raises(ModelError, match=message) as caught:
         logits(tmp_path / "adapter")
     assert caught.value.field == field
+
+
+def test_tensors_as_they_stream_by_are_checked_and_applied(base: Path, full: Path, tmp_path: Path) -> None:
+    """The vLLM plugin's way: the adapter's tensors, then the base's below a prefix."""
+    change(full, "layers.1.mlp.up_proj.weight")
+    adapter = export_adapter(full, tmp_path / "adapter", base=base)
+    own = list(tensors_of(tmp_path / "adapter").items())
+    of_base = [(f"base/{name}", tensor) for name, tensor in tensors_of(base).items()]
+
+    def apply(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return dict(adapter.apply(tensors, base_prefix="base/", source="adapter"))
+
+    assert equal(apply(own + of_base), tensors_of(full))
+    for tensors, message in (
+        (own[1:] + of_base, "'adapter' lacks 1 tensor"),
+        (own + of_base[1:], "lacks 1 tensor"),
+        ([*own, *of_base, ("base/x", torch.ones(1))], "also holds 1 tensor: x"),
+        ([*own, (of_base[0][0], of_base[0][1] + 1), *of_base[1:]], "has the SHA-256"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            apply(tensors)
 
 
 def test_an_adapter_of_everything_is_refused_with_its_size(base: Path, full: Path, tmp_path: Path) -> None:

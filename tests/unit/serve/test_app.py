@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from serve.app import build_app
+from serve.args import Served
 from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
+from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
+from tests.fakes.scripted_server import Script, json_answer, serve
 
 ARGS: dict[str, Any] = {"id": "dep_1", "model": "mdl_1", "artifact_uri": "/nowhere"}
 
@@ -87,3 +91,22 @@ def test_the_address_to_listen_on_is_the_one_clients_use() -> None:
 def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
     with pytest.raises(ClusterUnavailableError, match=r"127\.0\.0\.1:9 does not answer"):
         RayServe("http://127.0.0.1:9").status()
+
+
+def test_replicas_hold_base_models_to_their_tenants_rules() -> None:
+    spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", tenant="acme")
+    rules, script = SourceRules(roots=("/data/{tenant}",)), Script()
+    script.on("PUT", "/api/serve/applications/", json_answer({}))
+    configs = []
+    for access in (lambda tenant: rules.access(str(tenant), ("acme",)), lambda _: OPEN):
+        with serve(script) as url, closing(RayServe(url, access=access)) as cluster:
+            cluster.apply([spec])
+        (application,) = script.requests[-1].body["applications"]
+        configs.append(application["deployments"][0]["user_config"])
+    closed, opened = configs
+    assert Served.model_validate(closed).base_access.model_dump() == {
+        "roots": ("/data/acme",),
+        "hub_organizations": ("acme",),
+    }
+    assert "base_access" not in opened
+    assert closed["revision"] == opened["revision"]  # rules load nothing

@@ -25,6 +25,7 @@ from swiftkv_platform.specs.base import (
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.specs.parents import ParentReference
+from swiftkv_platform.specs.publish import PublishSpec
 from swiftkv_platform.specs.webhook import WebhookSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
@@ -239,10 +240,18 @@ class JobSpec(Spec):
     tracking: TrackingSpec = TrackingSpec()
     fault_tolerance: FaultToleranceSpec = FaultToleranceSpec()
     limits: LimitsSpec = LimitsSpec()
+    publish: PublishSpec | None = None
+    """Copy of the model outside the platform; null keeps it in the platform's object store alone."""
     webhook: WebhookSpec | None = None
     """Receiver that is told of the job's changes of status."""
     metadata: dict[Label, LabelValue] = Field(default={}, max_length=32)
     """Free key/value pairs, kept with the job and its model."""
+
+    @property
+    def only_publishes(self) -> bool:
+        """Whether it copies a model that there is, and makes none."""
+        names_model = self.training.from_ is not None and self.training.from_.startswith("mdl_")
+        return names_model and self.training.max_steps == 0 and self.publish is not None
 
     @property
     def rows_per_pass(self) -> int:

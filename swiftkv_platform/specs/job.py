@@ -261,6 +261,7 @@ class JobSpec(Spec):
     @model_validator(mode="after")
     def _continues_from_something(self) -> Self:
         training = self.training
+        value: str | bool | int
         if training.from_ is not None and self.sweep is not None:
             field, value, problem = "training.from", training.from_, "it does not go with sweep; leave out either"
         elif training.from_ is None and training.load_optimizer_state:

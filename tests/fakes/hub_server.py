@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"}, status=409)
             return
         self.hub.repositories[name] = {}
-        self.hub.private[name] = bool(asked.get("private"))
+        self.hub.private[name] = asked.get("visibility") == "private" or bool(asked.get("private"))
         self._answer({"url": f"{self.hub.url}/{name}"})
 
     def _preupload(self, repository: str, asked: dict[str, Any]) -> None:

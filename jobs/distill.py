@@ -27,6 +27,7 @@ from jobs.driver import (
     have_data_written,
     measure,
     needed_resources,
+    publish_copy,
     refuse_unshared_store,
     train,
     warn_if_too_large,
@@ -109,11 +110,15 @@ def _report(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
     )
 
 
-def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
-    """The phases of an attempt; returns the manifest of the published model."""
+def distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
+    """The phases of an attempt; returns the manifest of the model, None for a job that only publishes one."""
     reporter = Reporter(store, request.attempt_id, "driver")
     reporter.status("running")
     refuse_unshared_store(store)
+    if request.spec.only_publishes:
+        assert request.parent is not None, "a spec that only publishes names a model"
+        publish_copy(store, request, reporter, request.parent.key)
+        return None
     warn_if_too_large(reporter, request.spec)
     have_data_written(store, request, reporter)
     if request.spec.sweep is not None:
@@ -122,9 +127,26 @@ def distill(store: ObjectStore, request: AttemptRequest) -> Manifest:
         checkpoint, prepared = train(store, request, reporter)
         reporter.status("evaluating")
         manifest = measure(evaluate, store, request, reporter, checkpoint, prepared)
+    _try_to_publish(store, request, reporter)
     reporter.artifact(request.attempt_id.artifact_prefix, manifest)
     _clean_up(store, request)
     return manifest
+
+
+def _try_to_publish(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:
+    """Copy the model to where the spec publishes it. The model is made, so a place that does not take it is told of,
+    and undoes nothing."""
+    try:
+        publish_copy(store, request, reporter, request.attempt_id.artifact_prefix)
+    except StoppedError:
+        raise
+    except Exception as error:
+        failure = explain(error)
+        get_logger().error("not_published", code=failure.code, error=failure.message, exc_info=error)
+        message = (
+            f"the model is made, and could not be published: {failure.message}; `swiftkv models publish` tries again"
+        )
+        reporter.message(message, level="error", code=failure.code)
 
 
 def _clean_up(store: ObjectStore, request: AttemptRequest) -> None:

@@ -15,7 +15,7 @@ from jobs.attempt.control import LOOK_INTERVAL_S, look
 from jobs.attempt.events import Reporter
 from jobs.attempt.places import say_waiting
 from jobs.group import group_size, run_together
-from jobs.tasks import prepare, task_options, write
+from jobs.tasks import prepare, publish, task_options, write
 from jobs.values import STOPPED, Plan, StoppedError, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
@@ -90,6 +90,16 @@ def measure(
         request=request,
     )
     return manifest
+
+
+def publish_copy(store: ObjectStore, request: AttemptRequest, reporter: Reporter, key: str) -> None:
+    """Have a model copied to where the spec publishes it, if it does. Copying it again changes nothing."""
+    target = request.spec.publish.publication
+    if target is None:
+        return
+    say_waiting(reporter, request.spec, "publish")
+    url = wait_for(as_task(publish, request.spec.resources).remote(request, store.uri, key), store, request)
+    reporter.message(f"published to {url}", published={"to": target.to, "url": url})
 
 
 def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -> None:

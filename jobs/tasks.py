@@ -105,6 +105,24 @@ def evaluate(
         return evaluate_and_publish(request, store_uri, checkpoint, prepared)
 
 
+def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
+    """Copy the model at `key` to where the spec publishes it; returns its address there."""
+    configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
+    say_placed(open_store(store_uri), request, "publish")
+    from swiftkv_platform.reports.model_card import model_card
+    from swiftkv_platform.storage.publishing import publish as run
+
+    spec = request.spec.publish.publication
+    assert spec is not None, "called for a spec that publishes"
+    return run(
+        open_store(store_uri),
+        key,
+        spec.to,
+        card=lambda manifest: model_card(manifest.lineage, manifest.metrics, licence=None),
+        private=spec.private,
+    )
+
+
 @contextmanager
 def _evaluating(
     request: AttemptRequest, store_uri: str, stored: StoredPreparation, member: Member

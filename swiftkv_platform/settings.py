@@ -45,6 +45,9 @@ class Settings(BaseSettings):
     source_roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes that specs may read, `{tenant}` standing for the caller's; the hub and built-in
     sources are always open. None opens everything, or nothing else where there are API keys."""
+    publish_targets: tuple[str, ...] = ()
+    """Places that jobs may publish models to, `{tenant}` standing for the caller's: `hf://organization`,
+    `s3://bucket/prefix`, directories. None by default: the workers write there with their own credentials."""
     allow_code_tasks: bool = False
     """Let tasks of an evaluation run the code that a model writes (HumanEval, MBPP), on the workers and with what they
     may reach."""

@@ -37,12 +37,15 @@ from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.model.adapters import write_adapter
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.reports.evaluation import evaluation_page
+from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.sources import Access
+from swiftkv_platform.sources.licences import licence_of
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.publishing import CARD
 
 
 def evaluate_and_publish(
@@ -70,7 +73,7 @@ def evaluate_and_publish(
             run.log_report(report.model_dump(mode="json"), student.training.step)
             report.check_gates()
             lineage |= student.save(workspace / "artifact")
-            _write(files, workspace / "artifact")
+            _write(files | _card(lineage, report, student.licence), workspace / "artifact")
             manifest = _publish(store, request, workspace / "artifact", lineage, report.model_dump(mode="json"))
             run.log_artifact(manifest)
         return manifest
@@ -119,6 +122,7 @@ def publish_trial(
         _write(files, artifact)
         lineage = {name: value for name, value in lineage.items() if name != "checkpoint"}
         lineage |= {"job_id": request.job_id, "attempt": request.attempt, "trial": spec.name, **saved}
+        _write({CARD: model_card(lineage, trial.metrics, licence=student.licence)}, artifact)
         return _publish(open_store(store_uri), request, artifact, lineage, trial.metrics)
 
 
@@ -147,6 +151,8 @@ class _Student:
     lazy: LazyStudent
     tokenizer: PreTrainedTokenizerBase
     workspace: Path
+    licence: str | None
+    """Licence of the teacher, as its own files name it."""
     training: TrainingOutcome
     tokens_trained: int
 
@@ -161,7 +167,8 @@ class _Student:
         progress = read_manifest(store, checkpoint).lineage
         lazy = open_lazy(spec, path, device=task_device(spec))
         tokenizer = load_tokenizer(spec, path)
-        return cls(spec, access, workers, lazy, tokenizer, workspace, _training(progress), int(progress["tokens"]))
+        licence, training = licence_of(Path(path)), _training(progress)
+        return cls(spec, access, workers, lazy, tokenizer, workspace, licence, training, int(progress["tokens"]))
 
     @property
     def _trained(self) -> TrainedTensors:
@@ -268,6 +275,10 @@ def _report_files(
             report.model_dump(mode="json"), lineage, [points[step] for step in sorted(points)]
         ),
     }
+
+
+def _card(lineage: Mapping[str, Any], report: Report, licence: str | None) -> dict[str, str]:
+    return {CARD: model_card(lineage, report.model_dump(mode="json"), licence=licence)}
 
 
 def _write(files: Mapping[str, str], directory: Path) -> None:

@@ -12,6 +12,7 @@ from swiftkv_platform.cli.ids import ModelId, complete_model
 from swiftkv_platform.cli.jobs import spec_change, watch_job
 from swiftkv_platform.cli.output import local_time, print_deleted, print_fields, print_json, print_table, say
 from swiftkv_platform.cli.serving import models_app
+from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.specs.changes import with_changes
 
@@ -46,12 +47,24 @@ def create(
     """Evaluate a checkpoint and publish it as a model, in a job of its own that trains nothing."""
     with connect(url) as client:
         job = client.models.create(from_checkpoint=from_checkpoint, name=name, **_sections(set_ or ()))
-        if wait:
-            watch_job(client, job, json=json)
-        elif json:
-            print_json(job)
-        else:
-            say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
+        _tell(client, job, wait=wait, json=json)
+
+
+@models_app.command()
+def publish(
+    model_id: ModelId,
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="PLACE", help="hf://organization/name, s3://bucket/prefix or a directory."),
+    ],
+    public: Annotated[bool, typer.Option("--public", help="Make a repository of the hub that all may see.")] = False,
+    wait: Annotated[bool, typer.Option(help="Return only when it is there.")] = False,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """Copy a model, with its card, to a hub repository, a bucket or a directory that the operator opens."""
+    with connect(url) as client:
+        _tell(client, client.models.publish(model_id, to=to, private=not public), wait=wait, json=json)
 
 
 @models_app.command()
@@ -136,6 +149,16 @@ def aliases(
         for item in each.history
     ]
     print_table(("alias", "action", "model", "when", "who", "why"), rows, empty="Nothing has been promoted.")
+
+
+def _tell(client: Client, job: Job, *, wait: bool, json: bool) -> None:
+    """Follow a job that was submitted, or say how to."""
+    if wait:
+        watch_job(client, job, json=json)
+    elif json:
+        print_json(job)
+    else:
+        say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
 
 
 def _sections(texts: Sequence[str]) -> dict[str, Any]:

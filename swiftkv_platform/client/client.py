@@ -200,6 +200,21 @@ class Models:
         response = self._transport.request("POST", "/models", json=given, headers=headers, repeatable=True)
         return self._jobs.adopt(response.json())
 
+    def publish(self, model_id: str, *, to: str, private: bool = True, idempotency_key: str | None = None) -> Job:
+        """Submit a job that copies a model, with its card, to where the operator allows it.
+
+        Args:
+            to: `hf://organization/name`, `s3://bucket/prefix` or a directory.
+            private: visibility of a repository of the hub that is made for it.
+            idempotency_key: as of `jobs.create`.
+        """
+        headers = {"Idempotency-Key": idempotency_key or str(ULID())}
+        body = {"to": to, "private": private}
+        path = f"/models/{model_id}/publish"
+        return self._jobs.adopt(
+            self._transport.request("POST", path, json=body, headers=headers, repeatable=True).json()
+        )
+
     def lineage(self, model_id: str) -> Lineage:
         """Return the lineage from data and teacher to deployments."""
         path = f"/models/{model_id}/lineage"

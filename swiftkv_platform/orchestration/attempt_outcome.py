@@ -44,6 +44,9 @@ class AttemptOutcomes:
         cancelling = job.status is JobStatus.CANCELLING
         ended_well = submission is not None and submission.status is SubmissionStatus.SUCCEEDED
         ended_well = ended_well and not job.attempt.paused
+        if ended_well and job.spec.only_publishes:
+            self._settle_publication(reading)
+            return None
         unexplained = job.attempt.stopping is None and job.attempt.failure is None
         damage: Failure | None = None
         if ended_well or (unexplained and not cancelling):
@@ -66,6 +69,14 @@ class AttemptOutcomes:
         else:
             self._settle_failure(reading, damage or _cause(job, submission))
         return None
+
+    def _settle_publication(self, reading: Reading) -> None:
+        """A model was copied, and none was made."""
+        if reading.job.status is JobStatus.STARTING:
+            reading.move(JobStatus.RUNNING)
+        result = {"published": {"model": reading.job.spec.training.from_, "to": reading.job.spec.publish.to}}
+        reading.job = replace(reading.job, result=result, progress=replace(reading.job.progress, percent=100.0))
+        reading.move(JobStatus.SUCCEEDED)
 
     def _settle_pause(self, reading: Reading, failure: Failure | None) -> None:
         """An attempt that ended for another cause is off the cluster as well, unless trying again is no use."""

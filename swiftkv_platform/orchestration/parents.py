@@ -221,10 +221,10 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         raise _unlike("distillation.trainable", own, trained, parent)
     if spec.training.load_optimizer_state:
         _check_optimizer(spec, found)
-    if spec.training.max_steps == 0 and parent.kind == "model":
+    if spec.training.max_steps == 0 and parent.kind == "model" and spec.publish.to is None:
         raise InvalidInputError(
-            f"training.max_steps is 0, and {FROM} is {parent.name}, a model that is published already; 1 or more "
-            "steps, or a checkpoint, would do",
+            f"training.max_steps is 0, and {FROM} is {parent.name}, a model already; 1 or more steps, a checkpoint, "
+            "or `publish` with a place to copy the model to, would do",
             field="training.max_steps",
             value=0,
         )

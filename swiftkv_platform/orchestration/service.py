@@ -28,6 +28,7 @@ from swiftkv_platform.orchestration.job import (
 from swiftkv_platform.orchestration.job_limits import UNLIMITED, JobLimits
 from swiftkv_platform.orchestration.parents import ParentOf, check_parent, no_parents
 from swiftkv_platform.orchestration.ports import Clock, Idempotency, JobFilter, JobRepository, Page
+from swiftkv_platform.orchestration.publishing import NOWHERE, PublishRules
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.orchestration.validation import ReadObject, validate
 from swiftkv_platform.orchestration.webhooks import WebhookRules
@@ -64,6 +65,7 @@ class JobService:
     Args:
         files: uploaded files that a spec names.
         parents: what a spec continues from.
+        publishing: where models may be published.
         rehearse: called with every job before it is stored; what it raises keeps the job from being stored. A caller
             that answers with the job writes the answer here, so that nothing is stored that could not be answered.
     """
@@ -82,11 +84,13 @@ class JobService:
         limits: JobLimits = UNLIMITED,
         files: FilesOf = no_files,
         parents: ParentOf = no_parents,
+        publishing: PublishRules = NOWHERE,
         rehearse: Callable[[Job], object] = _nothing,
     ) -> None:
         self._limits = limits
         self._files = files
         self._parents = parents
+        self._publishing = publishing
         self._rehearse = rehearse
         self._jobs = jobs
         self._clock = clock
@@ -122,6 +126,11 @@ class JobService:
         """The spec as it is stored, which names the very checkpoint that it continues from, and its estimate."""
         self._limits.check(spec)
         organizations = self._policies.policy(caller.tenant).hub_organizations
+        if spec.publish.publication is not None:
+            self._publishing.check(spec.publish.publication, caller.tenant)
+        if spec.only_publishes:
+            self._check_demand(spec, caller.tenant)
+            return self._continued(spec, caller, Estimate())
         access = self._rules.access(caller.tenant, organizations, self._files(spec, caller.tenant))
         access.check(spec)
         self._check_demand(spec, caller.tenant)
@@ -135,6 +144,10 @@ class JobService:
                 value=spec.limits.cost_cap,
             )
         found = validate(spec, self._read_object, access=access, machines=machines)
+        return self._continued(spec, caller, found)
+
+    def _continued(self, spec: JobSpec, caller: Caller, found: Estimate) -> tuple[JobSpec, Estimate]:
+        """The same, once what the spec continues from is known to fit."""
         parent = self._parents(spec, caller.tenant)
         if parent is not None:
             check_parent(spec, parent, num_hidden_layers=found.num_hidden_layers)

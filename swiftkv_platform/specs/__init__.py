@@ -22,7 +22,6 @@ from swiftkv_platform.specs.job import (
     LimitsSpec,
     ModelSpec,
     OptimizerSpec,
-    PublishSpec,
     ResourcesSpec,
     ShardingSpec,
     SwiftKVSpec,
@@ -32,6 +31,7 @@ from swiftkv_platform.specs.job import (
     WandbSpec,
     load_spec,
 )
+from swiftkv_platform.specs.publish import PublishSpec
 
 __all__ = [
     "BUILTIN_DATA",

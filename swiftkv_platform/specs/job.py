@@ -25,6 +25,7 @@ from swiftkv_platform.specs.base import (
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
 from swiftkv_platform.specs.parents import ParentReference
+from swiftkv_platform.specs.publish import PublishSpec
 from swiftkv_platform.specs.webhook import WebhookSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
@@ -241,14 +242,6 @@ class CheckpointSpec(Spec):
     """Newest checkpoints kept; older ones are deleted."""
 
 
-class PublishSpec(Spec):
-    """The artifact in the store."""
-
-    adapter: bool = False
-    """Publish the tensors in which the student differs from its teacher, which is read again wherever the model is
-    loaded, instead of the whole model. Not with `distillation.trainable: all`, which changes every tensor."""
-
-
 class WandbSpec(Spec):
     project: Word = "swiftkv"
     entity: Word | None = None
@@ -304,6 +297,12 @@ class JobSpec(Spec):
     """Free key/value pairs, kept with the job and its model."""
 
     @property
+    def only_publishes(self) -> bool:
+        """Whether it copies a model that there is, and makes none."""
+        names_model = self.training.from_ is not None and self.training.from_.startswith("mdl_")
+        return names_model and self.training.max_steps == 0 and self.publish.to is not None
+
+    @property
     def rows_per_pass(self) -> int:
         """Rows that all workers take in one forward pass; a batch is a multiple of it."""
         return self.resources.max_workers // self.sharding.sequence_parallel_size * self.training.micro_batch_size
@@ -311,6 +310,7 @@ class JobSpec(Spec):
     @model_validator(mode="after")
     def _continues_from_something(self) -> Self:
         training = self.training
+        value: str | bool | int
         if training.from_ is not None and self.sweep is not None:
             field, value, problem = "training.from", training.from_, "it does not go with sweep; leave out either"
         elif training.from_ is None and training.load_optimizer_state:

@@ -99,7 +99,7 @@ def write_manifest(
     )
     _check_names(manifest)
     try:
-        store.put_bytes(join_key(prefix, MANIFEST), _canonical(manifest), if_absent=True)
+        store.put_bytes(join_key(prefix, MANIFEST), canonical(manifest), if_absent=True)
     except ConflictError:
         return _same_files(read_manifest(store, prefix), files, prefix)
     return manifest
@@ -127,7 +127,7 @@ def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
 
 def manifest_digest(manifest: Manifest) -> str:
     """SHA-256 (hex) of the manifest's bytes as stored: it pins the content of every file."""
-    return hashlib.sha256(_canonical(manifest)).hexdigest()
+    return hashlib.sha256(canonical(manifest)).hexdigest()
 
 
 def delete_directory(store: ObjectStore, prefix: str) -> None:
@@ -187,7 +187,7 @@ def _download(store: ObjectStore, prefix: str, manifest: Manifest, directory: Pa
     directory.mkdir()
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
         transfers = [
-            pool.submit(_download_file, store, join_key(prefix, name), directory / name, file)
+            pool.submit(fetch_file, store, join_key(prefix, name), directory / name, file)
             for name, file in manifest.files.items()
         ]
         try:
@@ -196,10 +196,10 @@ def _download(store: ObjectStore, prefix: str, manifest: Manifest, directory: Pa
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    (directory / MANIFEST).write_bytes(_canonical(manifest))
+    (directory / MANIFEST).write_bytes(canonical(manifest))
 
 
-def _download_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile) -> None:
+def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile) -> None:
     digest, size = hashlib.sha256(), 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ def _replaceable(destination: Path) -> bool:
 
 def _holds(directory: Path, manifest: Manifest) -> bool:
     """Whether `directory` has exactly the files of `manifest`."""
-    if not (directory / MANIFEST).is_file() or (directory / MANIFEST).read_bytes() != _canonical(manifest):
+    if not (directory / MANIFEST).is_file() or (directory / MANIFEST).read_bytes() != canonical(manifest):
         return False
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in _files(directory)}
     if sizes != {name: file.size for name, file in manifest.files.items()}:
@@ -282,7 +282,7 @@ def _check_names(manifest: Manifest) -> None:
             raise InvalidInputError(f"a manifest does not name itself ({MANIFEST!r})", field="files", value=name)
 
 
-def _canonical(manifest: Manifest) -> bytes:
+def canonical(manifest: Manifest) -> bytes:
     """One byte string per manifest: sorted keys, no white space, UTF-8."""
     document = manifest.model_dump()  # JSON mode would turn NaN into null without a word
     try:

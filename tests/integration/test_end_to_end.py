@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.local.processes import marked
@@ -112,6 +113,34 @@ def test_its_model_is_deployed_and_generates(client: Client, job: Job) -> None:
     [replica] = client.deployments.metrics(deployment.id).replicas
     assert replica.replica
     assert replica.values["generation_tokens_total"] == 2 * whole.usage.completion_tokens
+    client.deployments.delete(deployment.id)
+
+
+def test_a_checkpoint_in_the_middle_is_deployed_and_answers_as_its_evaluation_says(client: Client, job: Job) -> None:
+    assert [each.step for each in client.jobs.checkpoints(job.id)] == [2, 4]
+    made = client.jobs.wait(client.models.create(from_checkpoint=f"{job.id}:2", name="halfway").id)
+    assert made.status == "succeeded", list(client.jobs.logs(made.id))[-40:]
+    middle, last = client.models.get(str(made.distilled_model)), client.models.get(str(job.distilled_model))
+    assert middle.metrics is not None
+    assert last.metrics is not None
+    assert middle.metrics["teacher"] == last.metrics["teacher"], "it was measured on other text"
+    assert last.metrics["distilled"]["kl"] < middle.metrics["distilled"]["kl"] < middle.metrics["rewired"]["kl"]
+    lineage = client.models.lineage(middle.id)
+    assert [ancestor["job_id"] for ancestor in lineage.ancestors] == [job.id]
+
+    deployment = client.deployments.create(model=middle.id)
+    client.deployments.wait_ready(deployment.id)
+    tokenizer = AutoTokenizer.from_pretrained(str(made.artifact_uri))
+    measured, compared = middle.metrics["continuations"], 0
+    for example in measured["examples"]:
+        prompt = tokenizer.encode(example["prompt"], add_special_tokens=False)
+        if len(prompt) != measured["prompt_length"]:
+            continue  # a prompt that ends within a word is other tokens as text
+        answer = client.generate(prompt, max_tokens=8, temperature=0.0).choices[0].text
+        assert answer
+        assert example["student"].startswith(answer), example
+        compared += 1
+    assert compared
     client.deployments.delete(deployment.id)
 
 

@@ -30,6 +30,7 @@ from swiftkv_platform.orchestration.estimates import machines
 from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.job import Job, JobStatus
 from swiftkv_platform.orchestration.ports import JobFilter
+from swiftkv_platform.orchestration.publishing import PublishRules
 from swiftkv_platform.orchestration.service import JobService
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
@@ -60,6 +61,7 @@ def _service(parts: Parts, settings: TheSettings, parents: TheParents, present: 
         limits=job_limits(settings),
         files=files_of(parts.files, parts.objects.uri, usable_at=parts.clock),
         parents=parents,
+        publishing=PublishRules(settings.publish_targets),
         rehearse=lambda job: present(job).model_dump_json(),
     )
 

@@ -35,7 +35,9 @@ from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare
 from swiftkv_platform.orchestration.parents import publishing_spec
 from swiftkv_platform.orchestration.ports import Page, Slice
+from swiftkv_platform.orchestration.publishing import copying_spec
 from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService
+from swiftkv_platform.specs.publish import PublicationSpec
 
 router = APIRouter(tags=["models"])
 
@@ -97,6 +99,30 @@ def compare_models(model_id: str, other_id: str, parts: Parts, caller: Reader) -
     """Quality, prefill compute and cache of two models side by side, and how their jobs differ."""
     a, b = (parts.catalog.get_model(each, tenant=caller.tenant) for each in (model_id, other_id))
     return ComparisonAnswer.of(compare(a, b))
+
+
+@router.post("/models/{model_id}/publish", status_code=status.HTTP_201_CREATED)
+def publish_model(
+    model_id: str,
+    body: PublicationSpec,
+    parts: Parts,
+    parents: TheParents,
+    jobs: JobsService,
+    caller: Writer,
+    present: Present,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> JobAnswer:
+    """Submit a job that copies the model to a hub repository, a bucket or a directory; copying it again changes
+    nothing. It is the job's answer that is returned.
+
+    Where the operator opens no such place, the request is answered with 422.
+    """
+    model = parts.catalog.get_model(model_id, tenant=caller.tenant)
+    spec = copying_spec(parents.find(model.id, caller.tenant), body)
+    job = jobs.submit(spec, caller, idempotency_key=idempotency_key)
+    response.headers["Location"] = f"/jobs/{job.id}"
+    return present(job)
 
 
 @router.post("/models/{model_id}/promote")

@@ -61,6 +61,7 @@ BODIES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): None,
     ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): None,
     ("POST", "/models"): {"from_checkpoint": "{job_id}:2"},
+    ("POST", "/models/{model_id}/publish"): {"to": "s3://stolen/model"},
     ("POST", "/models/{model_id}/promote"): {"alias": "stolen", "reason": "mine now"},
     ("POST", "/aliases/{alias}/rollback"): {"reason": "mine now"},
     ("POST", "/deployments"): {"model": "{model_id}", "route_prefix": "/stolen"},

@@ -91,6 +91,10 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         lambda client, ids: client.models.compare(ids["model"], ids["model"]),
         "models compare {model} {model}",
     ),
+    "POST /models/{model_id}/publish": (
+        lambda client, ids: client.models.publish(ids["model"], to="s3://models/one"),
+        "models publish {model} --to s3://models/one",
+    ),
     "POST /models/{model_id}/promote": (
         lambda client, ids: client.models.promote(ids["other"], reason="better"),
         "models promote {other} --reason better",
@@ -177,7 +181,13 @@ def platform(tmp_path: Path, empty_database: Path) -> Iterator[Platform]:
     script.on("POST", "/generate", event_stream((None, generation), (None, "[DONE]")))
     script.on("GET", "/metrics", Answer(200, b'swiftkv:replica_info{replica="one"} 1\n'))
     with serve(script) as serve_url:
-        settings = Settings(home=tmp_path, serve_url=serve_url, reconcile_interval_s=1e6, _env_file=None)
+        settings = Settings(
+            home=tmp_path,
+            serve_url=serve_url,
+            reconcile_interval_s=1e6,
+            publish_targets=("s3://models",),
+            _env_file=None,
+        )
         parts = make_parts(tmp_path, empty_database)
         recorder = Recorder(create_app(settings, components=parts))
         with serving(recorder) as url, httpx.Client(base_url=url) as client:  # type: ignore[arg-type]

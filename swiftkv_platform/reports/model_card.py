@@ -1,0 +1,157 @@
+"""`README.md` of a model: what its report says, the worst first, and how to serve it. Knows keys, measures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_UNKNOWN_LICENCE = "unknown"
+
+
+def model_card(lineage: Mapping[str, Any], report: Mapping[str, Any], *, licence: str | None) -> str:
+    """The card of one model.
+
+    Args:
+        lineage: of the artifact's manifest.
+        report: `evaluation.json`.
+        licence: of the teacher, as its card or configuration names it; None where neither does.
+    """
+    spec: Mapping[str, Any] = lineage.get("spec") or {}
+    name, teacher = str(spec.get("name", "SwiftKV model")), str(lineage.get("teacher", "unknown"))
+    parts = [
+        _metadata(teacher, licence),
+        f"# {name}",
+        f"A SwiftKV student of `{teacher}`{_revision(lineage)}, distilled by SwiftKV Platform: a prompt's tokens stop "
+        "at an early layer, so that prefill takes less compute and the KV cache less memory.",
+        _verdict(report),
+        _measures(report),
+        _limits(report),
+        _origin(lineage, report),
+        _licence(teacher, licence),
+        _serving(name),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _metadata(teacher: str, licence: str | None) -> str:
+    """Front matter as the hub reads it; values are JSON, which YAML is too."""
+    lines = ["library_name: transformers", "tags: [swiftkv]"]
+    if licence is not None:
+        lines.insert(0, f"license: {json.dumps(licence)}")
+    if "/" in teacher and ":" not in teacher and not teacher.startswith(("/", ".", "~")):
+        lines.append(f"base_model: {json.dumps(teacher)}")
+    return "\n".join(["---", *lines, "---"])
+
+
+def _revision(lineage: Mapping[str, Any]) -> str:
+    return f" (revision `{lineage['revision']}`)" if lineage.get("revision") else ""
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    gates = report.get("gates") or ()
+    if not gates:
+        return "**No limit of quality was set for this model**, so nothing below was required of it."
+    worst = gates[0]
+    return (
+        f"**Worst measure: {worst['subject']} is {_number(worst['value'])}, limit {_number(worst['limit'])}, "
+        f"{_outcome(worst)}.**"
+    )
+
+
+def _measures(report: Mapping[str, Any]) -> str:
+    student, teacher = report.get("distilled") or {}, report.get("teacher") or {}
+    rows = [
+        ("held-out perplexity", teacher.get("perplexity"), student.get("perplexity")),
+        ("held-out KL to the teacher, nats", None, student.get("kl")),
+        ("held-out top-1 agreement with the teacher", None, student.get("top1_agreement")),
+        ("prefill FLOPs, relative", 1.0, report.get("prefill_flops_ratio")),
+        ("KV cache bytes, relative", 1.0, report.get("kv_bytes_ratio")),
+    ]
+    tasks = sorted(report.get("tasks") or (), key=_lost, reverse=True)
+    rows += [(f"{task['task']}, {task.get('metric', 'score')}", task["teacher"], task["student"]) for task in tasks]
+    lines = ["## Quality", "", "| measure | teacher | this model |", "|---|---|---|"]
+    lines += [f"| {label} | {_number(one)} | {_number(other)} |" for label, one, other in rows if other is not None]
+    return "\n".join(lines)
+
+
+def _lost(task: Mapping[str, Any]) -> float:
+    lost = float(task["teacher"]) - float(task["student"])
+    return lost if task.get("higher_is_better", True) else -lost
+
+
+def _limits(report: Mapping[str, Any]) -> str:
+    gates = report.get("gates") or ()
+    if not gates:
+        return ""
+    lines = [
+        "## Limits that it was held to, the worst first",
+        "",
+        "| limit | asked | measured | |",
+        "|---|---|---|---|",
+    ]
+    for gate in gates:
+        limit, value = _number(gate["limit"]), _number(gate["value"])
+        lines.append(f"| {gate['subject']} (`{gate['field']}`) | {limit} | {value} | {_outcome(gate)} |")
+    return "\n".join(lines)
+
+
+def _outcome(gate: Mapping[str, Any]) -> str:
+    return str(gate.get("outcome") or ("passed" if gate.get("passed") else "failed"))
+
+
+def _origin(lineage: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    spec: Mapping[str, Any] = lineage.get("spec") or {}
+    sources = (spec.get("data") or {}).get("sources") or ()
+    swiftkv = spec.get("swiftkv") or {}
+    layers = swiftkv.get("num_key_value_layers")
+    skipped = swiftkv.get("prefill_reduction") or 0.5
+    shape = f"{layers} layers" if layers is not None else f"all but {skipped:.0%} of the layers"
+    data = ", ".join(f"`{each['name_or_path']}`" for each in sources)
+    lines = ["## How it was made", "", f"- data: {data or 'unknown'}"]
+    lines.append(f"- prompts run {shape}; {swiftkv.get('key_value_group_size', 1)} layers share a KV cache layer")
+    if report.get("tokens_trained") is not None:
+        lines.append(f"- tokens trained on: {report['tokens_trained']:,}")
+    parent = lineage.get("parent")
+    if parent:
+        lines.append(f"- continued from `{parent['name']}`")
+    lines.append(f"- fingerprint of the data: `{lineage.get('data_fingerprint')}`")
+    lines.append(f"- job `{lineage.get('job_id')}`, attempt {lineage.get('attempt')}")
+    lines.append(f"- SwiftKV Platform {lineage.get('code_version')}; `manifest.json` has every setting and digest")
+    return "\n".join(lines)
+
+
+def _licence(teacher: str, licence: str | None) -> str:
+    said = (
+        f"`{teacher}` is under the licence **{licence}**, and this model, which contains its weights, is as well."
+        if licence is not None
+        else f"Neither the card nor the configuration of `{teacher}` names a licence. This model contains its weights: "
+        "find out under which licence they may be used before you pass it on."
+    )
+    return f"## Licence\n\n{said}"
+
+
+def _serving(name: str) -> str:
+    return "\n".join(
+        [
+            "## Use",
+            "",
+            "With vLLM and SwiftKV Platform's plugin, or with transformers:",
+            "",
+            "```bash",
+            "pip install 'swiftkv-platform[vllm]'",
+            f"vllm serve ./{name}",
+            "```",
+            "",
+            "```python",
+            "import swiftkv_platform.model  # registers the SwiftKV classes",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("./{name}")',
+            "```",
+        ]
+    )
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{float(value):.4g}"

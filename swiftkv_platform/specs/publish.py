@@ -1,0 +1,71 @@
+"""Where a model is published beside the platform's own store. Looks nothing up."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from swiftkv_platform.specs.base import Spec
+
+_HUB = re.compile(r"hf://(?P<repository>[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})")
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.*'()=+@,-]+)+")
+_DIRECTORY = re.compile(r"(/[^/\x00-\x1f]+)+")
+
+
+def kind_of(target: str) -> Literal["hub", "store"]:
+    """Whether a target is a repository of the hub, or a bucket or directory. Raises `ValueError` for neither."""
+    leads_out = any(part in (".", "..") for part in target.split("/"))
+    if _HUB.fullmatch(target) and not leads_out:
+        return "hub"
+    if (_BUCKET.fullmatch(target) or _DIRECTORY.fullmatch(target)) and not leads_out:
+        return "store"
+    raise ValueError(
+        f"{target[:120]!r} is no place to publish to; hf://organization/name, s3://bucket/prefix or an absolute "
+        "directory would do"
+    )
+
+
+def repository_of(target: str) -> str:
+    """The hub's name of the repository `hf://organization/name`."""
+    match = _HUB.fullmatch(target)
+    assert match is not None, "only a repository of the hub has one"
+    return match["repository"]
+
+
+def _checked(target: str) -> str:
+    trimmed = target.rstrip("/")
+    kind_of(trimmed)
+    return trimmed
+
+
+Target = Annotated[str, Field(max_length=1024), AfterValidator(_checked)]
+
+
+class PublicationSpec(Spec):
+    """Copy of a model outside the platform."""
+
+    to: Target
+    """`hf://organization/name`, `s3://bucket/prefix` or an absolute directory that every node mounts, below what the
+    operator opens (`SWIFTKV_PUBLISH_TARGETS`). What is written there is the model and its card, README.md."""
+    private: bool = True
+    """Visibility of a repository of the hub that is made for it; one that is there stays as it is."""
+
+
+class PublishSpec(Spec):
+    """Form of the model, and where it is published once it has passed its gates."""
+
+    adapter: bool = False
+    """Publish the tensors in which the student differs from its teacher, which is read again wherever the model is
+    loaded, instead of the whole model. Not with `distillation.trainable: all`, which changes every tensor."""
+    to: Target | None = None
+    """Place of a copy outside the platform, see `PublicationSpec`; null keeps the model in the platform's object store
+    alone."""
+    private: bool = True
+    """Visibility of a repository of the hub that is made for it; one that is there stays as it is."""
+
+    @property
+    def publication(self) -> PublicationSpec | None:
+        """The copy outside the platform, if there is one."""
+        return None if self.to is None else PublicationSpec(to=self.to, private=self.private)

@@ -1,0 +1,151 @@
+"""Copies of published models outside the platform's own store: repositories of the hub, buckets, directories.
+
+A model is copied file by file: one of its weight files at a time is on this machine. Copying it again changes nothing.
+Credentials are this process's environment's (`HF_TOKEN`, boto3's variables).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftkv_platform.contract.attempts import MANIFEST, Manifest
+from swiftkv_platform.errors import ConflictError, ObjectNotFoundError, StorageError
+from swiftkv_platform.redaction import redact
+from swiftkv_platform.specs.publish import kind_of, repository_of
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import canonical, fetch_file, read_manifest
+from swiftkv_platform.storage.object_store import ObjectStore
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+CARD = "README.md"
+_MARK = "publishing.json"
+"""Object at a target that is not complete yet: the manifest of what is being copied there."""
+_FIELD = "publish.to"
+
+
+def publish(
+    source: ObjectStore, key: str, target: str, *, card: Callable[[Manifest], str], private: bool = True
+) -> str:
+    """Copy the artifact at `key`, with its card, to `target`, and return its address for people.
+
+    Args:
+        card: makes the card of an artifact that has none.
+        private: visibility of a repository that is made for it.
+
+    Raises:
+        ObjectNotFoundError: the artifact is not complete.
+        ArtifactCorruptError: a file differs from its manifest.
+        ConflictError: the target holds something else than a model.
+        StorageError: the target does not take it.
+    """
+    manifest = read_manifest(source, key)
+    extra = {} if CARD in manifest.files else {CARD: card(manifest).encode()}
+    extra[MANIFEST] = canonical(manifest)
+    if kind_of(target) == "hub":
+        return _to_hub(source, key, manifest, extra, repository_of(target), private=private)
+    _to_store(source, key, manifest, extra, open_store(target))
+    return target
+
+
+def _to_store(
+    source: ObjectStore, key: str, manifest: Manifest, extra: Mapping[str, bytes], target: ObjectStore
+) -> None:
+    """The manifest is deleted first and written last, so that no mixture of two models looks complete."""
+    before = _manifest_at(target, MANIFEST)
+    if before == manifest:
+        return
+    marked = _manifest_at(target, _MARK)
+    if before is None and marked is None and next(target.list(""), None) is not None:
+        raise ConflictError(
+            f"{_FIELD} is {target.uri!r}, which holds something else than a model; an empty place would do",
+            field=_FIELD,
+            value=target.uri,
+        )
+    target.put_bytes(_MARK, extra[MANIFEST])
+    target.delete(MANIFEST)
+    for stale in {name for each in (before, marked) if each is not None for name in each.files} - {*manifest.files}:
+        target.delete(stale)
+    for name, path in _files(source, key, manifest):
+        target.upload_file(path, name)
+    for name in sorted(extra, key=lambda name: name == MANIFEST):
+        target.put_bytes(name, extra[name])
+    target.delete(_MARK)
+
+
+def _manifest_at(store: ObjectStore, key: str) -> Manifest | None:
+    try:
+        return Manifest.model_validate_json(store.get_bytes(key))
+    except ObjectNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConflictError(
+            f"{_FIELD} is {store.uri!r}, whose {key} is no manifest of a model; an empty place would do",
+            field=_FIELD,
+            value=store.uri,
+        ) from error
+
+
+def _files(source: ObjectStore, key: str, manifest: Manifest) -> Iterator[tuple[str, Path]]:
+    """Each file of an artifact, on this machine until the next one is asked for."""
+    for name, expected in sorted(manifest.files.items()):
+        with tempfile.TemporaryDirectory(prefix="publish-") as directory:
+            path = Path(directory) / name
+            fetch_file(source, f"{key}/{name}", path, expected)
+            yield name, path
+
+
+def _to_hub(
+    source: ObjectStore, key: str, manifest: Manifest, extra: Mapping[str, bytes], repository: str, *, private: bool
+) -> str:
+    """One commit, whose large files go ahead of it. Files that are there already are not sent again."""
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # which a log would be full of
+    api = HfApi(library_name="swiftkv-platform")
+    with _hub_errors(repository):
+        url = str(api.create_repo(repository, private=private, exist_ok=True))
+        operations: list[Any] = []
+        for name, path in _files(source, key, manifest):
+            operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
+            api.preupload_lfs_files(repository, additions=[operation])
+            if operation.path_or_fileobj:  # small, and sent with the commit
+                operation = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path.read_bytes())
+            operations.append(operation)
+        operations += [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in extra.items()]
+        operations += _deletions(api, repository, keep={operation.path_in_repo for operation in operations})
+        lineage = manifest.lineage
+        message = f"Publish {lineage.get('spec', {}).get('name', 'model')} of job {lineage.get('job_id')}"
+        api.create_commit(repository, operations, commit_message=message)
+    return url
+
+
+def _deletions(api: HfApi, repository: str, *, keep: set[str]) -> list[Any]:
+    """Deletions of the weight files of what was published there before."""
+    from huggingface_hub import CommitOperationDelete
+
+    present = api.list_repo_files(repository)
+    return [CommitOperationDelete(name) for name in present if name.endswith(".safetensors") and name not in keep]
+
+
+@contextmanager
+def _hub_errors(repository: str) -> Iterator[None]:
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except (HfHubHTTPError, httpx.HTTPError, ConnectionError, RuntimeError) as error:  # failed uploads are the last
+        first = redact(str(error)).strip().splitlines()
+        raise StorageError(
+            f"{_FIELD} is 'hf://{repository}', and the hub refuses it ({first[0] if first else type(error).__name__}); "
+            "a repository that the workers' HF_TOKEN may write would do",
+            field=_FIELD,
+            value=f"hf://{repository}",
+        ) from error

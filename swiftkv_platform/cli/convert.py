@@ -121,11 +121,12 @@ def export(
     """Write a student for serving: without the projections that only its teacher runs, or as an adapter."""
     with _needs_torch():
         from swiftkv_platform.model import export as run
-    target, files = output.expanduser(), "copy" if copy else "link"
+    target = output.expanduser()
     if adapter:
         _export_adapter(model, target, base, revision, json=json)
         return
     with _base_directory(base or adapter_base(model), revision) as base_model, _progress("Exporting") as report:
+        files: Literal["link", "copy"] = "copy" if copy else "link"
         run(model, target, teacher=teacher, files=files, base_model=base_model, progress=report)
     size = _weight_bytes(target)
     if json:

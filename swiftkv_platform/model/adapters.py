@@ -275,8 +275,9 @@ def _by_name(base: BaseModelReference) -> str:
 def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | None:
     """The directory of `source` if that is an adapter; one on the hub is fetched."""
     hub = hub_arguments(arguments)
+    subfolder = str(hub.get("subfolder", ""))
     if Path(source).is_dir():
-        directory = Path(source) / hub.get("subfolder", "")
+        directory = Path(source) / subfolder
         return directory if (directory / ADAPTER).is_file() else None
     place_of = Checkpoint(str(source), {}, hub)
     if any(place_of.find(name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
@@ -285,7 +286,7 @@ def _adapter_directory(source: str | Path, arguments: dict[str, Any]) -> Path | 
         return None
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(source), revision=hub.get("revision"))) / hub.get("subfolder", "")
+    return Path(snapshot_download(str(source), revision=hub.get("revision"))) / subfolder
 
 
 def _place(base: Checkpoint, shards: dict[str, str], target: Path, prefix: str, files: Files) -> dict[str, str]:

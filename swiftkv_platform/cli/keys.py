@@ -31,7 +31,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 100 * 365 * 86400
 
 
-def _duration(text: str) -> int:
+def duration(text: str) -> int:
     """Seconds of `90d`, `12h`, `30m` or `45s`."""
     match = re.fullmatch(r"([0-9]{1,10})([smhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
@@ -43,16 +43,16 @@ def _duration(text: str) -> int:
 ExpiresIn = Annotated[
     int | None,
     typer.Option(
-        parser=_duration, metavar="TIME", help="Refuse it after this time, such as 90d or 12h. Default: never."
+        parser=duration, metavar="TIME", help="Refuse it after this time, such as 90d or 12h. Default: never."
     ),
 ]
 NotBefore = Annotated[
     int | None,
-    typer.Option("--begins-in", parser=_duration, metavar="TIME", help="Refuse it until then. Default: it holds now."),
+    typer.Option("--begins-in", parser=duration, metavar="TIME", help="Refuse it until then. Default: it holds now."),
 ]
 Overlap = Annotated[
     int,
-    typer.Option(parser=_duration, metavar="TIME", help="How long the keys before it hold on."),
+    typer.Option(parser=duration, metavar="TIME", help="How long the keys before it hold on."),
 ]
 
 

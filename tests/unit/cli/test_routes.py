@@ -117,6 +117,7 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
         "models delete {spare_model}",
     ),
     "DELETE /jobs/{job_id}": (lambda client, ids: client.jobs.delete(ids["spare"]), "jobs delete {spare}"),
+    "GET /audit": (lambda client, _: client.audit(status=201), "audit --status 201"),
     "GET /quota": (lambda client, _: client.quota(), "quota"),
 }
 """By route: the client's method, and the command. None: probes, Prometheus and OpenAI's clients ask that."""

@@ -102,10 +102,13 @@ class AuditRecord:
             session.flush()
             if made and self.entry.object is None:
                 self.entry = replace(self.entry, object=made[0])
+            event.listen(session, "after_commit", self._note_stored)
             add(session, self.entry)
-            self._is_stored = True
 
         return write
+
+    def _note_stored(self, _: Session) -> None:
+        self._is_stored = True
 
     def settle(self, status: int) -> bool:
         """Take the status that is answered; whether the entry has to be written, or written again."""

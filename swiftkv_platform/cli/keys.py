@@ -168,12 +168,12 @@ def _figures(key: ApiKey, last_used: int | None) -> dict[str, Any]:
 
 def _last_used() -> Mapping[str, int]:
     """Last uses by key id, from the database of the control plane whose settings these are; empty where it has none."""
-    from swiftkv_platform.database.key_uses import SqlKeyUses  # other commands do without SQL
-    from swiftkv_platform.database.session import Database
-
     chosen = settings()
     if not _has_database(chosen):
         return {}
+    from swiftkv_platform.database.key_uses import SqlKeyUses  # other commands do without SQL
+    from swiftkv_platform.database.session import Database
+
     try:
         with closing(Database(chosen.resolved_database_url)) as database:
             database.check_schema()

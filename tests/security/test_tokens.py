@@ -165,6 +165,11 @@ def by_hand(issuer: Issuer, header: dict[str, Any], sign: Callable[[bytes], byte
     return f"{signed}.{base64.urlsafe_b64encode(sign(signed.encode())).rstrip(b'=').decode()}"
 
 
+def signer(issuer: Issuer) -> Callable[[bytes], bytes]:
+    """A good signature with the issuer's own key."""
+    return lambda signed: jwt.get_algorithm_by_name("ES256").sign(signed, issuer.keys["first"][1])
+
+
 def hmac_with_the_public_key(issuer: Issuer) -> str:
     """Algorithm confusion: the published key is the secret of an HMAC."""
     pem = issuer.keys["first"][1].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -216,8 +221,9 @@ ATTACKS: dict[str, Craft] = {
     "own key in the header": with_own_key_in_the_header,
     "own key by address": lambda issuer: own_key(issuer, jku="http://127.0.0.1:9/keys", x5u="http://127.0.0.1:9/"),
     "wrong kind of key": of_the_wrong_kind_of_key,
-    "no key id": lambda issuer: issuer.token(headers={"kid": None}),
-    "extensions": lambda issuer: issuer.token(headers={"crit": ["exp"]}),
+    "no key id": lambda issuer: by_hand(issuer, {"alg": "ES256"}, signer(issuer)),
+    "key id of another type": lambda issuer: by_hand(issuer, {"alg": "ES256", "kid": 7}, signer(issuer)),
+    "extensions": lambda issuer: by_hand(issuer, {"alg": "ES256", "kid": "first", "crit": ["x"]}, signer(issuer)),
     "tampered": tampered,
     "cut": lambda issuer: issuer.token()[:-4],
     "signature of nothing": lambda issuer: issuer.token().rpartition(".")[0] + ".",
@@ -229,7 +235,7 @@ ATTACKS: dict[str, Craft] = {
     "subject without end": lambda issuer: issuer.token(sub="a" * 300),
     "much too long": lambda issuer: issuer.token(padding="x" * 9000),
     "end beyond numbers": lambda issuer: issuer.token(exp=float("inf")),
-    "deep": lambda issuer: f"{'W' * 3000}.{'W' * 3000}.x",
+    "deep": lambda issuer: f"{'W1tb' * 900}.{'W1tb' * 900}.x",
 }
 
 

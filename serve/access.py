@@ -8,14 +8,15 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as ASGIScope
 
 from serve.quotas import Quota, Quotas
 from swiftkv_platform.errors import ForbiddenError, SwiftKVError
-from swiftkv_platform.security.keys import KeyRing
-from swiftkv_platform.security.principals import Scope
+from swiftkv_platform.security.credentials import shows_token
+from swiftkv_platform.security.principals import Authenticator, Scope
 
 REPLICA_HEADER = "x-replica"
 """Header of every answer: Serve's name of the replica that gave it."""
@@ -49,23 +50,23 @@ class Caller:
 
 
 class Gate:
-    """Admits callers with a key for it; with no key ring, every caller.
+    """Admits callers with a key or token for it; with no authenticator, every caller.
 
     Args:
         tenant: whose keys alone are let in; None: any.
     """
 
-    def __init__(self, key_ring: KeyRing | None, tenant: str | None = None) -> None:
-        self._key_ring = key_ring
+    def __init__(self, authenticator: Authenticator | None, tenant: str | None = None) -> None:
+        self._authenticator = authenticator
         self._tenant = tenant
         self._quotas = Quotas()
 
     def admit(self, request: Request) -> Caller:
         """Raises `UnauthenticatedError`, `ForbiddenError` and `RateLimitedError`."""
         path, traceparent = request.url.path, request.headers.get("traceparent")
-        if self._key_ring is None:
+        if self._authenticator is None:
             return Caller(path=path, traceparent=traceparent)
-        key = self._key_ring.authenticate(request.headers.get("authorization"))
+        key = self._authenticator.authenticate(request.headers.get("authorization"))
         key.require(Scope.GENERATE)
         if self._tenant not in (None, key.tenant):
             raise ForbiddenError(
@@ -76,6 +77,12 @@ class Gate:
         if quota is not None and request.method == "POST":
             quota.count_request()
         return Caller(key.tenant, key.max_priority, quota, path, traceparent)
+
+    async def let_in(self, request: Request) -> Caller:
+        """`admit`, beside the event loop where the issuer of a token may have to be asked. Raises as it does."""
+        if self._authenticator is not None and shows_token(request.headers.get("authorization")):
+            return await run_in_threadpool(self.admit, request)
+        return self.admit(request)
 
 
 class Door:
@@ -94,7 +101,7 @@ class Door:
         if scope["type"] == "http" and scope["method"] == "POST":
             request = Request(scope)
             try:
-                request.state.caller = self._gate.admit(request)
+                request.state.caller = await self._gate.let_in(request)
             except SwiftKVError as error:
                 await self._refuse(error, request.url.path)(scope, receive, send)
                 return
@@ -107,7 +114,7 @@ async def get_caller(
     """The caller: whom the door let in, or, of what has no body, who is at the gate. Raises as `Gate.admit`."""
     known: Caller | None = getattr(request.state, "caller", None)
     gate: Gate = request.app.state.gate
-    return known or gate.admit(request)
+    return known or await gate.let_in(request)
 
 
 TheCaller = Annotated[Caller, Depends(get_caller)]

@@ -63,8 +63,10 @@ class ReplicaArgs(FiniteModel):
     """`dep_` id."""
     api_keys_file: str | None = None
     """File of hashed API keys on the replicas' machines; None answers every client that can reach them."""
+    oidc_file: str | None = None
+    """YAML file of issuers whose tokens with the scope `generate` are answered; with neither file, every request is."""
     tenant: str | None = None
-    """Tenant whose keys are answered, where there is a file of keys; None: all that the file holds."""
+    """Tenant whose keys and tokens are answered, where there is a file of either; None: all that they hold."""
     max_body_bytes: Annotated[int, Field(ge=1)] | None = None
     """A larger body of a request is refused; None: what the model's context needs, at most 16 MiB."""
     log_text: bool = False

@@ -32,7 +32,7 @@ from serve.tracing import configured_tracing
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.logs import configure_logging, get_logger
-from swiftkv_platform.security.keys import KeyRing
+from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.sources import Access
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
@@ -67,9 +67,12 @@ class Replica:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the app, once, after the constructor; the model comes with the first `reconfigure`."""
         self._gauges = asyncio.create_task(self._export.follow(self._current.metrics), name="gauges")
-        key_ring = None if self._args.api_keys_file is None else KeyRing(Path(self._args.api_keys_file))
+        keys, issuers = (
+            None if file is None else Path(file) for file in (self._args.api_keys_file, self._args.oidc_file)
+        )
+        credentials = open_credentials(keys, issuers)
         return create_http_app(
-            self._current, key_ring=key_ring, tenant=self._args.tenant, max_body_bytes=self._args.max_body_bytes
+            self._current, key_ring=credentials, tenant=self._args.tenant, max_body_bytes=self._args.max_body_bytes
         )
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:

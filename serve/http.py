@@ -25,7 +25,7 @@ from serve.sampling import encodable, prompts_of
 from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.security.keys import KeyRing
+from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
@@ -46,7 +46,7 @@ class DetokenizeRequest(FrozenModel, strict=True):
 def create_http_app(
     current: Current,
     *,
-    key_ring: KeyRing | None = None,
+    key_ring: Authenticator | None = None,
     tenant: str | None = None,
     max_body_bytes: int | None = None,
 ) -> FastAPI:

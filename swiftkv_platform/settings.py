@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     """Address of Ray Serve's HTTP proxy."""
     source_roots: tuple[str, ...] | None = None
     """Directories and `s3://` prefixes that specs may read, `{tenant}` standing for the caller's; the hub and built-in
-    sources are always open. None opens everything, or nothing else where there are API keys."""
+    sources are always open. None opens everything, or nothing else where callers show keys or tokens."""
     publish_targets: tuple[str, ...] = ()
     """Places that jobs may publish models to, `{tenant}` standing for the caller's: `hf://organization`,
     `s3://bucket/prefix`, directories. None by default: the workers write there with their own credentials."""
@@ -58,6 +58,10 @@ class Settings(BaseSettings):
     serve_api_keys_file: Path | None = None
     """The same file, or another of its kind, where Ray's nodes see it: deployments then answer the keys of their tenant
     that have the scope `generate`. None: deployments answer every request that reaches `serve_url`."""
+    oidc_file: Path | None = None
+    """YAML file of OpenID Connect issuers whose bearer tokens are accepted beside the keys (docs/operations.md)."""
+    serve_oidc_file: Path | None = None
+    """The same file, or another of its kind, where Ray's nodes see it: deployments then answer tokens as well."""
     tenants_file: Path | None = None
     """YAML file of quotas and weights (docs/operations.md); None sets no limits."""
     gpu_hour_price: Annotated[float, Field(ge=0.0)] | None = None
@@ -133,6 +137,8 @@ class Settings(BaseSettings):
     """Days of an alias's history, of which the `retention_rollbacks` newest models stay however old they are."""
     retention_rollbacks: Annotated[int, Field(ge=1)] = 5
     """Models that an alias can always stand for, the present one included; they are held back from deletion."""
+    retention_audit_days: Days = 365.0
+    """Days that an entry of the audit trail is kept."""
     retention_models_days: Days = 0.0
     """Days from when a newer model of the same name came to the deletion of one that nothing holds."""
     retention_jobs_days: Days = 365.0
@@ -156,8 +162,13 @@ class Settings(BaseSettings):
         return self.serve_dashboard_url or self.ray_dashboard_url
 
     @property
+    def knows_callers(self) -> bool:
+        """Whether callers show a key or a token; else all of them are one local tenant."""
+        return self.api_keys_file is not None or self.oidc_file is not None
+
+    @property
     def resolved_source_roots(self) -> tuple[str, ...] | None:
-        return () if self.source_roots is None and self.api_keys_file is not None else self.source_roots
+        return () if self.source_roots is None and self.knows_callers else self.source_roots
 
     @property
     def resolved_storage_uri(self) -> str:

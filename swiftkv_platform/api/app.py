@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from swiftkv_platform.api import error_handlers
+from swiftkv_platform.api.audit import Audit, Floods
 from swiftkv_platform.api.dependencies import (
     Components,
     build_components,
@@ -28,6 +29,7 @@ from swiftkv_platform.api.instruments import ControlPlaneHistograms
 from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.key_uses import KeyUses
 from swiftkv_platform.api.routes import (
+    audit,
     dashboard,
     deployments,
     files,
@@ -45,6 +47,7 @@ from swiftkv_platform.api.sweeper_metrics import SweeperMetrics
 from swiftkv_platform.api.upload_places import UploadPlaces
 from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.api.webhook_sender import send_webhook
+from swiftkv_platform.database.audit import SqlAudit
 from swiftkv_platform.database.key_uses import SqlKeyUses
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.sessions import SqlSessions
@@ -63,7 +66,7 @@ from swiftkv_platform.orchestration.sweeper import Sweeper
 from swiftkv_platform.orchestration.tenants import Policies, Tenants
 from swiftkv_platform.orchestration.uploading import FileSweeper
 from swiftkv_platform.orchestration.webhooks import Deliverer
-from swiftkv_platform.security.keys import KeyRing
+from swiftkv_platform.security.credentials import Credentials, open_credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.sweeping import StoredObjects
@@ -89,12 +92,12 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         components: the outside world, where it is not the one that `settings` describes.
 
     Raises:
-        InvalidInputError: `settings.host` is not a loopback address and there are no API keys, or their file cannot
-            be used.
+        InvalidInputError: `settings.host` is not a loopback address and there are neither API keys nor issuers of
+            tokens, or their file cannot be used.
     """
     clock = time.time if components is None else components.clock
-    key_ring = None if settings.api_keys_file is None else KeyRing(settings.api_keys_file, clock=clock)
-    if key_ring is None:
+    credentials = open_credentials(settings.api_keys_file, settings.oidc_file, clock=clock)
+    if credentials is None:
         _check_host(settings.host)
     histograms = ControlPlaneHistograms()
 
@@ -109,19 +112,21 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         sweeper = _sweeper(settings, parts, orphans)
         loops = _loops(settings, parts, leaderships, reconciler, deliverer, sweeper, histograms)
         app.state.settings = settings
-        app.state.authenticator = key_ring
+        app.state.authenticator = credentials
         app.state.key_uses = KeyUses(SqlKeyUses(parts.database), parts.clock)
-        app.state.sessions = key_ring and Sessions(
-            SqlSessions(parts.database), key_ring, parts.clock, lifetime_s=settings.session_lifetime_s
+        app.state.sessions = credentials and Sessions(
+            SqlSessions(parts.database), credentials, parts.clock, lifetime_s=settings.session_lifetime_s
         )
         app.state.sign_ins = RateLimit(_SIGN_INS_PER_MINUTE, parts.clock, burst=_SIGN_INS_AT_ONCE, of="address")
+        app.state.audit = SqlAudit(parts.database)
+        app.state.floods = Floods(parts.clock)
         app.state.watches = Watches(parts.jobs, parts.clock)
         app.state.followers = Followers(app.state.watches.events)
         app.state.log_followers = LogFollowers(parts)
         app.state.rate_limit = RateLimit(settings.requests_per_minute, parts.clock)
         app.state.components = parts
         app.state.upload_places = UploadPlaces()
-        operator_files = _operator_files(key_ring, parts.policies)
+        operator_files = _operator_files(credentials, parts.policies)
         app.state.readiness = health.Readiness(parts, loops)
         app.state.metrics = health.metrics_registry(
             parts, loops, lambda: reconciler.jobs_put_off, operator_files, histograms
@@ -158,12 +163,14 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         refuse=too_large,
         larger={files.PATH: settings.max_file_bytes + files.FORM_BYTES},
     )
-    if key_ring is None:
+    if credentials is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
     app.add_middleware(SecurityHeaders)
+    app.add_middleware(Audit)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestTimes, answered=histograms.answered)
-    for module in (jobs, history, outputs, models, deployments, files, fine_tuning, quota, recipes, health, dashboard):
+    routers = (jobs, history, outputs, models, deployments, files, fine_tuning, quota, recipes, audit, health, dashboard)
+    for module in routers:
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
     add_docs(app)
@@ -231,11 +238,9 @@ def _loops(
     ]
 
 
-def _operator_files(key_ring: KeyRing | None, policies: Policies) -> Mapping[str, Callable[[], bool]]:
+def _operator_files(credentials: Credentials | None, policies: Policies) -> Mapping[str, Callable[[], bool]]:
     """Whether each of the operator's files is usable, by name."""
-    files: dict[str, Callable[[], bool]] = {}
-    if key_ring is not None:
-        files["keys"] = lambda: key_ring.is_usable
+    files = {} if credentials is None else dict(credentials.operator_files)
     if isinstance(policies, Tenants):
         files["tenants"] = lambda: policies.is_usable
     return files
@@ -256,8 +261,8 @@ def _check_host(host: str) -> None:
         is_loopback = host == "localhost"
     if not is_loopback:
         raise InvalidInputError(
-            f"host is {host!r}; without API keys (SWIFTKV_API_KEYS_FILE) only a loopback address such as "
-            "127.0.0.1 is accepted",
+            f"host is {host!r}; without API keys (SWIFTKV_API_KEYS_FILE) or issuers (SWIFTKV_OIDC_FILE) only a "
+            "loopback address such as 127.0.0.1 is accepted",
             field="host",
             value=host,
         )

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
+from swiftkv_platform.api.audit import record_of
 from swiftkv_platform.api.sessions import Session, Sessions
 from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.cluster.ray_jobs import RayJobs
@@ -97,6 +98,7 @@ def build_components(settings: Settings) -> Components:
             settings.serve_url,
             api_keys_file=settings.serve_api_keys_file,
             access=partial(tenant_access, source_rules(settings), policies),
+            oidc_file=settings.serve_oidc_file,
         ),
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
@@ -119,6 +121,7 @@ def retention(settings: Settings) -> Retention:
         deliveries=settings.retention_deliveries_days,
         idempotency_keys=settings.retention_idempotency_keys_days,
         promotions=settings.retention_promotions_days,
+        audit=settings.retention_audit_days,
         rollbacks=settings.retention_rollbacks,
         models=settings.retention_models_days,
         jobs=settings.retention_jobs_days,
@@ -195,13 +198,18 @@ def get_caller(
 ) -> Caller:
     """Return the caller, if it is allowed. Raises `UnauthenticatedError`, `RateLimitedError` and `ForbiddenError`."""
     authenticator: Authenticator | None = request.app.state.authenticator
+    record = record_of(request)
     if authenticator is None:
+        record.identify(request, None, name=_LOCAL_CALLER.name, tenant=_LOCAL_CALLER.tenant)
+        record.open()
         return _LOCAL_CALLER
-    key = authenticator.authenticate(authorization(request))
+    key = request.state.principal = authenticator.authenticate(authorization(request))
+    record.identify(request, key, name=key.name, tenant=key.tenant)
     request.app.state.rate_limit.take(key.name)
     request.app.state.key_uses.note(key)
     for scope in scopes.scopes:
         key.require(Scope(scope))
+    record.open()
     if request.method not in ("GET", "HEAD"):
         get_logger().info("audit", tenant=key.tenant, key=key.name, method=request.method, path=request.url.path)
     return Caller(tenant=key.tenant, name=key.name)

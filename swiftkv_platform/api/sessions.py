@@ -1,4 +1,4 @@
-"""The dashboard's sessions: how a browser brings an API key that no script of a page can read. Knows no route.
+"""The dashboard's sessions: how a browser brings a key or token that no script can read. Knows no route.
 
 The cookie holds a random id and says nothing. The database holds the id's hash and the key, sealed with the id: every
 control plane can serve every session, and neither the database nor a copy of it opens anything. The key itself is
@@ -15,9 +15,11 @@ from swiftkv_platform.database.sessions import SqlSessions, StoredSession
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.ports import Clock
-from swiftkv_platform.security.keys import ApiKey, KeyRing
+from swiftkv_platform.security.principals import Authenticator, Principal
 
 _ID_BYTES = 32
+_LONGEST_NAME = 64
+"""Characters of a name that are stored; the names of token holders are longer."""
 _SEAL = b"swiftkv session seal\0"
 
 
@@ -27,7 +29,7 @@ class Session:
 
     id: str
     """Value of the cookie."""
-    key: ApiKey
+    key: Principal
     authorization: str
     """The header that the browser would send if it could."""
     began_at: float
@@ -43,22 +45,25 @@ class Sessions:
         lifetime_s: from signing in to the end, however much the session is used.
     """
 
-    def __init__(self, store: SqlSessions, key_ring: KeyRing, clock: Clock, *, lifetime_s: int) -> None:
+    def __init__(self, store: SqlSessions, authenticator: Authenticator, clock: Clock, *, lifetime_s: int) -> None:
         self._store = store
-        self._key_ring = key_ring
+        self._authenticator = authenticator
         self._clock = clock
         self._lifetime_s = lifetime_s
 
-    def open(self, api_key: str) -> Session:
-        """Begin a session with a key. Raises `UnauthenticatedError`."""
+    def identify(self, api_key: str) -> Principal:
+        """Whose key or token it is. Raises `UnauthenticatedError`."""
+        return self._authenticator.authenticate(f"Bearer {api_key}")
+
+    def open(self, api_key: str, key: Principal) -> Session:
+        """Begin a session of `key`, whom `identify` found for `api_key`."""
         authorization = f"Bearer {api_key}"
-        key = self._key_ring.authenticate(authorization)
         session_id, now = secrets.token_urlsafe(_ID_BYTES), self._clock()
         expires_at = now + self._lifetime_s
         if key.expires_at is not None:
             expires_at = min(expires_at, float(key.expires_at))
         sealed = _seal(session_id, api_key.strip().encode()).hex()
-        self._store.add(StoredSession(_digest(session_id), key.name, sealed, now, expires_at), now=now)
+        self._store.add(StoredSession(_digest(session_id), key.name[:_LONGEST_NAME], sealed, now, expires_at), now=now)
         get_logger().info("signed in", tenant=key.tenant, key=key.name)
         return Session(session_id, key, authorization, now, expires_at)
 
@@ -69,7 +74,7 @@ class Sessions:
             raise UnauthenticatedError("the session has ended; sign in again", field="Cookie")
         authorization = f"Bearer {_seal(session_id, bytes.fromhex(stored.sealed_key)).decode(errors='replace')}"
         try:
-            api_key = self._key_ring.authenticate(authorization)
+            api_key = self._authenticator.authenticate(authorization)
         except UnauthenticatedError:
             self.close(session_id)
             raise

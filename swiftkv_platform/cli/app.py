@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from swiftkv_platform.cli import analyze, convert, distill, evaluate, local, maintenance, plan, quota, registry, serving
+from swiftkv_platform.cli import (
+    analyze,
+    audit,
+    convert,
+    distill,
+    evaluate,
+    local,
+    maintenance,
+    plan,
+    quota,
+    registry,
+    serving,
+)
 from swiftkv_platform.cli.deployments import deployments_app
 from swiftkv_platform.cli.doctor.command import doctor
 from swiftkv_platform.cli.files import files_app
@@ -38,6 +50,7 @@ app.command()(convert.export)
 app.command()(serving.deploy)
 app.command()(serving.generate)
 app.command()(quota.quota)
+app.command()(audit.audit)
 app.command()(maintenance.sweep)
 app.command()(maintenance.backup)
 app.command()(maintenance.restore)

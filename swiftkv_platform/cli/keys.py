@@ -31,7 +31,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_S = 100 * 365 * 86400
 
 
-def _duration(text: str) -> int:
+def duration(text: str) -> int:
     """Seconds of `90d`, `12h`, `30m` or `45s`."""
     match = re.fullmatch(r"([0-9]{1,10})([smhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
@@ -43,16 +43,16 @@ def _duration(text: str) -> int:
 ExpiresIn = Annotated[
     int | None,
     typer.Option(
-        parser=_duration, metavar="TIME", help="Refuse it after this time, such as 90d or 12h. Default: never."
+        parser=duration, metavar="TIME", help="Refuse it after this time, such as 90d or 12h. Default: never."
     ),
 ]
 NotBefore = Annotated[
     int | None,
-    typer.Option("--begins-in", parser=_duration, metavar="TIME", help="Refuse it until then. Default: it holds now."),
+    typer.Option("--begins-in", parser=duration, metavar="TIME", help="Refuse it until then. Default: it holds now."),
 ]
 Overlap = Annotated[
     int,
-    typer.Option(parser=_duration, metavar="TIME", help="How long the keys before it hold on."),
+    typer.Option(parser=duration, metavar="TIME", help="How long the keys before it hold on."),
 ]
 
 
@@ -168,12 +168,12 @@ def _figures(key: ApiKey, last_used: int | None) -> dict[str, Any]:
 
 def _last_used() -> Mapping[str, int]:
     """Last uses by key id, from the database of the control plane whose settings these are; empty where it has none."""
-    from swiftkv_platform.database.key_uses import SqlKeyUses  # other commands do without SQL
-    from swiftkv_platform.database.session import Database
-
     chosen = settings()
     if not _has_database(chosen):
         return {}
+    from swiftkv_platform.database.key_uses import SqlKeyUses  # other commands do without SQL
+    from swiftkv_platform.database.session import Database
+
     try:
         with closing(Database(chosen.resolved_database_url)) as database:
             database.check_schema()

@@ -16,6 +16,7 @@ from swiftkv_platform.client.errors import (
 )
 from swiftkv_platform.client.models import (
     ArtifactFile,
+    AuditEntry,
     Checkpoint,
     Deployment,
     DeploymentMetrics,
@@ -37,6 +38,7 @@ from swiftkv_platform.client.models import (
 __all__ = [
     "APIError",
     "ArtifactFile",
+    "AuditEntry",
     "AuthenticationError",
     "Checkpoint",
     "Client",

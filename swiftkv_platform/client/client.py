@@ -18,6 +18,7 @@ from swiftkv_platform.client.files import Files
 from swiftkv_platform.client.jobs import Jobs, rows
 from swiftkv_platform.client.models import (
     Alias,
+    AuditEntry,
     Comparison,
     Deployment,
     DeploymentMetrics,
@@ -102,6 +103,17 @@ class Client:
     def quota(self) -> Quota:
         """Return the quota of the key's tenant, and its use."""
         return Quota.model_validate(self._control.request("GET", "/quota", repeatable=True).json())
+
+    def audit(self, *, limit: int | None = 100, **wanted: Any) -> list[AuditEntry]:
+        """Entries of the audit trail, newest first: an operator's key sees those of all tenants, `admin` its own.
+
+        Args:
+            limit: at most as many; None: all.
+            wanted: what `GET /audit` selects by: `tenant`, `actor`, `credential`, `address`, `route`, `about`,
+                `request_id`, `status`, `since`, `until`.
+        """
+        params = {name: value for name, value in wanted.items() if value is not None}
+        return [AuditEntry.model_validate(row) for row in rows(self._control, "/audit", params, limit)]
 
     @overload
     def generate(self, prompt: str | list[int], *, stream: Literal[False] = False, **parameters: Any) -> Generation: ...

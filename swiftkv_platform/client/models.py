@@ -109,6 +109,23 @@ class Estimate(_Answer):
     """Estimate that `POST /jobs/validate` returns."""
 
 
+class AuditEntry(_Answer):
+    """A request that changed something, or was to, or was refused access."""
+
+    id: str
+    created_at: float
+    request_id: str
+    actor: str | None = None
+    credential: str | None = None
+    tenant: str | None = None
+    address: str
+    method: str
+    route: str
+    about: str | None = None
+    status: int
+    left_out: int = 0
+
+
 class Quota(_Answer):
     """Limits of a tenant, None where there is no limit, and their use."""
 

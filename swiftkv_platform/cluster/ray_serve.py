@@ -63,7 +63,8 @@ class RayServe:
         dashboard_url: where Ray's dashboard answers. No connection is made before the first call.
         serve_url: `http://host:port` where clients reach Serve's proxies. Ray reads where they are to listen when the
             first `apply` starts Serve, not later.
-        api_keys_file: of hashed keys, as the cluster's machines see it; None: replicas ask for no key.
+        api_keys_file: of hashed keys, as the cluster's machines see it; None: replicas know no key.
+        oidc_file: of trusted issuers, seen likewise; with neither, replicas let in all callers.
         access: sources that a tenant's deployments may read the base models of adapters from.
 
     Raises:
@@ -76,12 +77,14 @@ class RayServe:
         serve_url: str = "http://127.0.0.1:8001",
         *,
         api_keys_file: Path | None = None,
+        oidc_file: Path | None = None,
         access: TenantAccess = lambda _: OPEN,
     ) -> None:
         host, port = http_address(serve_url)
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)
         self._http_options = {"host": host, "port": port}
-        self._api_keys_file = api_keys_file
+        files = {"api_keys_file": api_keys_file, "oidc_file": oidc_file}
+        self._files = {name: str(path) for name, path in files.items() if path is not None}
         self._access = access
         self._revisions = ServedRevisions(serve_url)
 
@@ -89,8 +92,7 @@ class RayServe:
         config = {
             "http_options": self._http_options,
             "applications": [
-                _application(deployment, self._api_keys_file, self._access(deployment.tenant))
-                for deployment in deployments
+                _application(deployment, self._files, self._access(deployment.tenant)) for deployment in deployments
             ],
         }
         self._dashboard.check(self._dashboard.request("PUT", _PATH, json=config), "configure Serve")
@@ -125,13 +127,13 @@ class RayServe:
         return state
 
 
-def _application(deployment: ResolvedDeployment, api_keys_file: Path | None, access: Access = OPEN) -> dict[str, Any]:
+def _application(deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = OPEN) -> dict[str, Any]:
     """A deployment in Serve's config; the application's name is the deployment's id.
 
     A change of `args` replaces the replicas; what they can take over while they live is a setting of the deployment
     below.
     """
-    keys = {} if api_keys_file is None else {"api_keys_file": str(api_keys_file), "tenant": deployment.tenant}
+    keys = {**files, "tenant": deployment.tenant} if files else {}
     return {
         "name": deployment.id,
         "route_prefix": deployment.route_prefix,

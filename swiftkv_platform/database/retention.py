@@ -12,6 +12,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.database.outbox import PENDING
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import (
+    AuditRow,
     Base,
     DeletionRow,
     DeliveryRow,
@@ -96,6 +97,9 @@ class SqlRetention:
     def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
         ended = (SessionRow.expires_at <= now,)
         return self._remove(SessionRow, SessionRow.id_sha256, ended, limit=limit, dry_run=dry_run)
+
+    def remove_audit(self, *, before: float, limit: int, dry_run: bool) -> int:
+        return self._remove(AuditRow, AuditRow.id, (AuditRow.created_at <= before,), limit=limit, dry_run=dry_run)
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:
         with self._database.reading() as session:

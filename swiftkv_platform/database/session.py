@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ _BUSY_TIMEOUT_S = 10.0
 _LONGEST_IDLE_S = 60
 """Seconds after which PostgreSQL ends a transaction in which nothing is asked."""
 _WRITES = "swiftkv_writes"
+
+ALONGSIDE: ContextVar[Callable[[Session], Callable[[], None]] | None] = ContextVar("alongside", default=None)
+"""Joins each transaction that writes, for the request under way; what it returns is called before the commit."""
 
 
 class Database:
@@ -47,7 +51,16 @@ class Database:
 
     def writing(self) -> AbstractContextManager[Session]:
         """A transaction, committed at the end. Raises `DatabaseUnavailableError` when the database does not answer."""
-        return _transaction(self._writing_engine)
+        return self._writing()
+
+    @contextmanager
+    def _writing(self) -> Iterator[Session]:
+        with _transaction(self._writing_engine) as session:
+            join = ALONGSIDE.get()
+            write = None if join is None else join(session)
+            yield session
+            if write is not None:
+                write()
 
     def take_turns(self, session: Session, what: str) -> None:
         """Wait until no other transaction that has asked for the same is open; SQLite's writers take turns anyway."""

@@ -176,6 +176,9 @@ class Stack:
         keys = self._settings.serve_api_keys_file or self._settings.api_keys_file  # Ray is on this machine too
         if keys is not None:
             environment["SWIFTKV_SERVE_API_KEYS_FILE"] = str(keys.absolute())
+        issuers = self._settings.serve_oidc_file or self._settings.oidc_file
+        if issuers is not None:
+            environment["SWIFTKV_SERVE_OIDC_FILE"] = str(issuers.absolute())
         state = self._start(state, "control-plane", [sys.executable, "-m", "swiftkv_platform.api"], environment)
         self._wait(state, "control-plane")
         report(f"The control plane is up at {state.url}")

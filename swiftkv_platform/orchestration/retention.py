@@ -48,6 +48,8 @@ class Retention:
     """Days of history of an alias, beside what it can be rolled back to."""
     rollbacks: int = 5
     """Models, the present one included, that stay in the history of an alias however old they are."""
+    audit: float = 0.0
+    """Days from an entry of the audit trail."""
     models: float = 0.0
     """Days from when a newer model of the same name came."""
     jobs: float = 0.0
@@ -159,6 +161,10 @@ class RetainedRows(Protocol):
 
     def remove_sessions(self, *, now: float, limit: int, dry_run: bool) -> int:
         """Remove sessions that have ended; a dry run as above."""
+        ...
+
+    def remove_audit(self, *, before: float, limit: int, dry_run: bool) -> int:
+        """Remove entries of the audit trail from before then; a dry run as above."""
         ...
 
     def trim_promotions(self, *, before: float, keep: int, dry_run: bool) -> int:

@@ -187,6 +187,9 @@ class Sweeper:
             removals["idempotency_keys"] = lambda: rows.remove_idempotency_keys(
                 before=since, limit=_ROWS, dry_run=dry_run
             )
+        if kept.audit:
+            earliest = now - kept.audit * DAY_S
+            removals["audit"] = lambda: rows.remove_audit(before=earliest, limit=_ROWS, dry_run=dry_run)
         if kept.promotions:
             oldest = now - kept.promotions * DAY_S
             removals["promotions"] = lambda: rows.trim_promotions(before=oldest, keep=kept.rollbacks, dry_run=dry_run)

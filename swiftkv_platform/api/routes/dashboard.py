@@ -9,8 +9,9 @@ from fastapi import APIRouter, Request, Response, status
 from fastapi.responses import FileResponse
 from pydantic import Field
 
+from swiftkv_platform.api.audit import record_of
 from swiftkv_platform.api.dependencies import SESSION_COOKIE, current_session
-from swiftkv_platform.api.sessions import Sessions
+from swiftkv_platform.api.sessions import Session, Sessions
 from swiftkv_platform.errors import UnauthenticatedError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.web.middleware import PAGE_HEADERS
@@ -27,7 +28,7 @@ def index() -> FileResponse:
 
 
 class SignIn(FrozenModel):
-    api_key: Annotated[str, Field(max_length=200)]
+    api_key: Annotated[str, Field(max_length=8192)]
 
 
 @router.post("/session", status_code=status.HTTP_204_NO_CONTENT)
@@ -37,7 +38,11 @@ def sign_in(body: SignIn, request: Request, response: Response) -> None:
     if sessions is None:
         return
     request.app.state.sign_ins.take(request.client.host if request.client else "unknown")
-    session = sessions.open(body.api_key)
+    principal = sessions.identify(body.api_key)
+    record = record_of(request)
+    record.identify(request, principal, name=principal.name, tenant=principal.tenant)
+    record.open()
+    session = sessions.open(body.api_key, principal)
     _close(request, sessions)
     response.set_cookie(
         SESSION_COOKIE,
@@ -52,10 +57,7 @@ def sign_in(body: SignIn, request: Request, response: Response) -> None:
 @router.get("/session")
 def show_session(request: Request) -> dict[str, object]:
     """Name the session's key and end; null where there is no session."""
-    try:
-        session = current_session(request)
-    except UnauthenticatedError:
-        session = None
+    session = _session_or_none(request)
     if session is None:
         return {"session": None}
     told = {"name": session.key.name, "tenant": session.key.tenant, "expires_at": int(session.expires_at)}
@@ -67,8 +69,20 @@ def sign_out(request: Request, response: Response) -> None:
     """End the session."""
     sessions: Sessions | None = request.app.state.sessions
     if sessions is not None:
+        session = _session_or_none(request)
+        if session is not None:
+            record = record_of(request)
+            record.identify(request, session.key, name=session.key.name, tenant=session.key.tenant)
+            record.open()
         _close(request, sessions)
     response.delete_cookie(SESSION_COOKIE, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+
+
+def _session_or_none(request: Request) -> Session | None:
+    try:
+        return current_session(request)
+    except UnauthenticatedError:
+        return None
 
 
 def _close(request: Request, sessions: Sessions) -> None:

@@ -47,7 +47,7 @@ router = APIRouter(prefix="/deployments", tags=["deployments"])
 
 def deployment_service(parts: Parts, settings: TheSettings) -> DeploymentService:
     registry = RegistryService(parts.registry, clock=parts.clock)
-    has_keys = settings.api_keys_file is not None
+    has_keys = settings.knows_callers
     routes = RouteRules(below_tenant=has_keys, policies=parts.policies)
     limits = DeploymentLimits(settings.max_deployment_replicas, parts.policies, grants_templates=has_keys)
     access = partial(tenant_access, source_rules(settings), parts.policies)

@@ -137,6 +137,7 @@ CALLS: dict[str, tuple[Call | None, str | None]] = {
     "DELETE /jobs/{job_id}": (lambda client, ids: client.jobs.delete(ids["spare"]), "jobs delete {spare}"),
     "POST /deployments/{deployment_id}/chat/completions": (None, None),
     "GET /recipes": (lambda client, _: client.jobs.recipes(), "jobs recipes"),
+    "GET /audit": (lambda client, _: client.audit(status=201), "audit --status 201"),
     "GET /quota": (lambda client, _: client.quota(), "quota"),
 }
 """By route: the client's method, and the command. None: probes, Prometheus and OpenAI's clients ask that."""

@@ -45,7 +45,7 @@ def test_each_rank_of_a_replica_has_its_own_device() -> None:
     spec = ResolvedDeployment(
         id="dep_1", model="mdl_1", artifact_uri="/a", engine={"tensor_parallel_size": 2, "device": "cuda"}
     )
-    args = _application(spec, None)["args"]
+    args = _application(spec, {})["args"]
     assert (args["num_cpus"], args["num_gpus"]) == (2, 2)
     assert "api_keys_file" not in args
 

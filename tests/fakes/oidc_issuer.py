@@ -1,0 +1,119 @@
+"""An OpenID Connect issuer on this machine: discovery document, key set, and tokens signed with real keys."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import jwt
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
+
+AUDIENCE = "swiftkv"
+
+
+def make_key(algorithm: str, *, bits: int = 2048) -> PrivateKeyTypes:
+    match algorithm:
+        case "RS256":
+            return rsa.generate_private_key(public_exponent=65537, key_size=bits)
+        case "ES256":
+            return ec.generate_private_key(ec.SECP256R1())
+        case _:
+            return ed25519.Ed25519PrivateKey.generate()
+
+
+def public_jwk(key: Any, key_id: str) -> dict[str, Any]:
+    writers = {rsa.RSAPrivateKey: RSAAlgorithm, ec.EllipticCurvePrivateKey: ECAlgorithm}
+    writer: Any = next((found for kind, found in writers.items() if isinstance(key, kind)), OKPAlgorithm)
+    return {**json.loads(writer.to_jwk(key.public_key())), "kid": key_id, "use": "sig"}
+
+
+@dataclass
+class Issuer:
+    """An issuer whose keys, answers and health a test decides."""
+
+    url: str = ""
+    keys: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Algorithm and private key by key id."""
+    published: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    """Paths that were asked for."""
+    answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    """Answers in the place of what is right, by path."""
+    held: threading.Event | None = None
+    """Nothing is answered until it is set."""
+
+    def rotate(self, key_id: str, algorithm: str = "ES256", **options: int) -> None:
+        """Sign with a new key, which is published beside the others."""
+        self.keys[key_id] = (algorithm, make_key(algorithm, **options))
+        self.published.append(public_jwk(self.keys[key_id][1], key_id))
+
+    def claims(self, **changes: Any) -> dict[str, Any]:
+        now = int(time.time())
+        claims = {"iss": self.url, "aud": AUDIENCE, "sub": "alice", "iat": now, "exp": now + 600}
+        claims |= {"tenant": "acme", "scope": "swiftkv-admin"}
+        return {name: value for name, value in {**claims, **changes}.items() if value is not None}
+
+    def token(self, key_id: str = "first", *, headers: dict[str, Any] | None = None, **claims: Any) -> str:
+        algorithm, key = self.keys[key_id]
+        return jwt.encode(self.claims(**claims), key, algorithm, headers={"kid": key_id, **(headers or {})})
+
+    def answer(self, path: str) -> tuple[int, bytes]:
+        if path in self.answers:
+            return self.answers[path]
+        documents: dict[str, Any] = {
+            "/.well-known/openid-configuration": {"issuer": self.url, "jwks_uri": f"{self.url}/keys"},
+            "/keys": {"keys": self.published},
+        }
+        return (200, json.dumps(documents[path]).encode()) if path in documents else (404, b"")
+
+    def config(self, **changes: Any) -> dict[str, Any]:
+        """The issuer's entry in an issuers file."""
+        return {
+            "name": "corp",
+            "issuer": self.url,
+            "audiences": [AUDIENCE],
+            "tenant_claim": "tenant",
+            "scopes": {"swiftkv-admin": ["admin"], "swiftkv-user": ["jobs:read", "generate"]},
+            **changes,
+        }
+
+
+@contextmanager
+def run_issuer() -> Iterator[Issuer]:
+    issuer = Issuer()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            issuer.asked.append(self.path)
+            if issuer.held is not None:
+                issuer.held.wait(20)
+            status, body = issuer.answer(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    issuer.url = f"http://127.0.0.1:{server.server_port}"
+    issuer.rotate("first")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield issuer
+    finally:
+        if issuer.held is not None:
+            issuer.held.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -41,6 +41,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory, read_manifest
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.traces import spans_of_jobs
 
 
 def evaluate_and_publish(
@@ -67,9 +68,10 @@ def evaluate_and_publish(
         with _tracked(store, request) as run:
             run.log_report(report.model_dump(mode="json"), student.step)
             report.check_gates()
-            student.save(workspace / "artifact")
-            _write(files, workspace / "artifact")
-            manifest = _publish(store, request, workspace / "artifact", lineage, report.model_dump(mode="json"))
+            with spans_of_jobs().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
+                student.save(workspace / "artifact")
+                _write(files, workspace / "artifact")
+                manifest = _publish(store, request, workspace / "artifact", lineage, report.model_dump(mode="json"))
             run.log_artifact(manifest)
         return manifest
 

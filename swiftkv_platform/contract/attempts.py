@@ -51,6 +51,9 @@ class AttemptRequest(FrozenModel):
     """Whether tasks of the evaluation may run the code that a model writes."""
     files: dict[str, StoredFile] = {}
     """Uploaded files that the spec names, by id."""
+    traceparent: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
+    """W3C context of the trace that the attempt belongs to. It is left out where there is none, since workers of the
+    version before refuse what they do not know."""
 
     @property
     def attempt_id(self) -> AttemptId:

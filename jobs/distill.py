@@ -48,6 +48,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.traces import spans_of_jobs
 
 _RAY_TRAIN_ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is noticed sooner than by the default of 2 s
@@ -112,6 +113,15 @@ def _report(failure: Failure, store: ObjectStore, attempt: AttemptId) -> None:
 
 def distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
     """The phases of an attempt; returns the manifest of the model, None for a job that only publishes one."""
+    spans = spans_of_jobs()
+    try:
+        with spans.span("attempt", request.traceparent, job_id=request.job_id, attempt=request.attempt) as context:
+            return _distill(store, request.model_copy(update={"traceparent": context}))
+    finally:
+        spans.flush()
+
+
+def _distill(store: ObjectStore, request: AttemptRequest) -> Manifest | None:
     reporter = Reporter(store, request.attempt_id, "driver")
     reporter.status("running")
     refuse_unshared_store(store)

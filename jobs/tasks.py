@@ -19,6 +19,7 @@ from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import fetch_directory
+from swiftkv_platform.traces import spans_of_jobs
 
 if TYPE_CHECKING:
     from jobs.attempt.preparation import Prepared
@@ -42,7 +43,7 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
 
     store = open_store(store_uri)
     say_placed(store, request, "prepare")
-    with tempfile.TemporaryDirectory(prefix="rows-") as workspace:
+    with _traced(request, "prepare"), tempfile.TemporaryDirectory(prefix="rows-") as workspace:
         rows = Path(workspace) / "rows"
         key = find_rows(store, request)
         if key is not None:
@@ -101,7 +102,7 @@ def evaluate(
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank)
     from jobs.worker.evaluate import evaluate_and_publish
 
-    with _evaluating(request, store_uri, stored, member) as prepared:
+    with _traced(request, "evaluate", rank=member.rank), _evaluating(request, store_uri, stored, member) as prepared:
         return evaluate_and_publish(request, store_uri, checkpoint, prepared)
 
 
@@ -121,6 +122,20 @@ def publish(request: AttemptRequest, store_uri: str, key: str) -> str:
         card=lambda manifest: model_card(manifest.lineage, manifest.metrics, licence=None),
         private=spec.private,
     )
+
+
+@contextmanager
+def _traced(request: AttemptRequest, phase: str, *, rank: int = 0) -> Iterator[None]:
+    """Record a phase as the first worker sees it. It is sent before the task ends, since its process may end too."""
+    if rank != 0:
+        yield
+        return
+    spans = spans_of_jobs()
+    try:
+        with spans.span(phase, request.traceparent, job_id=request.job_id, attempt=request.attempt):
+            yield
+    finally:
+        spans.flush()
 
 
 @contextmanager

@@ -7,10 +7,11 @@ variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER`, `OTEL_SERVICE_N
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from swiftkv_platform.traces import configured_provider
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -21,23 +22,11 @@ if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.errors import SwiftKVError
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-_SERVICE = "swiftkv-serve"
-
 
 def configured_tracing() -> Tracing | None:
     """Set up tracing; None where no endpoint is set, and OpenTelemetry is not even imported then."""
-    if not any(os.environ.get(name) for name in _ENDPOINTS):
-        return None
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    name = os.environ.get("OTEL_SERVICE_NAME", _SERVICE)
-    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return Tracing(provider)
+    provider = configured_provider("swiftkv-serve")
+    return None if provider is None else Tracing(provider)
 
 
 class Tracing:

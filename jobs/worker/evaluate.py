@@ -46,6 +46,7 @@ from swiftkv_platform.storage.artifacts import fetch_directory, publish_director
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.storage.publishing import CARD
+from swiftkv_platform.traces import spans_of_jobs
 
 
 def evaluate_and_publish(
@@ -72,9 +73,10 @@ def evaluate_and_publish(
         with _tracked(store, request) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
             report.check_gates()
-            lineage |= student.save(workspace / "artifact")
-            _write(files | _card(lineage, report, student.licence), workspace / "artifact")
-            manifest = _publish(store, request, workspace / "artifact", lineage, report.model_dump(mode="json"))
+            with spans_of_jobs().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
+                lineage |= student.save(workspace / "artifact")
+                _write(files | _card(lineage, report, student.licence), workspace / "artifact")
+                manifest = _publish(store, request, workspace / "artifact", lineage, report.model_dump(mode="json"))
             run.log_artifact(manifest)
         return manifest
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,6 +46,7 @@ from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.traces import NO_SPANS, spans_of_jobs
 
 
 class LeftError(Exception):
@@ -102,7 +104,10 @@ def _build_trainer(worker: WorkerConfig, checkpoints: AttemptCheckpoints, listen
 
 def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, rows: Path, local_rank: int) -> None:
     """Bring the calibrated start to this machine; the workers find it first, unless that has been done."""
-    find_start(worker.request.spec, stored, path, rows, device=ray.train.torch.get_device())
+    request = worker.request
+    spans = spans_of_jobs() if dist.get_rank() == 0 else NO_SPANS
+    with spans.span("calibrate", request.traceparent, job_id=request.job_id, attempt=request.attempt):
+        find_start(request.spec, stored, path, rows, device=ray.train.torch.get_device())
     if local_rank == 0:
         stored.fetch_start(rows)
     dist.barrier()
@@ -227,6 +232,8 @@ class _RankZero:
         self._telemetry = Telemetry(request.spec, worker.flops_per_token, ray.train.torch.get_device())
         self._metrics = MetricsBuffer(self._reporter, worker.total_steps)
         self._control = ControlWatcher(store, request)
+        self._request = request
+        self._training_since: float | None = None
         self._drain = _Drain()
 
     def stop_request(self) -> StopRequest:
@@ -236,8 +243,12 @@ class _RankZero:
         self._telemetry.begin(progress.tokens)
         self._reporter.message(f"training begins at step {progress.step}", step=progress.step)
         get_logger().info("training_begins", step=progress.step)
+        self._training_since = time.time()
 
     def on_step(self, metrics: StepMetrics) -> None:
+        if self._training_since is not None:
+            self._trace_first_step(self._training_since)
+            self._training_since = None
         point = metrics.point() | self._telemetry.point(metrics)
         self._metrics.add(point)
         self._run.log(point, metrics.step)
@@ -246,6 +257,10 @@ class _RankZero:
         get_logger().info("course", told=note.message)
         with suppress(StorageError):  # as with metrics, training goes on while the store is away
             self._reporter.course(note.message, note.data)
+
+    def _trace_first_step(self, began: float) -> None:
+        named = {"job_id": self._request.job_id, "attempt": self._request.attempt}
+        spans_of_jobs().record("first step", self._request.traceparent, began, time.time(), **named)
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
         self._metrics.flush()
@@ -263,3 +278,4 @@ class _RankZero:
         self._control.close()
         self._metrics.close()
         self._run.close()
+        spans_of_jobs().flush()

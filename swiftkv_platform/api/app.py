@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from uuid import uuid4
 
 from fastapi import FastAPI
@@ -56,6 +57,7 @@ from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.attention import SPARING, Attention
 from swiftkv_platform.orchestration.files import files_of
+from swiftkv_platform.orchestration.instruments import Instruments
 from swiftkv_platform.orchestration.leadership import Leadership, Lease
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.orphans import Orphans
@@ -70,6 +72,7 @@ from swiftkv_platform.security.credentials import Credentials, open_credentials
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.sweeping import StoredObjects
+from swiftkv_platform.traces import Spans, configured_provider
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.middleware import BodyLimit, PageFiles, RequestTimes
 from swiftkv_platform.web.problems import Problem
@@ -107,7 +110,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         holder = f"{socket.gethostname()[:40]}-{uuid4().hex[:12]}"
         leaderships = {name: Leadership(parts.leases, name, holder, parts.clock) for name in LOOPS}
         deliverer = Deliverer(parts.outbox, webhook_rules(settings), send_webhook, parts.clock)
-        reconciler = _reconciler(settings, parts, leaderships["jobs"], histograms)
+        spans = app.state.spans = Spans(configured_provider("swiftkv-control-plane"))
+        instruments = replace(histograms.orchestration, spans=spans)
+        reconciler = _reconciler(settings, parts, leaderships["jobs"], instruments)
         orphans = Orphans(parts.jobs, parts.cluster, parts.entrypoint.store_uri, parts.clock)
         sweeper = _sweeper(settings, parts, orphans)
         loops = _loops(settings, parts, leaderships, reconciler, deliverer, sweeper, histograms)
@@ -142,6 +147,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
             await run_in_threadpool(deliverer.close)
             await run_in_threadpool(_resign, leaderships.values())
             parts.database.close()
+            await run_in_threadpool(spans.close)
 
     app = FastAPI(
         title="SwiftKV platform",
@@ -169,7 +175,20 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     app.add_middleware(Audit)
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     app.add_middleware(RequestTimes, answered=histograms.answered)
-    routers = (jobs, history, outputs, models, deployments, files, fine_tuning, quota, recipes, audit, health, dashboard)
+    routers = (
+        jobs,
+        history,
+        outputs,
+        models,
+        deployments,
+        files,
+        fine_tuning,
+        quota,
+        recipes,
+        audit,
+        health,
+        dashboard,
+    )
     for module in routers:
         app.include_router(module.router)
     app.mount("/dashboard", PageFiles(directory=dashboard.FILES))
@@ -177,7 +196,7 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     return app
 
 
-def _reconciler(settings: Settings, parts: Components, lease: Lease, histograms: ControlPlaneHistograms) -> Reconciler:
+def _reconciler(settings: Settings, parts: Components, lease: Lease, instruments: Instruments) -> Reconciler:
     return Reconciler(
         jobs=parts.jobs,
         cluster=parts.cluster,
@@ -197,7 +216,7 @@ def _reconciler(settings: Settings, parts: Components, lease: Lease, histograms:
         attention=Attention(SPARING),
         concurrency=_JOBS_AT_ONCE,
         lease=lease,
-        instruments=histograms.orchestration,
+        instruments=instruments,
     )
 
 

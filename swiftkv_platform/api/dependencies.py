@@ -43,6 +43,7 @@ from swiftkv_platform.sources import Access, SourceRules
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.traces import Spans
 
 SESSION_COOKIE = "swiftkv_session"
 """Carries the id of the dashboard's session. No other site's page can make a browser send it (`SameSite=Strict`)."""
@@ -181,6 +182,11 @@ def get_watches(request: Request) -> Watches:
     return watches
 
 
+def get_spans(request: Request) -> Spans:
+    spans: Spans = request.app.state.spans
+    return spans
+
+
 def registry_service(request: Request) -> RegistryService:
     parts = get_components(request)
     return RegistryService(parts.registry, clock=parts.clock)
@@ -253,6 +259,7 @@ def oldest_first(
 Parts = Annotated[Components, Depends(get_components)]
 Deletions = Annotated[SqlRetention, Depends(retained_rows)]
 TheParents = Annotated[Parents, Depends(parents_service)]
+JobSpans = Annotated[Spans, Depends(get_spans)]
 TheWatches = Annotated[Watches, Depends(get_watches)]
 TheSettings = Annotated[Settings, Depends(get_settings)]
 Reader = Annotated[Caller, Security(get_caller, scopes=[Scope.JOBS_READ])]

@@ -1,4 +1,4 @@
-"""Waits of jobs and lags of their events, told while they happen. Knows no metrics library."""
+"""Waits of jobs, lags of their events, and spans, told while they happen. Knows no metrics library."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from swiftkv_platform.orchestration.job import Job
 from swiftkv_platform.orchestration.ports import StoredEvent
+from swiftkv_platform.traces import NO_SPANS, Spans
 
 Observe = Callable[[float], None]
 """Takes seconds."""
@@ -25,9 +26,14 @@ class Instruments:
     event_lag: Observe = _ignore
     """Seconds from an event's time, by its writer's clock, until it is read."""
 
+    spans: Spans = NO_SPANS
+
     def started(self, job: Job, now: float) -> None:
         """Tell of an attempt that leaves the queue. A delay before a retry is no wait for a place."""
-        self.queue_wait(max(0.0, now - max(job.created_at, job.not_before)))
+        since = max(job.created_at, job.not_before)
+        self.queue_wait(max(0.0, now - since))
+        named = {"job_id": job.id, "attempt": job.attempt.number}
+        self.spans.record("queue wait", job.traceparent, min(since, now), now, **named)
 
     def read(self, events: Sequence[StoredEvent], now: float) -> None:
         """Tell of events that were read."""

@@ -193,6 +193,8 @@ class Job:
     distilled_model: str | None = None
     result: Mapping[str, Any] | None = None
     error: Reason | None = None
+    traceparent: str | None = None
+    """W3C context of the trace in which the job was submitted."""
     version: int = 0
     """Raised by every update; an update of an older version is refused."""
 

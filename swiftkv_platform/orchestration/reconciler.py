@@ -303,6 +303,11 @@ class Reconciler:
         self._log.warning("put off", subject=name, job_id=job.id, reason=str(error), retry_in_s=delay)
 
     def _submit(self, job: Job) -> Job:
+        named = {"job_id": job.id, "attempt": job.attempt.number}
+        with self._instruments.spans.span("submit", job.traceparent, **named):
+            return self._submit_traced(job)
+
+    def _submit_traced(self, job: Job) -> Job:
         attempt = job.attempt
         organizations = self._policies.policy(job.tenant).hub_organizations
         access = self._rules.access(job.tenant, organizations, self._files(job.spec, job.tenant))
@@ -319,6 +324,7 @@ class Reconciler:
                 code_tasks=access.code_tasks,
                 files=dict(access.files or {}),
                 parent=None if found is None else found.parent,
+                traceparent=job.traceparent,
             )
         )
         command = self._entrypoint.shell(job.attempt_id)

@@ -168,7 +168,9 @@ class JobService:
         seconds = speed.startup_s + training + speed.finish_s
         return replace(found, seconds=seconds, speed_source=source, cost=self._prices.cost(spec, seconds))
 
-    def submit(self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None) -> Job:
+    def submit(
+        self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None, traceparent: str | None = None
+    ) -> Job:
         """Store a job; once this returns it is not lost.
 
         With a key the caller has used before, returns that key's job and checks nothing: quotas, rules and sources may
@@ -188,6 +190,7 @@ class JobService:
             created_at=now,
             flops_per_step=foreseen.flops_per_step,
             planned_memory=foreseen.memory_per_worker,
+            traceparent=traceparent,
         )
         self._rehearse(job)
         most = self._policies.policy(caller.tenant).max_queued_jobs

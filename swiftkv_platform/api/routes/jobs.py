@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from swiftkv_platform.api.dependencies import (
     Deletions,
+    JobSpans,
     NewestFirst,
     Parts,
     Reader,
@@ -34,6 +35,7 @@ from swiftkv_platform.orchestration.publishing import PublishRules
 from swiftkv_platform.orchestration.service import JobService
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label
+from swiftkv_platform.traces import valid_traceparent
 
 router = APIRouter(prefix="/jobs", tags=["jobs"])
 
@@ -77,10 +79,13 @@ def create_job(
     caller: Writer,
     present: Present,
     response: Response,
+    spans: JobSpans,
     idempotency_key: IdempotencyKey = None,
+    traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
 ) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
-    job = service.submit(spec, caller, idempotency_key=idempotency_key)
+    with spans.span("POST /jobs", valid_traceparent(traceparent), tenant=caller.tenant) as context:
+        job = service.submit(spec, caller, idempotency_key=idempotency_key, traceparent=context)
     response.headers["Location"] = f"/jobs/{job.id}"
     return present(job)
 

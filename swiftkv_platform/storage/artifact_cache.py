@@ -1,0 +1,138 @@
+"""Verified copies of published directories on this machine, by the digest of their manifest, shared by its processes.
+
+A copy appears in one step, is held against removal while it is read, and the least recently used ones go where there is
+no room. Knows nothing about what the files mean.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from swiftkv_platform.contract.attempts import Manifest
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest, read_manifest
+from swiftkv_platform.storage.object_store import ObjectStore
+
+_SEEN = ".verified"
+"""Suffix of the file beside a copy that says what its files were when they had been verified."""
+_LOCK = ".lock"
+_LEFT_BEHIND_S = 24 * 3600.0
+
+
+class ArtifactCache:
+    """Copies below a directory.
+
+    Args:
+        most_bytes: bytes that all copies together may take. What is larger by itself is fetched for one use.
+    """
+
+    def __init__(self, directory: Path, most_bytes: int) -> None:
+        self._directory = directory
+        self._most_bytes = most_bytes
+
+    @contextmanager
+    def held(self, store: ObjectStore, prefix: str) -> Iterator[tuple[Path, Manifest]]:
+        """The copy of the complete directory at `prefix`, fetched unless it is there, and not removed meanwhile.
+
+        One process of the machine fetches it, the others wait. Every byte is verified when it is fetched; a copy whose
+        files have another size or time of change since is verified again, and replaced if it differs.
+
+        Raises as `fetch_directory`, and `StorageError` where the cache cannot be written.
+        """
+        manifest = read_manifest(store, prefix)
+        if manifest.size > self._most_bytes:
+            with tempfile.TemporaryDirectory(prefix="swiftkv-model-") as workspace:
+                path = Path(workspace) / "model"
+                yield path, fetch_directory(store, prefix, path)
+            return
+        path = self._directory / manifest_digest(manifest)
+        try:
+            lock = self._hold(store, prefix, path, manifest)
+        except OSError as error:
+            raise StorageError(
+                f"model cache {self._directory}: {error}", field="directory", value=str(self._directory)
+            ) from error
+        with lock:
+            yield path, manifest
+
+    def _hold(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> TextIO:
+        """Have the copy, and the lock that keeps it until it is closed."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        lock = self._lock(path.name).open("w")
+        try:
+            while True:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not self._is_intact(path):
+                    self._fetch(store, prefix, path, manifest)
+                os.utime(self._lock(path.name))  # the time of its last use
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                if path.is_dir():  # the lock is free for a moment in between
+                    return lock
+        except BaseException:
+            lock.close()
+            raise
+
+    def _fetch(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> None:
+        self._make_room(manifest.size, for_=path.name)
+        fetch_directory(store, prefix, path)
+        path.with_name(path.name + _SEEN).write_text(json.dumps(_state(path)))
+
+    def _is_intact(self, path: Path) -> bool:
+        """Whether the copy's files are as they were when they had been verified."""
+        try:
+            return bool(json.loads(path.with_name(path.name + _SEEN).read_text()) == _state(path) and path.is_dir())
+        except (FileNotFoundError, ValueError):
+            return False
+
+    def _make_room(self, size: int, *, for_: str) -> None:
+        """Remove copies that nobody holds, the least recently used first, until `size` bytes more may be kept, and
+        fit on the disk."""
+        for left in self._directory.glob(".fetch-*"):  # of a process that was killed
+            if time.time() - left.stat().st_mtime > _LEFT_BEHIND_S:
+                shutil.rmtree(left, ignore_errors=True)
+        copies = {path.name: _size(path) for path in self._directory.iterdir() if self._is_copy(path)}
+        copies.pop(for_, None)
+        total = sum(copies.values())
+        for name in sorted(copies, key=lambda name: self._lock(name).stat().st_mtime):
+            if total + size <= self._most_bytes and shutil.disk_usage(self._directory).free >= size:
+                return
+            if self._remove(name):
+                total -= copies[name]
+
+    def _remove(self, digest: str) -> bool:
+        """Remove a copy unless it is held; whether it is gone."""
+        with self._lock(digest).open("r") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            (self._directory / (digest + _SEEN)).unlink(missing_ok=True)
+            shutil.rmtree(self._directory / digest)
+            get_logger().info("cached_model_removed", manifest_digest=digest)
+            return True
+
+    def _is_copy(self, path: Path) -> bool:
+        return path.is_dir() and self._lock(path.name).exists()
+
+    def _lock(self, digest: str) -> Path:
+        return self._directory / (digest + _LOCK)
+
+
+def _state(directory: Path) -> dict[str, list[int]]:
+    """Size and time of change of every file."""
+    files = {path: path.stat() for path in directory.rglob("*") if path.is_file()}
+    return {path.relative_to(directory).as_posix(): [it.st_size, it.st_mtime_ns] for path, it in sorted(files.items())}
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

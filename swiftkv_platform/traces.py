@@ -1,0 +1,117 @@
+"""Spans of jobs, sent over OTLP where OpenTelemetry's own variables name an endpoint; else nothing is imported or
+recorded. A span's context travels as a W3C `traceparent`, from POST /jobs over `attempt.json` to the workers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_FLUSH_MS = 5000
+
+
+def configured_provider(service: str) -> TracerProvider | None:
+    """Maker of spans that are sent in the background; None where no endpoint is set.
+
+    Args:
+        service: name of the service, unless `OTEL_SERVICE_NAME` gives one.
+    """
+    if not any(os.environ.get(name) for name in _ENDPOINTS):
+        return None
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    name = os.environ.get("OTEL_SERVICE_NAME", service)
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def valid_traceparent(header: str | None) -> str | None:
+    """The header, if it is a W3C `traceparent` of version 00; any other is to be ignored."""
+    return header if header is not None and _TRACEPARENT.fullmatch(header) else None
+
+
+class Spans:
+    """Records what took how long, below the span that a `traceparent` names.
+
+    Args:
+        provider: None records nothing.
+    """
+
+    def __init__(self, provider: TracerProvider | None = None) -> None:
+        self._provider = provider
+
+    @contextmanager
+    def span(self, name: str, parent: str | None, **attributes: Any) -> Iterator[str | None]:
+        """Record the block; yields the `traceparent` of what happens inside, which is `parent` if nothing is recorded.
+
+        A block that raises is marked as an error.
+        """
+        if self._provider is None:
+            yield parent
+            return
+        from opentelemetry.trace import Status, StatusCode
+
+        span = self._start(name, parent, time.time(), attributes)
+        try:
+            yield _traceparent(span)
+        except BaseException as error:
+            span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+            raise
+        finally:
+            span.end()
+
+    def record(self, name: str, parent: str | None, began: float, ended: float, **attributes: Any) -> None:
+        """Record what is over. Times are Unix seconds."""
+        if self._provider is not None:
+            self._start(name, parent, began, attributes).end(_ns(ended))
+
+    def flush(self) -> None:
+        """Send what was recorded, as far as that takes no longer than five seconds."""
+        if self._provider is not None:
+            self._provider.force_flush(_FLUSH_MS)
+
+    def close(self) -> None:
+        """Send what is left, and end the thread that sends."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+    def _start(self, name: str, parent: str | None, began: float, attributes: dict[str, Any]) -> Any:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        assert self._provider is not None, "the caller has looked"
+        context = TraceContextTextMapPropagator().extract({} if parent is None else {"traceparent": parent})
+        tracer = self._provider.get_tracer("swiftkv")
+        named = {f"swiftkv.{key}": value for key, value in attributes.items()}
+        return tracer.start_span(name, context, attributes=named, start_time=_ns(began))
+
+
+NO_SPANS = Spans()
+
+
+@cache
+def spans_of_jobs() -> Spans:
+    """Spans of this process, a driver's or a worker's."""
+    return Spans(configured_provider("swiftkv-job"))
+
+
+def _traceparent(span: Any) -> str:
+    context = span.get_span_context()
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

@@ -1,0 +1,143 @@
+"""The cache of artifacts on a machine: fetched once for all processes, verified, bounded, never removed in use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.contract.attempts import MANIFEST, Manifest
+from swiftkv_platform.errors import ArtifactCorruptError
+from swiftkv_platform.storage.artifact_cache import ArtifactCache
+from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory
+from swiftkv_platform.storage.local_store import LocalObjectStore
+
+
+class CountingStore(LocalObjectStore):
+    """Counts what is read of each object."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: Counter[str] = Counter()
+
+    def stream(self, key: str, chunk_size: int = 1 << 20, *, start: int = 0) -> Iterator[bytes]:
+        self.reads[key] += 1
+        return super().stream(key, chunk_size, start=start)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CountingStore:
+    return CountingStore(tmp_path / "store")
+
+
+def publish(store: LocalObjectStore, tmp_path: Path, name: str, size: int = 1000) -> Manifest:
+    source = tmp_path / "sources" / name
+    source.mkdir(parents=True)
+    (source / "weights.bin").write_bytes(name.encode() * (size // len(name)))
+    return publish_directory(store, source, name, kind="artifact", lineage={}, metrics={})
+
+
+def copies(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir() if path.is_dir()}
+
+
+def test_a_copy_is_fetched_once_and_by_content(store: CountingStore, tmp_path: Path) -> None:
+    manifest = publish(store, tmp_path, "a")
+    for _ in range(2):
+        with ArtifactCache(tmp_path / "cache", 10_000).held(store, "a") as (path, found):
+            assert path == tmp_path / "cache" / manifest_digest(manifest)
+            assert (path / "weights.bin").read_bytes() == b"a" * 1000
+            assert (path / MANIFEST).is_file()
+            assert found == manifest
+    assert store.reads["a/weights.bin"] == 1
+
+
+def test_what_is_larger_than_the_cache_is_fetched_for_one_use(store: CountingStore, tmp_path: Path) -> None:
+    publish(store, tmp_path, "a")
+    for _ in range(2):
+        with ArtifactCache(tmp_path / "cache", 999).held(store, "a") as (path, _):
+            assert (path / "weights.bin").read_bytes() == b"a" * 1000
+        assert not path.exists()
+    assert not (tmp_path / "cache").exists()
+    assert store.reads["a/weights.bin"] == 2
+
+
+def test_a_copy_that_was_changed_is_fetched_again(store: CountingStore, tmp_path: Path) -> None:
+    publish(store, tmp_path, "a")
+    cache = ArtifactCache(tmp_path / "cache", 10_000)
+    with cache.held(store, "a") as (path, _):
+        (path / "weights.bin").write_bytes(b"b" * 1000)
+    with cache.held(store, "a") as (path, _):
+        assert (path / "weights.bin").read_bytes() == b"a" * 1000
+    assert store.reads["a/weights.bin"] == 2
+
+
+def test_a_damaged_object_leaves_no_copy(store: CountingStore, tmp_path: Path) -> None:
+    publish(store, tmp_path, "a")
+    (tmp_path / "store" / "a" / "weights.bin").write_bytes(b"c" * 1000)
+    with pytest.raises(ArtifactCorruptError), ArtifactCache(tmp_path / "cache", 10_000).held(store, "a"):
+        raise AssertionError("it must not be used")
+    assert copies(tmp_path / "cache") == set()
+
+
+def test_the_least_recently_used_copies_go_and_none_that_is_held(store: CountingStore, tmp_path: Path) -> None:
+    digests = {name: manifest_digest(publish(store, tmp_path, name)) for name in "abcd"}
+    cache = ArtifactCache(tmp_path / "cache", 4000)  # a copy takes 1,000 bytes and its manifest
+    for name in "abc":
+        with cache.held(store, name):
+            pass
+    with cache.held(store, "a"), cache.held(store, "d"):
+        assert copies(tmp_path / "cache") == {digests[name] for name in "acd"}, "b was used longest ago"
+    small = ArtifactCache(tmp_path / "cache", 1500)
+    with small.held(store, "a"), small.held(store, "b"):
+        assert copies(tmp_path / "cache") == {digests["a"], digests["b"]}
+
+
+def test_processes_and_threads_that_ask_at_once_share_one_copy(store: CountingStore, tmp_path: Path) -> None:
+    publish(store, tmp_path, "a", size=3_000_000)
+    held: list[Path] = []
+    both = threading.Barrier(4)
+
+    def hold() -> None:
+        with ArtifactCache(tmp_path / "cache", 10_000_000).held(store, "a") as (path, _):
+            held.append(path)
+            both.wait(30)  # all of them hold it at the same time
+
+    threads = [threading.Thread(target=hold) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(held)) == 1
+    assert store.reads["a/weights.bin"] == 1
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from swiftkv_platform.storage import artifacts
+from swiftkv_platform.storage.artifact_cache import ArtifactCache
+from swiftkv_platform.storage.local_store import LocalObjectStore
+
+class Dying(LocalObjectStore):
+    def stream(self, key, chunk_size=1, *, start=0):
+        yield b"a"
+        os._exit(9)
+
+with ArtifactCache(Path(sys.argv[2]), 10_000).held(Dying(Path(sys.argv[1])), "a"):
+    pass
+"""
+
+
+@pytest.mark.slow  # starts a process
+def test_a_process_that_dies_while_it_fetches_leaves_nothing_that_is_used(store: CountingStore, tmp_path: Path) -> None:
+    publish(store, tmp_path, "a")
+    arguments = [str(tmp_path / "store"), str(tmp_path / "cache")]
+    assert subprocess.run([sys.executable, "-c", KILLED, *arguments], check=False).returncode == 9
+    with ArtifactCache(tmp_path / "cache", 10_000).held(store, "a") as (path, _):
+        assert (path / "weights.bin").read_bytes() == b"a" * 1000

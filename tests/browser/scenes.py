@@ -84,6 +84,25 @@ def forward(server: Server, seconds: float) -> None:
     server.parts.clock.ahead += seconds
 
 
+def editor(page: Page) -> playwright.Locator:
+    """The text of a new job's spec."""
+    return page.get_by_role("textbox", name="Spec, YAML or JSON")
+
+
+def paste(page: Page, text: str) -> None:
+    """Replace the spec by `text`, as from the clipboard: the editor draws the lines that are in view alone."""
+    editor(page).focus()
+    page.keyboard.press("Control+a")
+    editor(page).evaluate(
+        """(element, text) => {
+          const clipboardData = new DataTransfer();
+          clipboardData.setData("text/plain", text);
+          element.dispatchEvent(new ClipboardEvent("paste", {clipboardData, bubbles: true, cancelable: true}));
+        }""",
+        text,
+    )
+
+
 @contextmanager
 def control_plane(tmp_path: Path, empty_database: Path, *, replicas: Script | None = None) -> Iterator[Server]:
     """A control plane in this process; `replicas` answers for what it deploys."""

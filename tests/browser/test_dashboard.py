@@ -10,7 +10,7 @@ from swiftkv_platform.api.app import create_app
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
-from tests.browser.scenes import Page, address, expect, sweep, write_artifact
+from tests.browser.scenes import Page, address, expect, paste, sweep, write_artifact
 from tests.servers import serving
 from tests.unit.api.conftest import SPEC, Server, make_parts
 
@@ -29,11 +29,10 @@ def test_a_job_from_its_spec_to_its_report(server: Server, page: Page) -> None:
     expect(page.get_by_text("No jobs.")).to_be_visible()
 
     page.get_by_role("link", name="New job").first.click()
-    spec = page.get_by_role("textbox", name="Spec, YAML or JSON")
-    spec.fill("name: from-the-dashboard\nmodel: {name_or_path: org/teacher}\ntraining: {batch_sise: 4}\n")
+    paste(page, "name: from-the-dashboard\nmodel: {name_or_path: org/teacher}\ntraining: {batch_sise: 4}\n")
     plan = page.get_by_label("Plan")
     expect(plan).to_contain_text("training.batch_sise")
-    spec.fill("name: from-the-dashboard\nmodel: {name_or_path: org/teacher}\n")
+    paste(page, "name: from-the-dashboard\nmodel: {name_or_path: org/teacher}\n")
     expect(plan.get_by_role("status")).to_have_text("accepted")
     page.get_by_role("button", name="Submit job").click()
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import yaml
 
-from tests.browser.scenes import Page, address, expect
+from tests.browser.scenes import Page, address, editor, expect, paste
 from tests.browsers import playwright
 from tests.unit.api.conftest import Server
-
-
-def editor(page: Page) -> playwright.Locator:
-    return page.get_by_role("textbox", name="Spec, YAML or JSON")
 
 
 def plan(page: Page) -> playwright.Locator:
@@ -25,7 +21,7 @@ def test_the_form_and_the_editor_say_the_same(server: Server, page: Page) -> Non
     page.get_by_label("l, layers with KV").fill("5")
     expect(editor(page)).to_contain_text("num_key_value_layers: 5")
     expect(editor(page)).not_to_contain_text("prefill_reduction")  # one stands in for the other
-    editor(page).fill("name: typed\nmodel: {name_or_path: builtin:python-5m}\nresources: {num_workers: 3}\n")
+    paste(page, "name: typed\nmodel: {name_or_path: builtin:python-5m}\nresources: {num_workers: 3}\n")
     expect(page.get_by_label("Name")).to_have_value("typed")
     expect(page.get_by_label("Workers")).to_have_value("3")
     page.get_by_label("Exit head").check()
@@ -52,7 +48,7 @@ def test_the_plan_follows_what_is_typed_and_names_what_does_not_fit(server: Serv
 
 def test_the_editor_completes_and_checks_against_the_schema(server: Server, page: Page) -> None:
     page.goto(f"{address(server)}/#/submit")
-    editor(page).fill("name: a\nmodel: {name_or_path: org/teacher}\nswiftkv:\n  ")
+    paste(page, "name: a\nmodel: {name_or_path: org/teacher}\nswiftkv:\n  ")
     page.keyboard.press("Control+End")
     editor(page).press_sequentially("initi")
     expect(page.locator(".cm-completionLabel")).to_have_text("initialization")
@@ -61,9 +57,9 @@ def test_the_editor_completes_and_checks_against_the_schema(server: Server, page
     expect(page.locator(".cm-completionLabel")).to_have_text("copied")
     page.keyboard.press("Enter")
     expect(editor(page)).to_contain_text("initialization: copied")
-    editor(page).fill("name: a\nmodel: {name_or_path: org/teacher, dtyp: x}\n")
+    paste(page, "name: a\nmodel: {name_or_path: org/teacher, dtyp: x}\n")
     expect(plan(page)).to_contain_text("model.dtyp")
-    editor(page).fill("name: [\n")
+    paste(page, "name: [\n")
     expect(plan(page)).to_contain_text("cannot be read")
     expect(page.get_by_label("Name")).to_be_disabled()
 

@@ -105,7 +105,7 @@ def _to_hub(
 ) -> str:
     """One commit, whose large files go ahead of it. Files that are there already are not sent again."""
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()  # which a log would be full of
     api = HfApi(library_name="swiftkv-platform")

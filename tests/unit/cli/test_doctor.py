@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,34 @@ ROOT = Path(__file__).parents[3]
 PROJECT_VARIABLES = re.compile(r'"(SWIFTKV_[A-Z0-9_]*[A-Z0-9])"')
 EXAMINE_S = "120"
 """Seconds that a machine with other work may take."""
+DEPENDS_ON: dict[str, Callable[[], Hashable]] = {
+    "packages": lambda: tuple(sys.path),
+    "compiler": lambda: (os.environ.get("PATH"), os.environ.get("CXX")),
+}
+"""What the findings of costly checks depend on: one compiles, and one reads the metadata of every package."""
+
+
+@pytest.fixture(scope="module")
+def checks() -> tuple[Check, ...]:
+    """All checks. A costly one looks once at each environment, not once for every test of another check."""
+    found: dict[tuple[str, Hashable], Finding] = {}
+
+    def remembering(check: Check) -> Check:
+        def examine(surroundings: Surroundings) -> Finding:
+            key = (check.name, DEPENDS_ON[check.name]())
+            if key not in found:
+                found[key] = check.examine(surroundings)
+            return found[key]
+
+        return replace(check, examine=examine) if check.name in DEPENDS_ON else check
+
+    return tuple(remembering(check) for check in CHECKS)
 
 
 @pytest.fixture
-def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examine:
+def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...]) -> Examine:
     """Runs the command on an environment of its own with some variables more, and returns what it found by check."""
+    monkeypatch.setattr("swiftkv_platform.cli.doctor.checks.CHECKS", checks)
     for name in ("SWIFTKV_URL", "SWIFTKV_API_KEY", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 

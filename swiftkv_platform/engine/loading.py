@@ -15,7 +15,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.ranks import Ranks, rank_device
 from swiftkv_platform.engine.sharding import check_divides, shard
-from swiftkv_platform.engine.weights import lay_out, use_kernels
+from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import load_dense  # importing it registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.specs.engine import EngineConfig
@@ -241,4 +241,5 @@ def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) ->
         lay_out(model, native=native)
     if native:
         use_kernels(model)
+    align(model)
     return model

@@ -27,6 +27,8 @@ SIBLINGS = (
 )
 """Names of linear modules of one parent that read the same input, in the order they are called in."""
 SILU = (nn.SiLU, SiLUActivation)
+ALIGNMENT = 64
+"""Bytes to a multiple of which PyTorch allocates tensors on a CPU."""
 PACKING_HINT = 16
 """Tokens of a decode step, roughly: what oneDNN chooses a layout for."""
 
@@ -55,6 +57,15 @@ def lay_out(model: Any, *, native: bool = False) -> None:
             lambda child: type(child) is nn.Linear and child.weight is not embedding,
             lambda linear: make_linear(linear.weight, linear.bias),
         )
+
+
+def align(model: nn.Module) -> None:
+    """Move the weights of products that lie unaligned, as in a file that is mapped into memory, in place. Products of a
+    row on a CPU are rounded otherwise there, so answers would depend on how tensors are spread over files."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear) else ():
+            if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
+                parameter.data = parameter.data.clone()
 
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Any]

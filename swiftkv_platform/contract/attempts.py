@@ -53,7 +53,7 @@ class AttemptRequest(FrozenModel):
     files: dict[str, StoredFile] = {}
     """Uploaded files that the spec names, by id."""
     parent: Parent | None = None
-    """What `training.from` names; training starts from it until the job has a checkpoint of its own."""
+    """Model or checkpoint that `training.from` names, for as long as the job has no checkpoint of its own."""
 
     @property
     def attempt_id(self) -> AttemptId:

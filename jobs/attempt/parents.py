@@ -1,4 +1,4 @@
-"""What a job continues from, brought to this machine. Knows keys and files, little of what they hold."""
+"""The model or checkpoint that a job continues from, on this machine. Knows keys and files, little of their content."""
 
 from __future__ import annotations
 

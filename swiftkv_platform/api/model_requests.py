@@ -21,9 +21,9 @@ class CreateModel(FiniteModel):
     name: JobName | None = None
     """Name of the model; by default that of the checkpoint's job and the step."""
     evaluation: EvaluationSpec | None = None
-    """What is to be measured otherwise than by the job; other fields of its evaluation stay."""
+    """Fields of the evaluation that differ from the job's; the others stay."""
     resources: ResourcesSpec | None = None
-    """Workers, likewise."""
+    """Fields of the resources that differ, likewise."""
     metadata: Annotated[dict[Label, LabelValue], Field(max_length=32)] | None = None
     """Metadata instead of the job's."""
 

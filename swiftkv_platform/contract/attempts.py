@@ -55,8 +55,8 @@ class AttemptRequest(FrozenModel):
     files: dict[str, StoredFile] = {}
     """Uploaded files that the spec names, by id."""
     parent: Annotated[Parent | None, Field(exclude_if=lambda value: value is None)] = None
-    """What `training.from` names; training starts from it until the job has a checkpoint of its own. Like the next, it
-    is left out where there is none, since workers of the version before refuse what they do not know."""
+    """Model or checkpoint that `training.from` names, for as long as the job has no checkpoint of its own. Like the
+    next, it is left out where there is none, since workers of the version before refuse what they do not know."""
     traceparent: Annotated[str | None, Field(exclude_if=lambda value: value is None)] = None
     """W3C context of the trace that the attempt belongs to."""
 

@@ -1,4 +1,4 @@
-"""What a job continues from, as control plane and workers know it. No I/O."""
+"""The model or checkpoint that a job continues from, as control plane and workers know it. No I/O."""
 
 from __future__ import annotations
 

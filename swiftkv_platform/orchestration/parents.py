@@ -94,7 +94,7 @@ class Parents:
         self._objects = objects
 
     def __call__(self, spec: JobSpec, tenant: str) -> FoundParent | None:
-        """What a spec continues from, None for one that starts from its teacher.
+        """Find what a spec continues from; None for one that starts from its teacher.
 
         Raises `InvalidInputError` for what is not there or not the tenant's, and `StorageError`.
         """
@@ -103,12 +103,12 @@ class Parents:
         return self.find(spec.training.from_, tenant)
 
     def find(self, reference: str, tenant: str) -> FoundParent:
-        """What a reference names. Raises as above."""
+        """Find what a reference names. Raises as above."""
         name = ParentName.parse(reference)
         return self._model(name.model, tenant) if name.model is not None else self._checkpoint(name, tenant)
 
     def ancestors(self, job_id: str, tenant: str) -> list[Ancestor]:
-        """What a job continued from, and what that one's job continued from, and so on, as far as jobs are known."""
+        """List what a job continued from, what that one's job continued from, and so on, as far as jobs are known."""
         found: list[Ancestor] = []
         while len(found) < _MOST_ANCESTORS:
             try:

@@ -1,4 +1,4 @@
-"""Where a model is published beside the platform's own store. Looks nothing up."""
+"""Places to publish a model to, beside the platform's own store. Looks nothing up."""
 
 from __future__ import annotations
 

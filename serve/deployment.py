@@ -9,9 +9,9 @@ import asyncio
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +33,11 @@ from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.security.credentials import open_credentials
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import fetch_directory, manifest_digest
+from swiftkv_platform.storage.artifact_cache import ArtifactCache
+from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.downloads import download_model
 
 if TYPE_CHECKING:
@@ -96,22 +98,27 @@ class Replica:
         }
 
     async def _load(self, served: Served) -> Version:
-        return await load_version(self._args, served, self._current.metrics.compared)
+        metrics = self._current.metrics
+        return await load_version(self._args, served, metrics.compared, metrics.loaded)
 
 
 async def load_version(
-    args: ReplicaArgs, served: Served, compared: Callable[[Comparison | None], None] = lambda _: None
+    args: ReplicaArgs,
+    served: Served,
+    compared: Callable[[Comparison | None], None] = lambda _: None,
+    loaded: Callable[[str, Mapping[str, float]], None] = lambda _model, _seconds: None,
 ) -> Version:
     """Load what `served` names, ready to answer, with its candidate and its shadow. Raises as `load`.
 
     Args:
         compared: hears what the shadow finds.
+        loaded: hears how long each phase took, by model: `fetch`, `load` and `check`.
     """
-    version, teacher = await _load_one(args, served)
+    version, teacher = await _load_one(args, served, loaded)
     if served.candidate is not None:
         update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None}
         update["shadow"] = None if served.shadow is None else served.shadow.model_copy(update={"against": "candidate"})
-        version.candidate, _ = await _load_one(args, served.model_copy(update=update))
+        version.candidate, _ = await _load_one(args, served.model_copy(update=update), loaded)
         version.candidate.names, version.names = frozenset({served.model}), frozenset({served.candidate.model})
         version.candidate_share = served.candidate.share
     version.take_over(served)
@@ -131,13 +138,22 @@ def _judging(version: Version) -> AsyncLLMEngine:
     return version.engine
 
 
-async def _load_one(args: ReplicaArgs, served: Served) -> tuple[Version, Any]:
+async def _load_one(
+    args: ReplicaArgs, served: Served, told: Callable[[str, Mapping[str, float]], None]
+) -> tuple[Version, Any]:
     """A version by itself, and its teacher where that is to judge it."""
     loaded = await asyncio.to_thread(load, served)
+    began = time.monotonic()
     await _lay_out_chats(loaded.engine, served)
     await _check_speaks(loaded.engine, served)
+    seconds = {**loaded.seconds, "check": time.monotonic() - began}
+    told(served.model, seconds)
     get_logger().info(
-        "model_loaded", model=served.model, manifest_digest=loaded.manifest_digest, backend=loaded.engine.backend
+        "model_loaded",
+        model=served.model,
+        manifest_digest=loaded.manifest_digest,
+        backend=loaded.engine.backend,
+        seconds={phase: round(value, 3) for phase, value in seconds.items()},
     )
     version = Version(loaded.engine, model_card(args, served, loaded), created=int(time.time()))
     version.tool_call_parser = served.tool_call_parser
@@ -151,6 +167,8 @@ class Loaded:
     engine: EngineFrontend
     manifest_digest: str | None
     """SHA-256 of the manifest that the model was verified against; None: not verified."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase: `fetch`, from the store or this machine's cache, and `load`."""
     teacher: Any = None
     """The student's own, in teacher mode, where it is to judge; without an engine."""
 
@@ -165,9 +183,13 @@ def load(served: Served) -> Loaded:
         ArtifactCorruptError: a file differs from the manifest.
         StorageError: the object store does not answer.
     """
+    began = time.monotonic()
     with _fetched(served) as (adapted, digest), _whole(adapted, served) as directory:
+        fetched = time.monotonic()
         teacher = _load_teacher(directory, served)
-        return Loaded(_load_engine(directory, served), digest, teacher)
+        engine = _load_engine(directory, served)
+        seconds = {"fetch": fetched - began, "load": time.monotonic() - fetched}
+        return Loaded(engine, digest, seconds, teacher)
 
 
 @contextmanager
@@ -178,10 +200,11 @@ def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
 
         yield local_directory(served.artifact_uri.removeprefix(HUB_PREFIX)), None
         return
-    with tempfile.TemporaryDirectory(prefix="swiftkv-model-") as workspace:
-        directory = Path(workspace) / "model"
+    settings = Settings()
+    cache = ArtifactCache(settings.home / "models", settings.model_cache_bytes)
+    with ExitStack() as stack:
         try:
-            manifest = fetch_directory(open_store(served.artifact_uri), "", directory)
+            directory, manifest = stack.enter_context(cache.held(open_store(served.artifact_uri), ""))
         except ObjectNotFoundError as error:
             raise ModelError(
                 f"artifact_uri {served.artifact_uri!r} has no manifest.json: it is incomplete, or a plain Hugging Face "

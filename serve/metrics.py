@@ -6,7 +6,7 @@ page and where they are exported to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -92,6 +92,8 @@ class Metrics:
         self._shadow_agreeing = counter("shadow_top1_agreeing_positions", "Those where its most probable is the same.")
         self._shadow_kl = counter("shadow_kl_nats", "Sum over those of KL(other model || model in service), nats.")
         self._shadow_skipped = counter("shadow_skipped", "Answers that were to be judged and were not.")
+        self._loads = counter("model_loads", "Models that were loaded, at a start or for a swap.")
+        self._load_seconds = counter("model_load_seconds", "Time that loading models took, by phase.", "phase")
         self._swaps = counter("swaps", "Versions that were to be swapped in.", "outcome")
         self._ttft = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = histogram("inter_token_latency_seconds", "From one token to the next, by answer on average.")
@@ -114,6 +116,12 @@ class Metrics:
     @property
     def engine(self) -> EngineFrontend | None:
         return self._engine()
+
+    def loaded(self, model: str, seconds: Mapping[str, float]) -> None:
+        """Count a model that was loaded: seconds by phase."""
+        self._loads.inc(model=model)
+        for phase, value in seconds.items():
+            self._load_seconds.inc(value, phase, model=model)
 
     def swapped(self, outcome: str) -> None:
         """Count a version that was to be swapped in: `succeeded`, `refused` or `superseded`."""

@@ -51,6 +51,9 @@ class Settings(BaseSettings):
     allow_code_tasks: bool = False
     """Let tasks of an evaluation run the code that a model writes (HumanEval, MBPP), on the workers and with what they
     may reach."""
+    model_cache_bytes: Annotated[int, Field(ge=0)] = 0
+    """Bytes of models that a machine keeps for its replicas, at `{home}/models`; read where replicas run. With 0 each
+    replica, and each swap, fetches its model again."""
     host: str = "127.0.0.1"
     """Address the control plane listens on; without API keys only loopback is allowed."""
     api_keys_file: Path | None = None

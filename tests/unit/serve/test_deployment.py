@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from serve.args import ReplicaArgs, ServeArgs, Served
-from serve.deployment import Loaded, load, model_card
+from serve.deployment import Loaded, load, load_version, model_card
+from serve.metrics import Metrics
 from swiftkv_platform.engine import AsyncLLMEngine, SamplingParams
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, ModelError
 from swiftkv_platform.model import export_adapter
@@ -61,6 +62,27 @@ def test_a_verified_artifact_is_served_with_its_digest(artifact: Path) -> None:
     assert card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
     assert isinstance(loaded.engine, AsyncLLMEngine)
     assert len(loaded.engine.engine.generate(["text"])[0].token_ids) > 0
+
+
+async def test_replicas_of_a_machine_fetch_a_model_once_and_tell_how_long_each_phase_took(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SWIFTKV_MODEL_CACHE_BYTES", str(1 << 30))
+    metrics = Metrics()
+    for _ in range(2):
+        version = await load_version(REPLICA, served(artifact), loaded=metrics.loaded)
+        await version.engine.aclose()
+        (artifact / "model.safetensors").unlink(missing_ok=True)  # the second replica reads nothing but the manifest
+    [copy] = [path for path in (tmp_path / "home" / "models").iterdir() if path.is_dir()]
+    assert copy.name == version.card.manifest_digest
+    text = metrics.text().decode()
+    assert "swiftkv:model_loads_total 2.0" in text
+    for phase in ("fetch", "load", "check"):
+        [line] = [
+            line for line in text.splitlines() if line.startswith(f'swiftkv:model_load_seconds_total{{phase="{phase}"')
+        ]
+        assert float(line.split()[-1]) > 0
 
 
 def test_a_flipped_byte_is_refused(artifact: Path) -> None:

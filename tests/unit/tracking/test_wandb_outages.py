@@ -13,12 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import httpx
 import pytest
+from typer.testing import CliRunner
 
+from swiftkv_platform.api.app import create_app
+from swiftkv_platform.cli.app import app as command_line
+from swiftkv_platform.settings import Settings
 from swiftkv_platform.tracking.background import BackgroundTracker
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
 from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
 from tests.requirements import required_module
+from tests.servers import serving
+from tests.unit.api.conftest import SPEC, make_parts
 from tests.wandb_server import Outage, WandbServer, wandb_server
 
 required_module("wandb")
@@ -34,7 +41,7 @@ from swiftkv_platform.tracking.wandb_tracker import WandbTracker
 
 directory, run_id, first, after, timeout_s, pauses = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 inner = WandbTracker(WandbSpec(), directory, name="n", timeout_s=timeout_s)
-tracker = BackgroundTracker(inner)
+tracker = BackgroundTracker(inner, finish_s=600.0)
 tracker.start(run_id, {})
 for step in range(first, after):
     tracker.log({"loss": 1.0}, step)
@@ -147,6 +154,25 @@ def test_a_record_that_is_cut_off_ends_what_is_uploaded(server: WandbServer, tmp
     server.outage = None
     upload(RecordedRun(files))
     assert server.runs["job-1"].steps == list(range(100, last + 1))
+
+
+def test_the_command_uploads_what_a_job_has_left(server: WandbServer, tmp_path: Path, empty_database: Path) -> None:
+    server.outage = "refuses"
+    *_, files = Attempt(tmp_path / "run", 0, 5, timeout_s=2).end()
+    server.outage = None
+    parts = make_parts(tmp_path, empty_database)
+    settings = Settings(home=tmp_path, reconcile_interval_s=1e6, _env_file=None)
+    with serving(create_app(settings, components=parts)) as url:
+        job_id = httpx.post(f"{url}/jobs", json=SPEC, timeout=60.0, trust_env=False).json()["id"]
+        for path in files.rglob("*"):
+            if path.is_file():
+                key = f"jobs/{job_id}/attempts/1/tracking/{files.name}/{path.relative_to(files).as_posix()}"
+                parts.objects.upload_file(path, key)
+        command = ["jobs", "wandb-sync", job_id, "--json"]
+        result = CliRunner(env={"SWIFTKV_URL": url}).invoke(command_line, command)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["pages"] == {"job-1": f"{server.url}/team/swiftkv/runs/job-1"}
+    assert server.runs["job-1"].steps == list(range(5))
 
 
 class Stuck(NullTracker):

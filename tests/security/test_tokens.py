@@ -450,7 +450,7 @@ def header_of(junk: Any, issuer: Issuer) -> bytes:
     return f"Bearer {encoded(header)}.{encoded(named)}.AAAA".encode()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(junk=JUNK)
 def test_no_header_is_more_than_refused(issuer: Issuer, plane: TestClient, junk: Any) -> None:
     junk = header_of(junk, issuer)

@@ -9,6 +9,7 @@ export function Editor({ label, text, onInput, onSubmit, schema, marks, shown })
   const place = useRef(null);
   const view = useRef(null);
   const latest = useRef({});
+  const told = useRef([]); // texts of the editor's own that have not come back yet: several are under way while one types
   latest.current = { onInput, onSubmit, schema };
   useEffect(() => {
     const source = (context) => latest.current.schema && complete(latest.current.schema)(context);
@@ -26,7 +27,9 @@ export function Editor({ label, text, onInput, onSubmit, schema, marks, shown })
           // Tab leaves the editor, as it leaves every other field.
           cm.keymap.of([submit, ...cm.completionKeymap, ...cm.defaultKeymap, ...cm.historyKeymap, ...cm.foldKeymap, ...cm.lintKeymap, ...cm.searchKeymap]),
           cm.EditorView.updateListener.of((update) => {
-            if (update.docChanged) latest.current.onInput(update.state.doc.toString());
+            if (!update.docChanged || !told.current) return;
+            told.current.push(update.state.doc.toString());
+            latest.current.onInput(told.current.at(-1));
           }),
         ],
       }),
@@ -34,8 +37,16 @@ export function Editor({ label, text, onInput, onSubmit, schema, marks, shown })
     return () => view.current.destroy();
   }, []);
   useEffect(() => {
+    const own = told.current.lastIndexOf(text);
+    if (own >= 0) {
+      told.current.splice(0, own + 1);
+      return;
+    }
     const { state } = view.current;
-    if (state.doc.toString() !== text) view.current.dispatch({ changes: { from: 0, to: state.doc.length, insert: text } });
+    if (state.doc.toString() === text) return;
+    told.current = null; // what comes from outside is not told again
+    view.current.dispatch({ changes: { from: 0, to: state.doc.length, insert: text } });
+    told.current = [];
   }, [text]);
   useEffect(() => {
     const { state } = view.current;

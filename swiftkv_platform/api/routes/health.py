@@ -69,7 +69,7 @@ class Readiness:
             # This one writes.
             "object_store": Kept(complaint_of(parts.objects.ping), parts.clock, keep_s=_KEEP_PING_S),
         }
-        self._loops = loops
+        self.loops = loops
 
     async def complaint(self, check: str) -> str | None:
         """Return what is wrong with one part, None for nothing."""
@@ -80,7 +80,7 @@ class Readiness:
         found = await asyncio.gather(*(_complaint(check.get) for check in self.checks.values()))
         return dict(zip(self.checks, found, strict=True)) | {
             f"loop {loop.name}": "no step of it has come to its end for minutes; the log says why"
-            for loop in self._loops
+            for loop in self.loops
             if loop.is_stalled
         }
 

@@ -138,10 +138,9 @@ def make_parts(directory: Path, empty_database: Path) -> Components:
 def control_plane(parts: Components, settings: Settings, url: str = URL) -> Iterator[TestClient]:
     """The application, whose own loops have turned once and sleep from then on."""
     asleep = settings.model_copy(update={"reconcile_interval_s": 1e6})
-    with TestClient(create_app(asleep, components=parts), base_url=url) as client:
-        while (
-            " 0.0\n" in client.get("/metrics").text.partition("# TYPE swiftkv_loop_last_success")[2].partition("#")[0]
-        ):
+    app = create_app(asleep, components=parts)
+    with TestClient(app, base_url=url) as client:
+        while any(loop.last_success is None for loop in app.state.readiness.loops):
             time.sleep(0.001)
         yield client
 

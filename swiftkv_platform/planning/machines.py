@@ -11,7 +11,7 @@ ASSUMED_UTILISATION = 0.4
 
 
 class Machines(FrozenModel):
-    """What an operator knows of the cluster."""
+    """Nodes of the cluster, and what an operator states of them."""
 
     node_gpus: int = 8
     """GPUs of a node."""

@@ -75,6 +75,7 @@ NOBODYS = {
     "other_id": "mdl_x",
     "deployment_id": "dep_x",
     "path": "x",
+    "tracking_path": "x",
     "alias": "nobodys",
     "file_id": "file-x",
 }

@@ -65,7 +65,7 @@ class WandbServer:
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The data of a GraphQL request."""
         match operation:
-            case "RunResumeStatus":
+            case "RunResumeStatus" | "LastStep":
                 return {"model": _project() | {"bucket": self._resumable(variables["name"])}}
             case "UpsertBucket":
                 return {"upsertBucket": {"bucket": self._upsert(variables), "inserted": False}}

@@ -121,8 +121,9 @@ def upload(run: RecordedRun) -> str | None:
     Raises:
         SwiftKVError: `wandb sync` failed.
     """
-    command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(run.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # no shell
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", run.path.name]
+    directory = run.path.parent  # wandb leaves a log of its own there
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)  # no shell
     said = done.stdout + done.stderr
     if done.returncode != 0 or "Finished syncing" not in said:
         key = os.environ.get("WANDB_API_KEY") or "\0"

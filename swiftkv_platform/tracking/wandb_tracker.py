@@ -124,8 +124,12 @@ class WandbTracker:
     def finish(self) -> None:
         if self._run is not None:
             with self._guarded("finish"):
-                self._run.finish()  # raises if an online run is not uploaded in time
-                self._uploaded = self._info is not None and self._info.mode == "online"
+                try:
+                    self._run.finish()
+                except TimeoutError:  # the files have everything
+                    get_logger().warning("tracking_not_uploaded", waited_s=self._timeout_s)
+                else:
+                    self._uploaded = self._info is not None and self._info.mode == "online"
 
     @contextmanager
     def _guarded(self, action: str) -> Iterator[None]:

@@ -1,4 +1,5 @@
-"""SIGTERM drains a node for as long as the variable of the Kubernetes manifests says, whatever Ray's own 30 s are."""
+"""SIGTERM drains a node for as long as the variable of the Kubernetes manifests says, whatever Ray's own 30 s are, and
+an attempt that trains there checkpoints meanwhile."""
 
 from __future__ import annotations
 
@@ -11,17 +12,27 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from tests.distill_jobs import JOB, job_spec, start, starts, wait_for_starts, wait_for_step
 from tests.integration.conftest import environment, wait_for
+from tests.integration.planes import ROOT
 from tests.rays import NodeProcess, ray_head, ray_node
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[RayHead]:
-    with ray_head(num_cpus=1) as head, environment(auth_environment(head.token_file)):
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    """A head of one CPU. Drivers and nodes inherit this process's environment."""
+    own = {
+        "SWIFTKV_HOME": str(tmp_path_factory.mktemp("swiftkv")),
+        "SWIFTKV_SHARED_DIRECTORY": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    with environment(own), ray_head(num_cpus=1) as head, environment(auth_environment(head.token_file)):
         ray.init(address=head.address, log_to_driver=False)
         try:
             yield head
@@ -60,3 +71,31 @@ def test_work_that_does_not_end_is_cut_off_after_the_drain(head: RayHead, tmp_pa
         node.terminate()
         wait_for(lambda: not node.is_running)
         assert not (tmp_path / "done").exists()
+
+
+def test_an_attempt_checkpoints_before_its_node_is_cut_off(
+    head: RayHead, tiny_teacher: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """The attempt's own checkpoints are far off, so the only one is that of the drain; another node goes on from it."""
+    store = open_store(str(tmp_path / "store"))
+    spec = job_spec(
+        tiny_teacher,
+        corpus,
+        max_steps=100_000,
+        resources={"num_workers": 1, "cpus_per_worker": 2},  # more than the head has
+        checkpoint={"every_steps": 100_000},
+    )
+    job = start(store, spec, head.address)
+    try:
+        with ray_node(head, num_cpus=2, environment={DRAIN: "30"}, drains=True) as node:
+            wait_for_step(store, job, 3)
+            assert AttemptStore(store).list_checkpoints(JOB) == []
+            node.terminate()
+            wait_for(lambda: not node.is_running)
+        [checkpoint] = AttemptStore(store).list_checkpoints(JOB)  # the complete ones
+        assert checkpoint.step >= 3
+        with ray_node(head, num_cpus=2):
+            wait_for_starts(store, job, 2)
+        assert starts(store) == [0, checkpoint.step]
+    finally:
+        job.kill()

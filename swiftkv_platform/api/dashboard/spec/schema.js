@@ -81,13 +81,20 @@ function unknown(root, path) {
   return names.length ? `no such field; ${names.join(", ")} are known here` : "no such field";
 }
 
+/** Whether two values of JSON are equal, in whatever order their names come. */
+function isSame(one, other) {
+  if (one === null || other === null || typeof one !== "object" || typeof other !== "object") return one === other;
+  const names = Object.keys(one);
+  return Array.isArray(one) === Array.isArray(other) && names.length === Object.keys(other).length && names.every((name) => name in other && isSame(one[name], other[name]));
+}
+
 /** `value` without what the schema has as its default, so that what was chosen stands out. */
 export function withoutDefaults(root, value, path = []) {
   if (Array.isArray(value)) return value.map((each, i) => withoutDefaults(root, each, [...path, i]));
   if (value === null || typeof value !== "object") return value;
   const kept = Object.entries(value).flatMap(([name, each]) => {
     const field = fieldAt(root, [...path, name]);
-    if (field && "default" in field && JSON.stringify(field.default) === JSON.stringify(each)) return [];
+    if (field && "default" in field && isSame(field.default, each)) return [];
     const inner = withoutDefaults(root, each, [...path, name]);
     const isEmpty = inner !== null && typeof inner === "object" && !Array.isArray(inner) && !Object.keys(inner).length;
     return isEmpty || inner === null ? [] : [[name, inner]];

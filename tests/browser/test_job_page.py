@@ -44,7 +44,7 @@ def test_runs_are_laid_over_each_other(server: Server, page: Page) -> None:
     page.get_by_label("Overlay first").check()
     page.get_by_label("Overlay second").check()
     page.get_by_role("link", name="Overlay 2 runs").click()
-    expect(page.get_by_role("img", name="Loss by step; last: second 0.4615, first 0.4615")).to_be_visible()
+    expect(page.get_by_role("img", name="Loss by step; last: first 0.4615, second 0.4615")).to_be_visible()
 
 
 def test_jobs_are_searched_and_sorted(server: Server, page: Page) -> None:

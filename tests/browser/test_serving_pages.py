@@ -40,7 +40,8 @@ def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) ->
     candidate.get_by_role("button", name="Remove").click()
     expect(page.get_by_text("A second model answers a share")).to_be_visible()
     page.get_by_role("form", name="Swap the model").get_by_label("Model").select_option(second)
-    page.get_by_role("button", name="Swap in").click()
+    with page.expect_response(lambda answer: answer.request.method == "PATCH"):
+        page.get_by_role("button", name="Swap in").click()
     expect(page.locator("main .head .status")).to_have_text("swapping")
     assert (stored()["model"], stored()["candidate"]) == (second, None)
     page.goto("about:blank")

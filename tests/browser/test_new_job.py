@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import yaml
 
 from tests.browser.scenes import Page, address, editor, expect, paste
@@ -46,6 +48,9 @@ def test_the_plan_follows_what_is_typed_and_names_what_does_not_fit(server: Serv
     page.get_by_label("l, layers with KV").fill("9")
     expect(layers).to_have_text("3 of 12")
     expect(plan(page)).to_contain_text("memory a worker")
+    phases = plan(page).locator("li", has_text="of a node's disk")
+    expect(phases).to_have_count(5)
+    expect(phases.nth(2)).to_have_text(re.compile(r"train[\d.]+ MiB"))
     page.get_by_label("l, layers with KV").fill("99")
     field = page.get_by_label("l, layers with KV")
     expect(field).to_have_attribute("aria-invalid", "true")

@@ -228,7 +228,7 @@ export function Playground({ query }) {
       <span class="end legend"><span><span class="exited">exited</span> early</span><span><span class="drafted">drafted</span> and verified</span></span></div>
     <${Problem} problem=${problem ?? refusal} />
     ${!ready.length && html`<div class="panel"><${Empty} title="Nothing is served that could answer">Deploy a model first: <a href="#/models">choose a model</a>.<//></div><br />`}
-    <form class="panel" ref=${form} onSubmit=${submit} style="display: grid; gap: 0.8rem">
+    <form class="panel asked" ref=${form} onSubmit=${submit}>
       <${Fields} kind=${kind} setKind=${setKind} exit=${exit} setExit=${setExit} tools=${tools} setTools=${setTools}
         options=${ready.map((item) => option(item, item.id === query.get("a")))} both=${ready.map((item) => option(item, item.id === query.get("b")))} />
       <label class="wide">Prompt <textarea name="prompt" rows=${kind === "chat" ? 3 : 6} required onKeyDown=${keys} placeholder="Ctrl Enter sends"></textarea></label>

@@ -23,7 +23,7 @@ export function Editor({ label, text, onInput, onSubmit, schema, marks, shown })
           cm.highlightActiveLine(), cm.lintGutter(), cm.yaml(), cm.indentUnit.of("  "),
           cm.syntaxHighlighting(cm.classHighlighter), cm.EditorView.lineWrapping,
           cm.autocompletion({ override: [source], icons: false }),
-          cm.EditorView.contentAttributes.of({ "aria-label": label, "aria-multiline": "true" }),
+          cm.EditorView.contentAttributes.of({ "aria-label": label, "aria-multiline": "true", tabindex: "0" }),
           // Tab leaves the editor, as it leaves every other field.
           cm.keymap.of([submit, ...cm.completionKeymap, ...cm.defaultKeymap, ...cm.historyKeymap, ...cm.foldKeymap, ...cm.lintKeymap, ...cm.searchKeymap]),
           cm.EditorView.updateListener.of((update) => {

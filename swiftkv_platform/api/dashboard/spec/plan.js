@@ -7,13 +7,16 @@ const share = (value) => percent(value);
 const unknown = (why) => html`<span class="unknown">unknown: ${why}</span>`;
 const words = (name) => name.replaceAll("_", " ");
 
-/** Memory of a worker phase by phase, where the control plane tells it. */
+/** What each phase takes: memory of a worker, disk of a node, time. */
 function Phases({ phases }) {
-  const most = Math.max(...phases.map((phase) => phase.device ?? phase.host ?? 0));
-  return html`<h3>Memory by phase</h3>${phases.map(
-    (phase) => html`<${Meter} name=${words(String(phase.phase ?? phase.name))} value=${phase.device ?? phase.host ?? 0} most=${most || null} shown=${bytes}
-      words=${[phase.host != null && phase.device != null ? `host ${bytes(phase.host)}` : null, phase.seconds == null ? null : duration(phase.seconds)].filter(Boolean).join(", ")} />`,
-  )}`;
+  return html`<h3>Phases</h3><ul class="items">${phases.map(({ phase, device_bytes: device, host_bytes: host, node_disk: disk, seconds }) => html`<li>
+    <span>${words(phase)}</span><strong>${bytes(device ?? host)}</strong>
+    <span class="sub">${[
+      device == null ? "host memory" : `of a GPU, ${bytes(host)} of the host`,
+      `${bytes(disk.total)} of a node's disk`,
+      seconds == null ? "time unknown" : duration(seconds),
+    ].join(" · ")}</span>
+  </li>`)}</ul>`;
 }
 
 const Source = ({ source }) => html`<li>

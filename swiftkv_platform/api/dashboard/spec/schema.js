@@ -81,11 +81,11 @@ function unknown(root, path) {
   return names.length ? `no such field; ${names.join(", ")} are known here` : "no such field";
 }
 
-/** Whether two values of JSON are equal, in whatever order their names come. */
+/** Whether two values of JSON say the same, in whatever order: the API's document leaves out names that are null. */
 function isSame(one, other) {
   if (one === null || other === null || typeof one !== "object" || typeof other !== "object") return one === other;
-  const names = Object.keys(one);
-  return Array.isArray(one) === Array.isArray(other) && names.length === Object.keys(other).length && names.every((name) => name in other && isSame(one[name], other[name]));
+  const names = new Set([...Object.keys(one), ...Object.keys(other)]);
+  return Array.isArray(one) === Array.isArray(other) && [...names].every((name) => isSame(one[name] ?? null, other[name] ?? null));
 }
 
 /** `value` without what the schema has as its default, so that what was chosen stands out. */

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizer, set_learning_rate
 from swiftkv_platform.distillation.parallel.base import STUDENT, Parallel, Read, State, Weights
+from swiftkv_platform.distillation.parallel.builds import remove_abandoned_locks
 from swiftkv_platform.specs import JobSpec
 
 os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
@@ -45,6 +46,7 @@ class ZeRO(Parallel):
     ) -> None:
         super().__init__(fork, device=device)
         os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # which DeepSpeed wants to see; launchers set it
+        remove_abandoned_locks()
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
         settings = _settings(spec, dtype, device)
         self._stage = spec.sharding.zero_stage

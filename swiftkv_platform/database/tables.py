@@ -255,6 +255,6 @@ class AuditRow(Base):
     status: Mapped[int]
     """HTTP status of the answer."""
     left_out: Mapped[int] = mapped_column(server_default="0", default=0)
-    """Refusals of the same address before this one that were not written, since there were too many."""
+    """Refusals before this one, of any address, that were not written, since there were too many."""
 
     __table_args__ = (Index(None, "tenant", "id"), Index(None, "object", "id"))

@@ -18,7 +18,7 @@ Outage = Literal["hangs", "refuses", "fails"]
 
 @dataclass
 class Run:
-    """What the server knows of one run."""
+    """State of one run at the server."""
 
     history: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Rows by their line number, which a client counts on from where a run was resumed."""

@@ -150,11 +150,11 @@ class Audit:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        state = scope["app"].state
+        trail: SqlAudit | None = getattr(state, "audit", None)
+        if scope["type"] != "http" or trail is None:  # an application that is not started has pages alone
             await self._app(scope, receive, send)
             return
-        state = scope["app"].state
-        trail: SqlAudit = state.audit
         request_id = f"req_{ULID()}"
         address = _text(scope["client"][0] if scope.get("client") else "unknown", _LONGEST_ADDRESS)
         record = AuditRecord(request_id, address, scope["method"][:16], state.components.clock())

@@ -146,7 +146,7 @@ def source_rules(settings: Settings) -> SourceRules:
 
 
 def tenant_access(rules: SourceRules, policies: Policies, tenant: str | None) -> Access:
-    """What a tenant may read; of before there were tenants nothing but the hub, where sources have rules."""
+    """Sources that a tenant may read; without a tenant only the hub, where sources have rules."""
     if tenant is None:
         return Access(roots=None if rules.roots is None else ())
     return rules.access(tenant, policies.policy(tenant).hub_organizations)

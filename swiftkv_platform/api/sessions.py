@@ -52,7 +52,7 @@ class Sessions:
         self._lifetime_s = lifetime_s
 
     def identify(self, api_key: str) -> Principal:
-        """Whose key or token it is. Raises `UnauthenticatedError`."""
+        """The caller whose key or token it is. Raises `UnauthenticatedError`."""
         return self._authenticator.authenticate(f"Bearer {api_key}")
 
     def open(self, api_key: str, key: Principal) -> Session:

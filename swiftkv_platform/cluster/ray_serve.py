@@ -23,7 +23,7 @@ APPLICATION = "serve.app:build_app"
 """Import path of the application of every deployment."""
 
 TenantAccess = Callable[[str | None], Access]
-"""What a tenant may read; None for a deployment of before there were tenants."""
+"""Sources that a tenant may read; None for a deployment of before there were tenants."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PATH = "/api/serve/applications/"

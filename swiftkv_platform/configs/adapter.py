@@ -200,7 +200,7 @@ class AdapterConfig(FrozenModel):
 
 
 def read_adapter(directory: Path) -> AdapterConfig | None:
-    """What the adapter in `directory` says of itself; None where it holds no adapter. Raises `ModelError`."""
+    """Description of the adapter in `directory`; None where it holds no adapter. Raises `ModelError`."""
     path = directory / ADAPTER
     return AdapterConfig.parse(path.read_bytes(), str(directory)) if path.is_file() else None
 

@@ -24,7 +24,7 @@ from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 _FILE_HEADER = struct.pack("<4sHB", b":W&B", 0xBEE1, 0)
 _BLOCK = 32768
 _HEADER = struct.Struct("<IHB")
-"""Of a piece of a record: its checksum, length and place. Records are framed as LevelDB's log frames them."""
+"""Head of a piece of a record: checksum, length and place. Records are framed as LevelDB's log frames them."""
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _DIRECTORY = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 _LAST_STEP = """query LastStep($project: String!, $entity: String, $name: String!) {

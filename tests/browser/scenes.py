@@ -1,4 +1,4 @@
-"""What the dashboard is shown with: jobs, models and deployments of a control plane whose clusters a test commands."""
+"""Scenes of the dashboard: jobs, models and deployments of a control plane whose clusters a test commands."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(outcomes: dict[An
 def test_another_strategy_takes_over(outcomes: dict[Any, Outcome], began: str, after: str, workers: int) -> None:
     second, whole = outcomes["taken over", began, after], outcomes[began, *CUTS[-1]]
 
-    _assert_same_losses(second, Outcome(whole.steps[MIDDLE:], whole.trained, []))
+    _assert_same_losses(second, Outcome(whole.steps[MIDDLE:], whole.trained, [], []))
     for name, tensor in whole.trained.items():
         assert (second.trained[name] - tensor).norm() < 1e-3 * tensor.norm(), name
 

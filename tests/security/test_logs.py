@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,8 @@ def test_a_full_disk_is_a_store_that_fails(tmp_path: Path) -> None:
 class House(Server):
     """A control plane whose Ray keeps real logs, behind a real HTTP server."""
 
-    ray: FakeRayLogs
-    url: str
+    ray: FakeRayLogs = field(kw_only=True)
+    url: str = field(kw_only=True)
 
     def running(self, text: bytes = b"") -> tuple[Job, RayLog]:
         """A job on the cluster, and what its driver prints."""
@@ -204,7 +204,7 @@ def house(ray: FakeRayLogs, tmp_path: Path, empty_database: Path) -> Iterator[Ho
         control_plane(parts, settings) as client,
         serving(create_app(settings, components=seen_by_api)) as url,
     ):
-        yield House(client, parts, settings, ray, url)
+        yield House(client, parts, settings, ray=ray, url=url)
 
 
 def until(condition: Callable[[], bool]) -> None:

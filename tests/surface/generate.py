@@ -104,6 +104,7 @@ async def test_the_answer_has_the_documented_shape(client: httpx.AsyncClient, mo
                 "token_ids": token_ids,
                 "finish_reason": "length",
                 "num_exited_tokens": 0,
+                "num_accepted_tokens": 0,
             }
         ],
         "usage": {

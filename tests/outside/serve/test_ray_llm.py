@@ -40,7 +40,7 @@ APPLICATIONS = "/api/serve/applications/"
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a distillation job published; the project's own environment runs it, because vLLM's has no trainer."""
+    """Artifact of a distillation job; the project's own environment runs it, because vLLM's has no trainer."""
     python = interpreter("SWIFTKV_TEST_PYTHON", "install")
     directory = tmp_path_factory.mktemp("job")
     corpus = directory / "corpus.jsonl"

@@ -31,7 +31,7 @@ def test_a_model_is_published_by_a_job_that_makes_none(server: Server, opened: h
     assert response.status_code == 201, response.text
     job = response.json()
     assert response.headers["Location"] == f"/jobs/{job['id']}"
-    assert (job["name"], job["spec"]["publish"]) == ("publish-test", {"to": PLACE, "private": True})
+    assert (job["name"], job["spec"]["publish"]) == ("publish-test", {"adapter": False, "to": PLACE, "private": True})
     assert opened.delete(f"/models/{model}").status_code == 409, "what is being copied is deleted"
     server.tick()
     request = server.parts.attempts.read_request(AttemptId(job["id"], 1))

@@ -38,7 +38,7 @@ DEPENDS_ON: dict[str, Callable[[], Hashable]] = {
     "packages": lambda: tuple(sys.path),
     "compiler": lambda: (os.environ.get("PATH"), os.environ.get("CXX")),
 }
-"""What the findings of costly checks depend on: one compiles, and one reads the metadata of every package."""
+"""Conditions of what costly checks find: one compiles, and one reads the metadata of every package."""
 
 
 @pytest.fixture(scope="module")

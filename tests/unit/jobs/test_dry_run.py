@@ -114,6 +114,7 @@ def test_a_copied_start_is_not_calibrated() -> None:
     assert run(copied, num_hidden_layers=4)[0].calibrate is None
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [LARGEST, EXPERTS])
 def test_a_few_layers_take_what_is_planned(name: str) -> None:
     check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW[name]))

@@ -189,6 +189,9 @@ def test_a_browser_goes_from_a_recipe_to_a_chat_without_yaml(platform: Platform,
     picture("playground")
     answer = "".join(page.locator(".turn.assistant").inner_text().split()).removeprefix("Model")
     (deployment,) = platform.client.deployments.list()
+    # In bfloat16 a prompt that is read from the cache rounds otherwise than one that is computed, as the page's was.
+    platform.client.deployments.update(deployment.id, engine={"enable_prefix_caching": False})
+    platform.client.deployments.wait_ready(deployment.id)
     messages = [{"role": "user", "content": QUESTION}]
     told = httpx.post(
         f"{deployment.url}/generate", json={"messages": messages, "max_tokens": 128, "temperature": 0.0}, timeout=60

@@ -104,8 +104,8 @@ def test_a_job_on_s3_survives_the_loss_of_a_worker(
     assert len(runs) == 2, "the workers were started once more"
     assert runs[0][0] == 1
     saved = [event.data["step"] for event in said if event.type == "checkpoint"]
-    assert runs[1][0] - 1 in saved, "the second run goes on from a checkpoint"
     assert starts(store) == [0, runs[1][0] - 1]
+    assert runs[1][0] > 1, "the second run goes on from a checkpoint, whose event may have died with the worker"
     assert runs[1][-1] == saved[-1] == TOTAL_STEPS
     num_kept = len(store.list_directories(AttemptId(JOB, 1).checkpoints_prefix))
     assert spec.checkpoint.keep <= num_kept <= spec.checkpoint.keep + 1  # and the best state, where that is older

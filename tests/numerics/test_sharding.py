@@ -203,7 +203,7 @@ def test_another_strategy_takes_over_the_training_of_all_layers(
 ) -> None:
     whole = outcomes["all", began]
 
-    _assert_same_losses(outcomes["all", began, after], Outcome(whole.steps[MIDDLE:], whole.trained, []))
+    _assert_same_losses(outcomes["all", began, after], Outcome(whole.steps[MIDDLE:], whole.trained, [], []))
 
 
 @pytest.mark.parametrize(("trainable", "sharding"), [("qkv", "fsdp2"), *product(("tail", "all"), ("fsdp2", "zero3"))])

@@ -76,7 +76,7 @@ def test_work_that_does_not_end_is_cut_off_after_the_drain(head: RayHead, tmp_pa
 def test_an_attempt_checkpoints_before_its_node_is_cut_off(
     head: RayHead, tiny_teacher: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    """Its own checkpoints are far off: the only one after the start is that of the drain. Another node goes on from it."""
+    """Its own checkpoints are far off: the only one after the start is that of the drain. Another node goes on."""
     store = open_store(str(tmp_path / "store"))
     spec = job_spec(
         tiny_teacher,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.parents import FoundParent
 from swiftkv_platform.specs import JobSpec
-from swiftkv_platform.specs.job import TrainingSpec
 from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
+from swiftkv_platform.specs.training import TrainingSpec
 
 _TENANT = "{tenant}"
 _FIELD = "publish.to"

@@ -14,24 +14,20 @@ from swiftkv_platform.specs.job import (
     REAL_TEACHER,
     CheckpointSpec,
     DistillationSpec,
-    EarlyStoppingSpec,
     ElasticSpec,
     FaultToleranceSpec,
-    GuardSpec,
     JobSpec,
     LimitsSpec,
     ModelSpec,
-    OptimizerSpec,
     ResourcesSpec,
     ShardingSpec,
     SwiftKVSpec,
     TrackingSpec,
-    TrainingSpec,
-    ValidationSpec,
     WandbSpec,
     load_spec,
 )
 from swiftkv_platform.specs.publish import PublishSpec
+from swiftkv_platform.specs.training import EarlyStoppingSpec, GuardSpec, OptimizerSpec, TrainingSpec, ValidationSpec
 
 __all__ = [
     "BUILTIN_DATA",

@@ -16,7 +16,7 @@ from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.specs import DistillationSpec
-from swiftkv_platform.specs.job import OptimizerSpec
+from swiftkv_platform.specs.training import OptimizerSpec
 from tests.fakes.cuda import DEVICE, DeviceLog, fake_cuda
 from tests.numerics.test_evaluation import VOCAB, make_rows
 from tests.unit.engine.test_cuda import model_of

@@ -1,0 +1,104 @@
+"""Sections of a job spec on training: optimizer, length, and the held-out KL that steers it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from swiftkv_platform.specs.base import Count, Size, Spec
+from swiftkv_platform.specs.parents import ParentReference
+
+
+class OptimizerSpec(Spec):
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the trained matrices and AdamW for the rest, with one learning rate; not under `deepspeed`,
+    which keeps flat shards instead of matrices."""
+    learning_rate: Annotated[float, Field(gt=0.0)] | None = None
+    """Default: found by `rate_search` around 3e-4 for hidden sizes from 2,048 up, in inverse proportion to smaller
+    ones, at most 3e-3; far lower with `trainable: all`."""
+    rate_search: bool | None = None
+    """Try a few rates for a few steps each before training, and take the one whose held-out KL falls furthest; the
+    steps come on top of the run's, at most 15% of them. Default: where `learning_rate` is left out. With one given,
+    the search begins there, with `trainable: all` at a fifth of it."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.05
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
+    """AdamW's."""
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """Muon's."""
+    warmup_ratio: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    """Share of the steps with a linearly rising learning rate. Default: 0.05, but no fewer than 20 steps, of a run
+    shorter than 100 a fifth."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+
+
+class ValidationSpec(Spec):
+    """Held-out KL while a run trains: a forward pass over the same few held-out rows every so many steps."""
+
+    every_steps: Count | None = None
+    """Optimizer steps between measurements. Default: a twentieth of the run; the last step is always measured."""
+    max_tokens: Count = 16384
+    """Held-out tokens a measurement takes, and no more than a tenth of what is trained on between two of them, but one
+    row at least."""
+
+
+class EarlyStoppingSpec(Spec):
+    patience: Count = 5
+    """Measurements of held-out KL in a row without an improvement after which the run ends."""
+    min_delta: Annotated[float, Field(ge=0.0)] = 1e-3
+    """Least fall of held-out KL, in nats, that counts as an improvement."""
+
+
+class GuardSpec(Spec):
+    """When held-out KL rises above its value at the start, or far above its best, training goes back to the best state
+    so far and on with a lower learning rate."""
+
+    max_rollbacks: Annotated[int, Field(ge=0, le=100)] = 3
+    """Times a run goes back; the next time it would, it ends with the best state."""
+    divergence_factor: Annotated[float, Field(gt=1.0)] = 1.5
+    """Held-out KL above the best by this factor counts as far above it."""
+    rate_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Factor of the learning rate each time."""
+
+
+class TrainingSpec(Spec):
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    from_: ParentReference | None = Field(default=None, alias="from")
+    """Model (`mdl_...`) or checkpoint (`job_...:STEP`) to continue from, of the same teacher, l and g; null starts
+    from the teacher. Step and learning rate begin anew."""
+    load_optimizer_state: bool = False
+    """Take over the optimizer state of the checkpoint that `from` names; else the optimizer is fresh."""
+    num_epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 2
+    max_steps: Annotated[int, Field(ge=0, le=10**12)] | None = None
+    """Overrides `num_epochs`. 0 trains nothing: the checkpoint that `from` names is evaluated and published."""
+    batch_size: Size | None = None
+    """Packed sequences per optimizer step, over all workers. Default: 32, halved while the epochs make fewer than 400
+    steps."""
+    micro_batch_size: Size = 1
+    """Packed sequences per forward and worker; must divide batch_size / num_workers."""
+    gradient_checkpointing: bool = False
+    """Recompute activations of the student's upper layers in the backward pass."""
+    compile: bool = False
+    """Compile the layers with `torch.compile`: the first steps take minutes, the rest less time."""
+    attn_implementation: Literal["auto", "varlen_attn", "sdpa"] = "auto"
+    """Attention of a row's samples, each to itself. `varlen_attn`: PyTorch's FlashAttention over all of them at once,
+    on GPUs that it runs on, in bfloat16. `sdpa`: one sample after the other. `auto`: `varlen_attn` where it can, else
+    `sdpa`."""
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = 0
+    validation: ValidationSpec | None = ValidationSpec()
+    """Held-out KL while it trains, on which `guard`, `keep_best`, `early_stopping` and `optimizer.rate_search` go; null
+    measures none and leaves all four out."""
+    guard: GuardSpec | None = GuardSpec()
+    """null trains on whatever happens to held-out KL."""
+    keep_best: bool = True
+    """Make the model of the state whose held-out KL was the lowest, rather than of the last step's."""
+    early_stopping: EarlyStoppingSpec | None = None
+    """End the run once held-out KL no longer falls; null trains to the last step."""
+
+    @model_validator(mode="after")
+    def _early_stopping_is_measured(self) -> Self:
+        if self.early_stopping is not None and self.validation is None:
+            raise ValueError("early_stopping goes on held-out KL, and validation is null; leave validation out")
+        return self

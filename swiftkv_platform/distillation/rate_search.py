@@ -36,7 +36,7 @@ def steps_of_trial(total_steps: int) -> int | None:
 
 def highest_rate(matrices: Iterable[Tensor]) -> float:
     """The rate whose updates have the largest size that the trained matrices are given, the median one counting."""
-    sizes = sorted(float(matrix.float().square().mean().sqrt()) for matrix in matrices)
+    sizes = sorted(float(matrix.detach().float().square().mean().sqrt()) for matrix in matrices)
     sizes = [size for size in sizes if size > 0.0]  # a head that begins at zero has no size to keep
     return MAX_RELATIVE_UPDATE * sizes[len(sizes) // 2] if sizes else math.inf
 

@@ -26,6 +26,9 @@ from swiftkv_platform.storage.object_store import ObjectStore
 _SEEN = ".verified"
 """Suffix of the file beside a copy that says what its files were when they had been verified."""
 _LOCK = ".lock"
+"""Suffix of the file that who uses a copy locks with others, and who removes it locks alone."""
+_FETCHING = ".fetching"
+"""Suffix of the file that is locked by the one process that looks whether a copy is intact, and fetches it if not."""
 _LEFT_BEHIND_S = 24 * 3600.0
 
 
@@ -70,17 +73,16 @@ class ArtifactCache:
         self._directory.mkdir(parents=True, exist_ok=True)
         lock = self._lock(path.name).open("w")
         try:
-            while True:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with path.with_name(path.name + _FETCHING).open("w") as fetching:
+                fcntl.flock(fetching, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_SH)  # shared for as long as it is used: others hold the copy as well
                 if not self._is_intact(path):
                     self._fetch(store, prefix, path, manifest)
-                os.utime(self._lock(path.name))  # the time of its last use
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                if path.is_dir():  # the lock is free for a moment in between
-                    return lock
+            os.utime(self._lock(path.name))  # the time of its last use
         except BaseException:
             lock.close()
             raise
+        return lock
 
     def _fetch(self, store: ObjectStore, prefix: str, path: Path, manifest: Manifest) -> None:
         self._make_room(manifest.size, for_=path.name)

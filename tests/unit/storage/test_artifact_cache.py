@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,23 +99,31 @@ def test_the_least_recently_used_copies_go_and_none_that_is_held(store: Counting
         assert copies(tmp_path / "cache") == {digests["a"], digests["b"]}
 
 
-def test_processes_and_threads_that_ask_at_once_share_one_copy(store: CountingStore, tmp_path: Path) -> None:
+def test_threads_that_ask_at_once_share_one_copy_and_hold_it_together(store: CountingStore, tmp_path: Path) -> None:
     publish(store, tmp_path, "a", size=3_000_000)
-    held: list[Path] = []
-    both = threading.Barrier(4)
+    all_hold_it = threading.Barrier(4, timeout=30)
 
-    def hold() -> None:
+    def hold(_: int) -> Path:
         with ArtifactCache(tmp_path / "cache", 10_000_000).held(store, "a") as (path, _):
-            held.append(path)
-            both.wait(30)  # all of them hold it at the same time
+            all_hold_it.wait()
+            return path
 
-    threads = [threading.Thread(target=hold) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(held)) == 1
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(hold, range(4)))) == 1
     assert store.reads["a/weights.bin"] == 1
+
+
+def test_a_copy_that_was_damaged_is_mended_while_another_holds_it(store: CountingStore, tmp_path: Path) -> None:
+    publish(store, tmp_path, "a")
+    cache = ArtifactCache(tmp_path / "cache", 10_000)
+    with cache.held(store, "a") as (path, _):
+        intact = (path / "weights.bin").read_bytes()
+        (path / "weights.bin").write_bytes(b"damaged")
+        with cache.held(store, "a") as (mended, _):
+            assert mended == path
+            assert (mended / "weights.bin").read_bytes() == intact
+        ArtifactCache(tmp_path / "cache", 0)._make_room(1, for_="another")
+        assert path.is_dir(), "the first still holds it"
 
 
 KILLED = """

@@ -1,0 +1,128 @@
+"""A reader who types what docs/quickstart.md and docs/serving.md show, from top to bottom, with ids of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from swiftkv_platform.client import Client
+from swiftkv_platform.local.processes import marked
+from swiftkv_platform.local.state import RunDirectory, StackState
+from tests.documented import Block, blocks
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+SHORTER = {
+    "max_steps: 100": "max_steps: 4",
+    '"my-first-student"': '"my-first-student", "training": {"max_steps": 2}, "evaluation": {"max_tokens": 1024}',
+}
+"""Documented jobs, made short; all else is typed as it is shown."""
+
+
+@dataclass
+class Reader:
+    """A directory and a home; commands are typed into one, and the platform lives in the other."""
+
+    directory: Path
+
+    @property
+    def home(self) -> Path:
+        return self.directory / "home"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SWIFTKV_"))}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return {**inherited, "PATH": path, "SWIFTKV_HOME": str(self.home), "HOME": str(self.directory)}
+
+    def platform(self) -> StackState:
+        state = RunDirectory(self.home).load()
+        assert state is not None, "the page has not started the platform yet"
+        return state
+
+    def follow(self, block: Block) -> list[str]:
+        """Do what a block shows; what its commands, or its code, printed."""
+        match block.language:
+            case "yaml":
+                (self.directory / "spec.yaml").write_text(self.own(block.text))
+            case "python":
+                return [self.printed([sys.executable, "-c", self.own(block.text)], block.place)]
+            case "console":
+                return [self.type(command, block.place) for command in block.commands()]
+        return []
+
+    def type(self, command: str, place: str) -> str:
+        if command.startswith("curl"):
+            command = command.replace("curl", "curl --fail-with-body", 1)
+        return self.printed(["bash", "-c", self.own(command)], place)
+
+    def printed(self, command: list[str], place: str) -> str:
+        done = subprocess.run(
+            command, cwd=self.directory, env=self.environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, f"{place}: {command[-1]}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def own(self, text: str) -> str:
+        """The text with this platform's addresses and newest ids, and with shorter jobs."""
+        for shown, shorter in SHORTER.items():
+            text = text.replace(shown, shorter)
+        if not re.search(r"localhost|127\.0\.0\.1|_\.\.\.|mdl_other", text):
+            return text
+        state = self.platform()
+        with Client(state.url) as client:
+            jobs, models, deployments = client.jobs.list(limit=1), client.models.list(), client.deployments.list()
+        served = deployments[0].model if deployments else None
+        ids = [("job_...", job.id) for job in jobs]
+        ids += [("dep_...", deployment.id) for deployment in deployments]
+        ids += [("mdl_other", model.id) for model in models if model.id != served]
+        ids += [("mdl_...", served or model.id) for model in models]
+        addresses = {"http://127.0.0.1:8000": state.url, "localhost:8000": state.url, "localhost:8001": state.serve_url}
+        for shown, own in (*ids, *addresses.items()):
+            text = text.replace(shown, own)
+        return text
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    reader = Reader(tmp_path_factory.mktemp("reader"))
+    yield reader
+    subprocess.run([Path(sys.executable).parent / "swiftkv", "down"], env=reader.environment, check=True)
+    assert marked(str(reader.home)) == []
+
+
+def run(reader: Reader, page: str) -> list[str]:
+    """Follow every block of the page that is not marked as not run; what was printed, in order."""
+    return [output for block in blocks(Path(page)) if not block.not_run for output in reader.follow(block)]
+
+
+def test_the_quickstart_from_top_to_bottom(reader: Reader) -> None:
+    run(reader, "docs/quickstart.md")
+    report = json.loads((reader.directory / "student" / "evaluation.json").read_text())
+    assert report["distilled"]["kl"] > 0
+    with Client(reader.platform().url) as client:
+        assert [job.status for job in client.jobs.list()] == ["succeeded"] * 3
+        for deployment in client.deployments.list():
+            client.deployments.delete(deployment.id)
+
+
+def test_the_serving_page_from_top_to_bottom(reader: Reader) -> None:
+    outputs = run(reader, "docs/serving.md")
+    chosen, called = [json.loads(output)["choices"][0] for output in outputs if output.startswith("{")]
+    assert chosen["text"] in ("yes", "no")
+    (call,) = called["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+
+
+def test_only_what_installs_is_marked_as_not_run() -> None:
+    pages = (Path("docs/quickstart.md"), Path("docs/serving.md"))
+    commands = [command for page in pages for block in blocks(page) if block.not_run for command in block.commands()]
+    assert commands == ["make demo", "make install && source .venv/bin/activate"]

@@ -11,6 +11,7 @@ from benchmarks import first_token
 from tests.unit.engine.tiny_models import save_swiftkv
 
 
+@pytest.mark.slow  # loads two engines
 def test_both_modes_of_an_artifact_are_timed_at_every_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,8 @@ class ModelCard(BaseModel):
     """num_hidden_layers, num_key_value_layers and key_value_group_size; null for a dense model."""
     max_model_len: int
     """Tokens of prompt and answer together."""
+    load_seconds: dict[str, float] = {}
+    """Seconds by phase that it took this replica to serve the model: `fetch`, `load` and `check`."""
 
 
 class SwapState(BaseModel):

@@ -147,15 +147,16 @@ async def _load_one(
     await _lay_out_chats(loaded.engine, served)
     await _check_speaks(loaded.engine, served)
     seconds = {**loaded.seconds, "check": time.monotonic() - began}
+    shown = {phase: round(value, 3) for phase, value in seconds.items()}
     told(served.model, seconds)
     get_logger().info(
         "model_loaded",
         model=served.model,
         manifest_digest=loaded.manifest_digest,
         backend=loaded.engine.backend,
-        seconds={phase: round(value, 3) for phase, value in seconds.items()},
+        seconds=shown,
     )
-    version = Version(loaded.engine, model_card(args, served, loaded), created=int(time.time()))
+    version = Version(loaded.engine, model_card(args, served, loaded, shown), created=int(time.time()))
     version.tool_call_parser = served.tool_call_parser
     return version, loaded.teacher
 
@@ -319,8 +320,8 @@ def _load_teacher(path: Path, served: Served) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=served.engine.dtype, swiftkv=False).eval()
 
 
-def model_card(args: ReplicaArgs, served: Served, loaded: Loaded) -> ModelCard:
-    """Description of a replica's model, for `/health`."""
+def model_card(args: ReplicaArgs, served: Served, loaded: Loaded, seconds: Mapping[str, float]) -> ModelCard:
+    """Description of a replica's model, for `/health`; `seconds` by phase were needed to serve it."""
     config, swiftkv = loaded.engine.model.config, None
     if config.num_key_value_layers < config.num_hidden_layers:  # a dense model computes KV in all of them
         keys = ("num_hidden_layers", "num_key_value_layers", "key_value_group_size")
@@ -331,4 +332,5 @@ def model_card(args: ReplicaArgs, served: Served, loaded: Loaded) -> ModelCard:
         manifest_digest=loaded.manifest_digest,
         swiftkv=swiftkv,
         max_model_len=loaded.engine.model.context_length,
+        load_seconds=dict(seconds),
     )

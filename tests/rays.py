@@ -67,8 +67,11 @@ class HeadProcess:
         """Harmless for one that is not running."""
         if self._process is not None:
             process, self._process = self._process, None
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            # By this file `ray start` would take another node's processes for those of a head that runs.
+            (self.head.temp_dir / "ray_current_cluster").unlink(missing_ok=True)
 
     def remove(self) -> None:
         self.kill()
@@ -119,6 +122,14 @@ class NodeProcess:
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
+
+    def has_accepted(self, client: tuple[str, int]) -> bool:
+        """Whether one of its processes holds a connection with this address of a client."""
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # workers come and go
+                if any(connection.raddr == client for connection in process.net_connections("tcp")):
+                    return True
+        return False
 
     def terminate(self) -> None:
         """SIGTERM to its first process, as a pod gets it."""

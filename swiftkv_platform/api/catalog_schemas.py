@@ -90,6 +90,9 @@ class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
     message: str
     replicas: int
     """Running now."""
+    load_seconds: dict[str, float]
+    """Cold start: seconds by phase of the running replica that took longest to serve the model. `fetch` it from the
+    object store or the machine's cache, `load` it into the engine, `check` its first token. Empty until one runs."""
     url: str
     """Address below which `/generate` answers."""
 
@@ -103,5 +106,6 @@ class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
             status=state.status,
             message=state.message,
             replicas=state.replicas,
+            load_seconds=dict(state.load_seconds),
             url=serve_url.rstrip("/") + spec.route_prefix.rstrip("/"),
         )

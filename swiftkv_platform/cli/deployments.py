@@ -80,6 +80,7 @@ def _sentences(found: Mapping[str, Any]) -> dict[str, Any]:
         "message": found.get("message"),
         "url": found.get("url"),
         "replicas": _replicas(found),
+        "cold start": _cold_start(found.get("load_seconds")),
         "scaling": _scaling(found),
         "engine": ", ".join(f"{name} {value}" for name, value in (found.get("engine") or {}).items()),
         "candidate": _share(found.get("candidate"), "model", "of the requests"),
@@ -98,6 +99,14 @@ def _replicas(found: Mapping[str, Any]) -> str | None:
     return (
         f"{found.get('replicas', 0)} of {most}" if least == most else f"{found.get('replicas', 0)} of {least} to {most}"
     )
+
+
+def _cold_start(seconds: Mapping[str, float] | None) -> str | None:
+    """`2.53 s (fetch 1.20, load 1.31, check 0.02)`; None while no replica has told."""
+    if not seconds:
+        return None
+    phases = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items())
+    return f"{sum(seconds.values()):.2f} s ({phases})"
 
 
 def _scaling(found: Mapping[str, Any]) -> str | None:

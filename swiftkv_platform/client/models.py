@@ -267,6 +267,8 @@ class Deployment(_Answer):
     model: str
     status: str
     message: str | None = None
+    load_seconds: dict[str, float] = {}
+    """Seconds by phase (`fetch`, `load`, `check`) of the replica that took longest to serve the model."""
     url: str | None = None
     """Address below which `/generate` answers."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -121,10 +122,11 @@ class RayServe:
         refusal, serving = progress.refusal(replicas), progress.num_serving(replicas)
         if refusal is not None:
             return DeploymentState(DeploymentStatus.REFUSED, f"the version before serves on: {refusal}", len(replicas))
+        loaded = progress.longest_load(replicas)
         if serving < len(replicas):
             message = f"{serving} of {len(replicas)} replicas serve what is wanted"
-            return DeploymentState(DeploymentStatus.SWAPPING, message, len(replicas))
-        return state
+            return DeploymentState(DeploymentStatus.SWAPPING, message, len(replicas), loaded)
+        return replace(state, load_seconds=loaded)
 
 
 def _application(deployment: ResolvedDeployment, files: Mapping[str, str], access: Access = OPEN) -> dict[str, Any]:

@@ -26,6 +26,16 @@ class Progress:
     revision: str
     settled: dict[str, str | None] = field(default_factory=dict)
     """Replicas that have settled: None where one serves the revision, else why it was refused."""
+    load_seconds: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds by phase that loading took those that serve it."""
+
+    def settle(self, replica: str, swap: Mapping[str, str], load_seconds: Mapping[str, float]) -> None:
+        """Take down what a replica says of the revision, and how long loading what it serves has taken."""
+        if swap["status"] == "refused":
+            self.settled[replica] = swap["message"]
+        else:
+            self.settled[replica] = None
+            self.load_seconds[replica] = load_seconds
 
     def refusal(self, replicas: Collection[str]) -> str | None:
         """Reason for which one of these replicas refused the revision; None where none did."""
@@ -33,6 +43,11 @@ class Progress:
 
     def num_serving(self, replicas: Collection[str]) -> int:
         return sum(replica in self.settled and self.settled[replica] is None for replica in replicas)
+
+    def longest_load(self, replicas: Collection[str]) -> Mapping[str, float]:
+        """Seconds by phase of the one of these replicas that took longest to load the revision; none if none has."""
+        loads = [seconds for replica, seconds in self.load_seconds.items() if replica in replicas]
+        return max(loads, key=lambda seconds: sum(seconds.values()), default={})
 
 
 class ServedRevisions:
@@ -68,7 +83,7 @@ class ServedRevisions:
                 break
             swap = said["swap"]
             if swap["revision"] == progress.revision and swap["status"] != "loading":
-                progress.settled[said["replica"]] = swap["message"] if swap["status"] == "refused" else None
+                progress.settle(said["replica"], swap, said.get("load_seconds", {}))  # older ones tell no seconds
         return progress
 
     def close(self) -> None:

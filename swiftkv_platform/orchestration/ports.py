@@ -402,6 +402,8 @@ class DeploymentState:
     message: str = ""
     replicas: int = 0
     """Running now."""
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase (`fetch`, `load`, `check`) of the replica that took longest to serve the model."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def test_a_route_is_held_until_its_deployment_is_being_deleted(catalog: SqlCatal
 
 def test_a_deployment_that_is_being_deleted_stays_so(catalog: SqlCatalog, model: Model) -> None:
     deployment = catalog.create_deployment(make_deployment(model)).spec.id
-    running = DeploymentState(DeploymentStatus.RUNNING, "ready", 2)
+    running = DeploymentState(DeploymentStatus.RUNNING, "ready", 2, {"fetch": 1.5, "load": 2.0, "check": 0.25})
     catalog.set_deployment_state(deployment, running)
     assert catalog.get_deployment(deployment, tenant=TENANT).state == running
     catalog.set_deployment_state(deployment, DeploymentState(DeploymentStatus.DELETING))

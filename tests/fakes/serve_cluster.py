@@ -31,8 +31,15 @@ class FakeServeCluster:
         self._answer()
         return dict(self._states)
 
-    def become(self, deployment_id: str, status: DeploymentStatus, *, replicas: int = 0) -> None:
-        self._states[deployment_id] = DeploymentState(status, replicas=replicas)
+    def become(
+        self,
+        deployment_id: str,
+        status: DeploymentStatus,
+        *,
+        replicas: int = 0,
+        load_seconds: Mapping[str, float] | None = None,
+    ) -> None:
+        self._states[deployment_id] = DeploymentState(status, replicas=replicas, load_seconds=load_seconds or {})
 
     def forget(self, *deployment_ids: str) -> None:
         """These, or all, are gone."""

@@ -6,12 +6,14 @@ import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from swiftkv_platform.cluster.dashboard import RayDashboard
 from tests.integration.conftest import wait_for
 
 PROMPTS = [[1, number, 2 * number, 7] for number in range(1, 33)]
@@ -21,6 +23,10 @@ Expected = dict[str, list[list[int]]]
 """By model, the token ids of the answer to each of `PROMPTS`."""
 
 
+def new_client(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=60.0, trust_env=False)
+
+
 @dataclass
 class Load:
     """Clients that ask without a pause, half of them streaming, and check every answer."""
@@ -28,6 +34,8 @@ class Load:
     url: str
     expected: Expected
     num_clients: int = 6
+    connect: Callable[[str], httpx.Client] = new_client
+    """Makes the client of a thread."""
     answers: list[str] = field(default_factory=list)
     """The model of each right answer."""
     wrong: list[str] = field(default_factory=list)
@@ -50,7 +58,7 @@ class Load:
 
     def _run(self, number: int) -> None:
         chosen = random.Random(number)
-        with httpx.Client(base_url=self.url, timeout=60.0, trust_env=False) as client:
+        with closing(self.connect(self.url)) as client:
             while not self._over.is_set():
                 prompt, begin = chosen.randrange(len(PROMPTS)), time.monotonic()
                 try:
@@ -98,3 +106,11 @@ def metrics(url: str) -> dict[str, float]:
 
 def health(url: str) -> Any:
     return httpx.get(f"{url}/health", trust_env=False).json()
+
+
+def replica_pids(dashboard_url: str, deployment: str) -> list[int]:
+    """Processes of the replicas that take requests, in ascending order."""
+    with closing(RayDashboard(dashboard_url, timeout_s=30.0)) as dashboard:
+        details = dashboard.document(dashboard.request("GET", "/api/serve/applications/"), "tell the state of Serve")
+    replicas = details["applications"][deployment]["deployments"]["Replica"]["replicas"]
+    return sorted(replica["pid"] for replica in replicas if replica["state"] == "RUNNING")

@@ -17,6 +17,7 @@ from swiftkv_platform.errors import ConflictError
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.distill_jobs import JOB, ONE_WORKER, events, job_spec
+from tests.otlp_receiver import otlp_receiver
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -104,7 +105,7 @@ def test_what_only_the_cluster_can_know_is_an_error_event(
 
 
 def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_path: Path) -> None:
-    """`run_local` in a process of its own: it starts a Ray, and leaves nothing but the artifact."""
+    """`run_local` in a process of its own: it starts a Ray, sends its spans, and leaves nothing but the artifact."""
     spec_file, output = tmp_path / "spec.json", tmp_path / "output"
     spec = job_spec(tiny_teacher, corpus, max_steps=2, resources=ONE_WORKER).model_dump(mode="json")
     prompts = {"name_or_path": str(corpus), "sample_count": 3, "complete": {"max_tokens": 4, "prompt_tokens": 8}}
@@ -122,9 +123,13 @@ run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
     environment = {**os.environ, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()
 
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(spec_file), str(output)], env=environment, capture_output=True, text=True
-    )
+    with otlp_receiver() as receiver:
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(spec_file), str(output)],
+            env={**environment, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url},
+            capture_output=True,
+            text=True,
+        )
 
     assert done.returncode == 0, done.stderr
     said = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
@@ -137,6 +142,17 @@ run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
     assert {"metrics", "checkpoint"} <= set(kinds)
     assert (output / "evaluation.json").is_file()
     assert not list((tmp_path / "tmp").glob("distill-*"))
+
+    spans = receiver.by_name()
+    phases = ["prepare", "calibrate", "first step", "evaluate", "publish"]
+    assert spans.keys() == {"attempt", *phases}
+    attempt = spans["attempt"]
+    assert {(span.trace_id, span.is_error) for span in spans.values()} == {(attempt.trace_id, False)}
+    assert {spans[phase].parent_id for phase in phases} == {attempt.span_id}
+    times = [attempt.began, *(spans[phase].began for phase in phases), spans["publish"].ended, attempt.ended]
+    assert times == sorted(times)
+    assert spans["calibrate"].ended <= spans["first step"].began
+    assert spans["publish"].ended <= spans["evaluate"].ended, "a part of it"
 
 
 def test_an_output_that_holds_something_else_is_refused_at_once(tmp_path: Path) -> None:

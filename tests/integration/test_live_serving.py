@@ -18,7 +18,6 @@ import httpx
 import openai
 import pytest
 
-from swiftkv_platform.cluster.dashboard import RayDashboard
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.model import convert
@@ -28,7 +27,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.integration.conftest import wait_for
-from tests.integration.load import GREEDY, PROMPTS, Expected, Load, ask, health, metrics
+from tests.integration.load import GREEDY, PROMPTS, Expected, Load, ask, health, metrics, replica_pids
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 
 pytestmark = pytest.mark.integration
@@ -252,7 +251,7 @@ def test_a_prompt_goes_to_the_replica_that_has_its_prefix_unless_it_is_too_busy(
     cluster: RayServe, spec: ResolvedDeployment, dashboard_url: str, url: str
 ) -> None:
     serve(cluster, changed(spec, min_replicas=2, max_replicas=2), replicas=2)
-    wait_for(lambda: len(replica_pids(dashboard_url)) == 2)
+    wait_for(lambda: len(replica_pids(dashboard_url, spec.id)) == 2)
     with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
 
         def answerer(prompt: list[int], max_tokens: int = 1) -> tuple[str, int]:
@@ -280,23 +279,15 @@ def test_a_killed_replica_fails_only_what_it_had_and_comes_back_and_a_drained_on
     two = changed(spec, min_replicas=2, max_replicas=2)
     serve(cluster, two, replicas=2)
     with Load(url, expected) as load:
-        victim = replica_pids(dashboard_url)[0]
+        victim = replica_pids(dashboard_url, spec.id)[0]
         os.kill(victim, signal.SIGKILL)
-        wait_for(lambda: len(alive := replica_pids(dashboard_url)) == 2 and victim not in alive)
+        wait_for(lambda: len(alive := replica_pids(dashboard_url, spec.id)) == 2 and victim not in alive)
     assert load.wrong == []
     assert len(load.failed) <= load.num_clients, load.failed
     with Load(url, expected) as load:
         serve(cluster, spec)
-        wait_for(lambda: len(replica_pids(dashboard_url)) == 1)
+        wait_for(lambda: len(replica_pids(dashboard_url, spec.id)) == 1)
     assert (load.failed, load.wrong) == ([], [])
-
-
-def replica_pids(dashboard_url: str) -> list[int]:
-    """Processes of the replicas that take requests."""
-    with closing(RayDashboard(dashboard_url, timeout_s=30.0)) as dashboard:
-        details = dashboard.document(dashboard.request("GET", "/api/serve/applications/"), "tell the state of Serve")
-    replicas = details["applications"]["dep_live"]["deployments"]["Replica"]["replicas"]
-    return [replica["pid"] for replica in replicas if replica["state"] == "RUNNING"]
 
 
 def test_a_load_step_brings_a_second_replica_and_its_end_takes_it_away(
@@ -351,6 +342,6 @@ def test_without_requests_no_replica_is_left_and_the_first_one_brings_it_back(
 ) -> None:
     serve(cluster, spec)
     cluster.apply([changed(spec, min_replicas=0, upscale_delay_s=0.0, downscale_delay_s=1.0)])
-    wait_for(lambda: replica_pids(dashboard_url) == [])
+    wait_for(lambda: replica_pids(dashboard_url, spec.id) == [])
     with httpx.Client(base_url=url, timeout=120.0, trust_env=False) as client:
         assert ask(client, PROMPTS[0], stream=False) == ({"one"}, expected["one"][0])

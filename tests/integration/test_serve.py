@@ -114,9 +114,11 @@ def wait_until_free(client: httpx.Client) -> None:
 def test_a_deployment_is_running_when_it_answers(
     states: Mapping[str, DeploymentState], client: httpx.Client, artifacts: Path
 ) -> None:
-    assert states["dep_good"] == DeploymentState(DeploymentStatus.RUNNING, "", replicas=1)
-
     health = client.get("/health").json()
+    seconds = health["load_seconds"]
+    assert states["dep_good"] == DeploymentState(DeploymentStatus.RUNNING, "", replicas=1, load_seconds=seconds)
+    assert list(seconds) == ["fetch", "load", "check"]
+    assert min(seconds.values()) > 0
     assert health["deployment"] == "dep_good"
     assert health["manifest_digest"] == manifest_digest(read_manifest(open_store(str(artifacts)), "good"))
     assert health["swiftkv"] == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}

@@ -62,7 +62,12 @@ def ended() -> Ended:
 @pytest.fixture
 def app(engine: EngineFrontend, ended: Ended) -> FastAPI:
     card = ModelCard(
-        deployment="dep_1", model="mdl_1", manifest_digest="abc", swiftkv={"num_key_value_layers": 2}, max_model_len=64
+        deployment="dep_1",
+        model="mdl_1",
+        manifest_digest="abc",
+        swiftkv={"num_key_value_layers": 2},
+        max_model_len=64,
+        load_seconds={"fetch": 1.5, "load": 2.0, "check": 0.25},
     )
     return create_http_app(Current(Version(engine, card, created=1), observers=[ended]))
 
@@ -284,6 +289,7 @@ async def test_health_says_what_is_served(client: httpx.AsyncClient) -> None:
         "manifest_digest": "abc",
         "swiftkv": {"num_key_value_layers": 2},
         "max_model_len": 64,
+        "load_seconds": {"fetch": 1.5, "load": 2.0, "check": 0.25},
         "candidate": None,
         "replica": "",
         "swap": {"status": "done", "revision": "", "message": ""},

@@ -52,12 +52,14 @@ def test_every_setting_is_a_field_and_its_value_is_accepted(
     create_app(settings)
 
 
-def test_the_places_that_configure_the_control_plane_are_seen() -> None:
+def test_the_places_that_set_our_variables_are_seen() -> None:
     assert set(environments()) == {
         "compose-control-plane",
         "compose-schema",
         "ConfigMap-swiftkv-control-plane",
         "Dockerfile.control-plane",
+        *(f"pod-swiftkv-serve-{group}" for group in ("cpu", "gpu", "h100")),
+        "pod-swiftkv-model-gpu",
     }
 
 

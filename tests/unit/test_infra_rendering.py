@@ -195,3 +195,25 @@ def test_production_outlives_one_control_plane(renderings: dict[str, list[dict[s
     assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
     [container] = deployment["spec"]["template"]["spec"]["containers"]
     assert container["livenessProbe"], "the overlay adds to the base's container"
+
+
+@pytest.mark.parametrize("rendering", RENDERINGS)
+def test_models_are_kept_in_a_volume_larger_than_their_cache(
+    renderings: dict[str, list[dict[str, Any]]], rendering: str
+) -> None:
+    """A pod that outgrows its volume is evicted, and copies that are being loaded may be beyond the cache's bytes."""
+    serving = [
+        template["spec"]
+        for name, template in templates_of(renderings[rendering]).items()
+        if name.startswith(("swiftkv-serve-", "swiftkv-model-")) and not name.endswith("-head")
+    ]
+    assert len(serving) == (4 if rendering == "components" else 3)
+    for pod in serving:
+        [container] = pod["containers"]
+        values = {entry["name"]: entry["value"] for entry in container["env"]}
+        [mount] = [mount for mount in container["volumeMounts"] if mount["mountPath"] == values["SWIFTKV_HOME"]]
+        [volume] = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+        limit = re.fullmatch(r"(\d+)Gi", volume["emptyDir"]["sizeLimit"])
+        assert limit is not None
+        assert not mount.get("readOnly", False)
+        assert 0 < int(values["SWIFTKV_MODEL_CACHE_BYTES"]) <= 0.8 * (int(limit[1]) << 30)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -41,15 +42,19 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
         spans_of_jobs.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [("/jobs", SPEC), ("/v1/fine_tuning/jobs", {"model": "org/teacher", "training_file": "builtin:python-stdlib"})],
+)
 def test_submission_queue_and_the_attempts_phases_are_one_trace(
-    receiver: OtlpReceiver, sqlite_database: Database, tmp_path: Path
+    receiver: OtlpReceiver, sqlite_database: Database, tmp_path: Path, route: str, body: dict[str, Any]
 ) -> None:
     parts = make_components(sqlite_database, LocalObjectStore(tmp_path / "store"))
     began = time.time()
     assert isinstance(parts.cluster, FakeCluster)
     settings = Settings(home=tmp_path, reconcile_interval_s=0.05, _env_file=None)
     with TestClient(create_app(settings, components=parts), base_url=URL) as client:
-        job = client.post("/jobs", json=SPEC, headers={"traceparent": TRACEPARENT}).json()
+        job = client.post(route, json=body, headers={"traceparent": TRACEPARENT}).json()
         while not parts.cluster.submissions:
             time.sleep(0.01)
     request = parts.attempts.read_request(AttemptId(job["id"], 1))
@@ -59,14 +64,15 @@ def test_submission_queue_and_the_attempts_phases_are_one_trace(
         pass
 
     spans = receiver.by_name()
-    assert spans.keys() == {"POST /jobs", "queue wait", "submit", "prepare"}, "one of each phase, the first worker's"
-    post = spans["POST /jobs"]
+    name_of_post = f"POST {route}"
+    assert spans.keys() == {name_of_post, "queue wait", "submit", "prepare"}, "one of each phase, the first worker's"
+    post = spans[name_of_post]
     assert post.parent_id == CALLER
     assert request.traceparent == f"00-{TRACE}-{post.span_id}-01"
     assert {span.trace_id for span in spans.values()} == {TRACE}
     assert {span.parent_id for name, span in spans.items() if span is not post} == {post.span_id}
     assert {name: span.service for name, span in spans.items()} == {
-        "POST /jobs": "swiftkv-control-plane",
+        name_of_post: "swiftkv-control-plane",
         "queue wait": "swiftkv-control-plane",
         "submit": "swiftkv-control-plane",
         "prepare": "swiftkv-job",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from swiftkv_platform.api.dependencies import Components, NewestFirst, Parts, Reader, Writer
 from swiftkv_platform.api.fine_tuning_requests import CreateFineTuningJob, job_spec
@@ -14,7 +14,7 @@ from swiftkv_platform.api.fine_tuning_schemas import (
     FineTuningEventAnswer,
     FineTuningJobAnswer,
 )
-from swiftkv_platform.api.routes.jobs import Present, Service, check_metadata_keys
+from swiftkv_platform.api.routes.jobs import Present, Service, Submit, check_metadata_keys
 from swiftkv_platform.api.schemas import CheckpointAnswer, ListAnswer, list_answer, page_of
 from swiftkv_platform.orchestration.job import Job
 from swiftkv_platform.orchestration.ports import JobFilter, Page
@@ -32,15 +32,9 @@ Show = Annotated[Callable[[Job], FineTuningJobAnswer], Depends(_show)]
 
 
 @router.post("")
-def create_fine_tuning_job(
-    asked: CreateFineTuningJob,
-    service: Service,
-    caller: Writer,
-    show: Show,
-    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
-) -> FineTuningJobAnswer:
+def create_fine_tuning_job(asked: CreateFineTuningJob, submit: Submit, show: Show) -> FineTuningJobAnswer:
     """Submit a job. `swiftkv` holds what OpenAI's fields do not say: any part of a job spec."""
-    return show(service.submit(job_spec(asked), caller, idempotency_key=idempotency_key))
+    return show(submit(job_spec(asked)))
 
 
 @router.get("")

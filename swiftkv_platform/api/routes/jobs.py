@@ -69,23 +69,32 @@ def _service(parts: Parts, settings: TheSettings, parents: TheParents, present: 
 
 
 Service = Annotated[JobService, Depends(_service)]
-IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
+
+
+def _submission(
+    request: Request,
+    service: Service,
+    caller: Writer,
+    spans: JobSpans,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=255)] = None,
+    traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
+) -> Callable[[JobSpec], Job]:
+    def submit(spec: JobSpec) -> Job:
+        name = f"{request.method} {request.scope['route'].path}"
+        with spans.span(name, valid_traceparent(traceparent), tenant=caller.tenant) as context:
+            return service.submit(spec, caller, idempotency_key=idempotency_key, traceparent=context)
+
+    return submit
+
+
+Submit = Annotated[Callable[[JobSpec], Job], Depends(_submission)]
+"""Submission of the caller's job, with the headers that every route that submits one takes."""
 
 
 @router.post("", status_code=status.HTTP_201_CREATED)
-def create_job(
-    spec: JobSpec,
-    service: Service,
-    caller: Writer,
-    present: Present,
-    response: Response,
-    spans: JobSpans,
-    idempotency_key: IdempotencyKey = None,
-    traceparent: Annotated[str | None, Header(description="W3C trace context that the job's spans join")] = None,
-) -> JobAnswer:
+def create_job(spec: JobSpec, submit: Submit, present: Present, response: Response) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
-    with spans.span("POST /jobs", valid_traceparent(traceparent), tenant=caller.tenant) as context:
-        job = service.submit(spec, caller, idempotency_key=idempotency_key, traceparent=context)
+    job = submit(spec)
     response.headers["Location"] = f"/jobs/{job.id}"
     return present(job)
 

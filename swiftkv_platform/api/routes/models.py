@@ -29,8 +29,7 @@ from swiftkv_platform.api.registry_schemas import (
     PromotionRequest,
     RollbackRequest,
 )
-from swiftkv_platform.api.routes.jobs import IdempotencyKey, Present
-from swiftkv_platform.api.routes.jobs import Service as JobsService
+from swiftkv_platform.api.routes.jobs import Present, Submit
 from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare
 from swiftkv_platform.orchestration.parents import publishing_spec
@@ -57,11 +56,10 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
 def create_model(
     body: CreateModel,
     parents: TheParents,
-    jobs: JobsService,
+    submit: Submit,
     caller: Writer,
     present: Present,
     response: Response,
-    idempotency_key: IdempotencyKey = None,
 ) -> JobAnswer:
     """Submit a job that evaluates a checkpoint and publishes it as a model; it is the job's answer that is returned.
 
@@ -73,7 +71,7 @@ def create_model(
         spec = publishing_spec(found, body.changes())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-    job = jobs.submit(spec, caller, idempotency_key=idempotency_key)
+    job = submit(spec)
     response.headers["Location"] = f"/jobs/{job.id}"
     return present(job)
 
@@ -107,11 +105,10 @@ def publish_model(
     body: PublicationSpec,
     parts: Parts,
     parents: TheParents,
-    jobs: JobsService,
+    submit: Submit,
     caller: Writer,
     present: Present,
     response: Response,
-    idempotency_key: IdempotencyKey = None,
 ) -> JobAnswer:
     """Submit a job that copies the model to a hub repository, a bucket or a directory; copying it again changes
     nothing. It is the job's answer that is returned.
@@ -120,7 +117,7 @@ def publish_model(
     """
     model = parts.catalog.get_model(model_id, tenant=caller.tenant)
     spec = copying_spec(parents.find(model.id, caller.tenant), body)
-    job = jobs.submit(spec, caller, idempotency_key=idempotency_key)
+    job = submit(spec)
     response.headers["Location"] = f"/jobs/{job.id}"
     return present(job)
 

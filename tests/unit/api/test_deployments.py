@@ -35,9 +35,12 @@ def test_a_deployment_comes_up_and_goes_away(server: Server, model: str) -> None
     [spec] = server.serving.applied[-1]
     assert (spec.id, spec.model, spec.engine) == (created["id"], model, {"dtype": "float32"})
     assert spec.artifact_uri == server.get(f"/models/{model}")["artifact_uri"]
-    server.serving.become(created["id"], DeploymentStatus.RUNNING, replicas=1)
+    assert created["load_seconds"] == {}
+    seconds = {"fetch": 1.5, "load": 2.0, "check": 0.25}
+    server.serving.become(created["id"], DeploymentStatus.RUNNING, replicas=1, load_seconds=seconds)
     server.tick()
     assert (server.get(path)["status"], server.get(path)["replicas"]) == ("running", 1)
+    assert server.get(path)["load_seconds"] == seconds
     assert server.get("/deployments")["data"] == [server.get(path)]
 
     for _ in range(2):

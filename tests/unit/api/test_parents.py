@@ -146,7 +146,9 @@ def test_what_a_job_reads_is_kept_until_its_end(server: Server, parent: dict[str
 
 def test_a_checkpoint_becomes_a_model_by_a_job_that_trains_nothing(server: Server, parent: dict[str, Any]) -> None:
     body = {"from_checkpoint": f"{parent['id']}:2", "evaluation": {"max_kl": 0.5}, "metadata": {"by": "hand"}}
-    response = server.client.post("/models", json=body, headers={"Idempotency-Key": "once"})
+    traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    headers = {"Idempotency-Key": "once", "traceparent": traceparent}
+    response = server.client.post("/models", json=body, headers=headers)
     assert response.status_code == 201, response.text
     job = response.json()
     assert response.headers["Location"] == f"/jobs/{job['id']}"
@@ -159,7 +161,8 @@ def test_a_checkpoint_becomes_a_model_by_a_job_that_trains_nothing(server: Serve
     }
     assert spec["evaluation"] == {**theirs["evaluation"], "max_kl": 0.5}
     assert spec["swiftkv"] == theirs["swiftkv"]
-    again = server.client.post("/models", json=body, headers={"Idempotency-Key": "once"}).json()
+    assert server.parts.jobs.get(job["id"], tenant=job["tenant"]).traceparent == traceparent
+    again = server.client.post("/models", json=body, headers=headers).json()
     assert again["id"] == job["id"]
 
 

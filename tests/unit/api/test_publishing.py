@@ -27,7 +27,8 @@ def opened(server: Server) -> Iterator[httpx.Client]:
 def test_a_model_is_published_by_a_job_that_makes_none(server: Server, opened: httpx.Client) -> None:
     parent = server.succeed()
     model = parent["distilled_model"]
-    response = opened.post(f"/models/{model}/publish", json={"to": f"{PLACE}/"})
+    traced = {"traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
+    response = opened.post(f"/models/{model}/publish", json={"to": f"{PLACE}/"}, headers=traced)
     assert response.status_code == 201, response.text
     job = response.json()
     assert response.headers["Location"] == f"/jobs/{job['id']}"
@@ -35,7 +36,7 @@ def test_a_model_is_published_by_a_job_that_makes_none(server: Server, opened: h
     assert opened.delete(f"/models/{model}").status_code == 409, "what is being copied is deleted"
     server.tick()
     request = server.parts.attempts.read_request(AttemptId(job["id"], 1))
-    assert request.spec.only_publishes
+    assert (request.spec.only_publishes, request.traceparent) == (True, traced["traceparent"])
     assert request.parent is not None
     assert request.parent.key == AttemptId(parent["id"], 1).artifact_prefix
     server.cluster.finish(f"{job['id']}-1", SubmissionStatus.SUCCEEDED)

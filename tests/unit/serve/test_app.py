@@ -15,6 +15,7 @@ from serve.args import Served
 from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
+from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
 from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.fakes.scripted_server import Script, json_answer, serve
@@ -91,6 +92,41 @@ def test_the_address_to_listen_on_is_the_one_clients_use() -> None:
 def test_a_ray_that_is_away_is_a_cluster_that_is_away() -> None:
     with pytest.raises(ClusterUnavailableError, match=r"127\.0\.0\.1:9 does not answer"):
         RayServe("http://127.0.0.1:9").status()
+
+
+def test_the_state_of_a_deployment_has_the_longest_cold_start_of_its_replicas() -> None:
+    """A replica of an older image tells none, and one that serves something else has loaded that."""
+    spec = ResolvedDeployment(id="dep_1", model="mdl_1", artifact_uri="s3://bucket/a", route_prefix="/one")
+    served = _application(spec, {})["deployments"][0]["user_config"]["revision"]
+    replicas = [{"replica_id": name, "state": "RUNNING"} for name in "abcd"]
+    details = {
+        "proxies": {"node": {"status": "HEALTHY"}},
+        "applications": {
+            "dep_1": {
+                "status": "RUNNING",
+                "message": "",
+                "route_prefix": "/one",
+                "deployments": {"Replica": {"message": "", "replicas": replicas}},
+            }
+        },
+    }
+
+    def health(name: str, revision: str = served, **more: Any) -> Any:
+        return json_answer({"replica": name, "swap": {"revision": revision, "status": "done", "message": ""}, **more})
+
+    slow, fast = {"fetch": 9.0, "load": 2.0, "check": 0.5}, {"fetch": 0.5, "load": 3.0, "check": 0.5}
+    script = Script()
+    script.on("PUT", "/api/serve/applications/", json_answer({}))
+    script.on("GET", "/api/serve/applications/", json_answer(details))
+    with serve(script) as url, closing(RayServe(url, url)) as cluster:
+        cluster.apply([spec])
+        script.on("GET", "/one/health", health("a", load_seconds=fast), health("b"))
+        swapping = DeploymentState(DeploymentStatus.SWAPPING, "2 of 4 replicas serve what is wanted", 4, fast)
+        assert cluster.status() == {"dep_1": swapping}
+        others = dict.fromkeys(slow, 60.0)
+        both = (health("c", load_seconds=slow), health("d", load_seconds=fast))
+        script.on("GET", "/one/health", health("d", "before", load_seconds=others), *both)
+        assert cluster.status() == {"dep_1": DeploymentState(DeploymentStatus.RUNNING, "", 4, slow)}
 
 
 def test_replicas_hold_base_models_to_their_tenants_rules() -> None:

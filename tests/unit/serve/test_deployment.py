@@ -57,7 +57,7 @@ def test_bad_arguments_are_named(change: dict[str, Any], message: str) -> None:
 def test_a_verified_artifact_is_served_with_its_digest(artifact: Path) -> None:
     loaded = load(served(artifact))
     store = open_store(str(artifact))
-    card = model_card(REPLICA, served(artifact), loaded)
+    card = model_card(REPLICA, served(artifact), loaded, {})
     assert card.manifest_digest == manifest_digest(read_manifest(store, ""))
     assert card.swiftkv == {"num_hidden_layers": 4, "num_key_value_layers": 2, "key_value_group_size": 2}
     assert isinstance(loaded.engine, AsyncLLMEngine)
@@ -76,6 +76,7 @@ async def test_replicas_of_a_machine_fetch_a_model_once_and_tell_how_long_each_p
         (artifact / "model.safetensors").unlink(missing_ok=True)  # the second replica reads nothing but the manifest
     [copy] = [path for path in (tmp_path / "home" / "models").iterdir() if path.is_dir()]
     assert copy.name == version.card.manifest_digest
+    assert list(version.card.load_seconds) == ["fetch", "load", "check"]
     text = metrics.text().decode()
     assert "swiftkv:model_loads_total 2.0" in text
     for phase in ("fetch", "load", "check"):
@@ -100,7 +101,7 @@ def test_a_plain_directory_is_served_only_unverified(tmp_path: Path) -> None:
         load(served(tmp_path))
     assert caught.value.field == "artifact_uri"
     unverified = served(tmp_path, verify=False)
-    card = model_card(REPLICA, unverified, load(unverified))
+    card = model_card(REPLICA, unverified, load(unverified), {})
     assert (card.manifest_digest, card.swiftkv) == (None, None)
 
 

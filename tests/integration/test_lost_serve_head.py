@@ -1,0 +1,149 @@
+"""The head of a cluster that serves is killed under load, with Redis behind it: its workers answer on meanwhile, and a
+new head knows all that the one before did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from swiftkv_platform.cluster.ray_serve import RayServe
+from swiftkv_platform.engine import LLMEngine, SamplingParams
+from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.local.ray_head import auth_environment
+from swiftkv_platform.orchestration.ports import DeploymentStatus
+from swiftkv_platform.specs.deployment import ResolvedDeployment
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import publish_directory
+from tests.integration.conftest import environment, wait_for
+from tests.integration.load import GREEDY, PROMPTS, Expected, Load, ask, replica_pids
+from tests.rays import HeadProcess, NodeProcess, ray_node
+from tests.redis_server import redis_server
+from tests.unit.engine.tiny_models import save_swiftkv
+
+pytestmark = pytest.mark.integration
+
+RECONNECT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+"""Time for which workers wait for a new head, as KubeRay sets it where there are `gcsFaultToleranceOptions`."""
+
+CONTEXT = 256
+ENGINE = {"max_num_seqs": 16, "max_num_waiting": 64, "num_threads": 1, "kv_cache_bytes": 4 << 20}
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeadProcess]:
+    """A head without CPUs, as in the manifests: replicas run on the workers alone."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as redis:
+        process = HeadProcess({"RAY_REDIS_ADDRESS": redis}, num_cpus=0)
+        try:
+            process.start()
+            with environment(auth_environment(process.head.token_file)):
+                yield process
+        finally:
+            process.remove()
+
+
+@pytest.fixture(scope="module")
+def workers(head: HeadProcess) -> Iterator[list[NodeProcess]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(ray_node(head.head, num_cpus=2, environment=RECONNECT)) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def cluster(head: HeadProcess, workers: list[NodeProcess], serve_port: int) -> Iterator[RayServe]:
+    with closing(RayServe(head.head.dashboard_url, f"http://127.0.0.1:{serve_port}")) as cluster:
+        wait_for(lambda: cluster.status() == {})
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("artifact")
+    model = save_swiftkv(directory / "model", CONTEXT)
+    publish_directory(open_store(str(directory / "store")), model, "one", kind="artifact", lineage={}, metrics={})
+    return directory / "store" / "one"
+
+
+@pytest.fixture(scope="module")
+def expected(artifact: Path) -> Expected:
+    outputs = LLMEngine.from_pretrained(artifact).generate(PROMPTS, SamplingParams(**GREEDY))
+    return {"one": [list(output.token_ids) for output in outputs]}
+
+
+def deployment(name: str, artifact: Path, replicas: int) -> ResolvedDeployment:
+    return ResolvedDeployment(
+        id=f"dep_{name}",
+        model="one",
+        artifact_uri=str(artifact),
+        route_prefix=f"/{name}",
+        min_replicas=replicas,
+        max_replicas=replicas,
+        engine=ENGINE,
+    )
+
+
+def wait_until_running(cluster: RayServe, spec: ResolvedDeployment) -> None:
+    def runs() -> bool:
+        state = cluster.status().get(spec.id)
+        assert state is None or state.status is not DeploymentStatus.FAILED, state.message
+        return state is not None and (state.status, state.replicas) == (DeploymentStatus.RUNNING, spec.max_replicas)
+
+    wait_for(runs)
+
+
+def connected_to(nodes: Sequence[NodeProcess], url: str) -> httpx.Client:
+    """A client whose one connection a proxy of these nodes has taken: on one machine, all proxies share a port."""
+
+    def connect() -> httpx.Client | None:
+        limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
+        client = httpx.Client(base_url=url, timeout=60.0, trust_env=False, limits=limits)
+        answer = client.get("/health")
+        address = answer.extensions["network_stream"].get_extra_info("client_addr")
+        if answer.is_success and any(node.has_accepted(address) for node in nodes):
+            return client
+        client.close()
+        return None
+
+    client: httpx.Client = wait_for(connect)
+    return client
+
+
+def test_workers_answer_on_without_a_head_and_a_new_one_knows_all_deployments(
+    head: HeadProcess,
+    workers: list[NodeProcess],
+    cluster: RayServe,
+    serve_port: int,
+    artifact: Path,
+    expected: Expected,
+) -> None:
+    url, dashboard_url = f"http://127.0.0.1:{serve_port}", head.head.dashboard_url
+    before, after = deployment("before", artifact, 2), deployment("after", artifact, 1)
+    cluster.apply([before])
+    wait_until_running(cluster, before)
+    replicas = replica_pids(dashboard_url, before.id)
+    # Two clients: more would take the cores of a small machine from the head that starts, which Ray gives 30 s.
+    with Load(f"{url}/before", expected, num_clients=2, connect=partial(connected_to, workers)) as load:
+
+        def wait_for_answers() -> None:
+            have = len(load.answers)
+            wait_for(lambda: len(load.answers) > have + 10 * load.num_clients)
+
+        wait_for_answers()
+        head.kill()
+        with pytest.raises(ClusterUnavailableError):
+            cluster.status()
+        wait_for_answers()
+        head.start()
+        wait_until_running(cluster, before)
+        wait_for_answers()
+    assert (load.failed, load.wrong) == ([], [])
+    assert replica_pids(dashboard_url, before.id) == replicas, "the processes are the same"
+
+    cluster.apply([before, after])  # the new head tells the proxies of before about it
+    wait_until_running(cluster, after)
+    with closing(connected_to(workers, f"{url}/after")) as client:
+        assert ask(client, PROMPTS[0], stream=False) == ({"one"}, expected["one"][0])

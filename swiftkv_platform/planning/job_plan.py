@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Linear
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.parameters import Parameters
+from swiftkv_platform.planning.phase_plans import Assumptions, DiskUse, JobPlan, PhaseName, PhasePlan, PhaseSeconds
 from swiftkv_platform.planning.phases import (
     MAX_ACTIVATION_BYTES,
     Phase,
@@ -29,90 +29,12 @@ from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.planning.volumes import BYTES_PER_TOKEN, MAX_SHARD_BYTES, Inputs, Volumes, volumes
 from swiftkv_platform.specs import JobSpec
 
-PhaseName = Literal["prepare", "calibrate", "train", "evaluate", "publish"]
-
 _MEMORY_PER_TEXT_BYTE = 0.42
 """Host memory that the preparation of a byte of text takes, as docs/data.md measured it."""
 _DATA = "data sources, whose size is not known here"
 _FETCHED_DATA = "downloads of data sources"
 _ANSWERS = "answers to tasks, needles and continuations"
 _EPOCHS = "steps, which data and epochs decide"
-
-
-class DiskUse(FrozenModel):
-    """Bytes on a disk or in the store."""
-
-    cache: int
-    """The teacher as downloaded, prepared rows, the calibrated start, and activations that wait on disk."""
-    checkpoints: int
-    artifact: int
-    total: int
-
-    @classmethod
-    def of(cls, *, cache: int, checkpoints: int = 0, artifact: int = 0) -> DiskUse:
-        return cls(cache=cache, checkpoints=checkpoints, artifact=artifact, total=cache + checkpoints + artifact)
-
-
-class PhaseSeconds(FrozenModel):
-    """Seconds by what they go to, one after the other."""
-
-    download: float
-    read: float
-    """Reading and writing a node's disk."""
-    compute: float | None
-    """Null where neither a speed nor the size of the data is known."""
-    upload: float
-    """Uploads that the job waits for."""
-
-
-class PhasePlan(FrozenModel):
-    """Needs of one phase. Bytes are those that are known; `left_out` names what comes on top."""
-
-    phase: PhaseName
-    num_workers: int
-    device_bytes: int | None
-    """On the device of the worker that holds most; null without GPUs."""
-    host_bytes: int
-    """In host memory of the worker that holds most, beside what its process takes without a model."""
-    node_disk: DiskUse
-    """On the disk of the node with most, at one time."""
-    store: DiskUse
-    """In the object store when the phase ends, with checkpoints that are kept and one on its way."""
-    downloaded_bytes: int
-    """From hub and store, by all nodes together."""
-    uploaded_bytes: int
-    seconds: float | None
-    """Duration; null where a part of it is not known."""
-    seconds_of: PhaseSeconds
-    left_out: tuple[str, ...] = ()
-    """Parts that no figure of this phase has."""
-
-
-class Assumptions(FrozenModel):
-    """Figures of the operator's, or defaults, that the plan takes for true."""
-
-    num_nodes: int
-    workers_per_node: int
-    node_disk_bytes: int | None
-    """Bytes that a job may take of a node's disk; null: not stated."""
-    flops_per_second: float | None
-    """FLOPs a second that a worker reaches; null: not known."""
-    flops_source: str | None
-    """Id of the job that was measured, `configured`, or the share of a GPU's peak that is assumed."""
-    hub_bytes_per_second: float
-    store_bytes_per_second: float
-    disk_bytes_per_second: float
-    text_bytes_per_second: float
-    """Text that a process turns into rows."""
-    bytes_per_token: int
-    """Bytes of text that a token stands for."""
-
-
-class JobPlan(FrozenModel):
-    """All phases of a job, in their order."""
-
-    phases: tuple[PhasePlan, ...]
-    assumptions: Assumptions
 
 
 def plan_job(

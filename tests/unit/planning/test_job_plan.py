@@ -11,8 +11,8 @@ import pytest
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
-from swiftkv_platform.planning.job_plan import PhasePlan
 from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.planning.phase_plans import PhasePlan
 from swiftkv_platform.specs import JobSpec
 
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())

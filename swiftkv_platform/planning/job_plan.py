@@ -24,7 +24,8 @@ from swiftkv_platform.planning.phases import (
     plan_phases,
     waiting_activations,
 )
-from swiftkv_platform.planning.training import TrainingFlops, training_flops
+from swiftkv_platform.planning.steering import MAX_TRIALS, RunSchedule, num_measured_rows, steps_of_trial
+from swiftkv_platform.planning.training import TrainingFlops, measuring_flops, training_flops
 from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.planning.volumes import BYTES_PER_TOKEN, MAX_SHARD_BYTES, Inputs, Volumes, volumes
 from swiftkv_platform.specs import JobSpec
@@ -35,6 +36,7 @@ _DATA = "data sources, whose size is not known here"
 _FETCHED_DATA = "downloads of data sources"
 _ANSWERS = "answers to tasks, needles and continuations"
 _EPOCHS = "steps, which data and epochs decide"
+_ROLLBACKS = "going back to the best state, for which every node fetches its checkpoint"
 
 
 def plan_job(
@@ -176,7 +178,8 @@ class _Job:
         )
 
     def train(self) -> PhasePlan:
-        """Every step, with a checkpoint now and then; a run that goes on fetches one to each node."""
+        """Every step, with trials of rates before the first, measurements, and a checkpoint now and then; a run that
+        goes on, or back, fetches one to each node."""
         own, memory, steps = self.volumes, self.memory["train"], self._steps
         calibrated = "calibrate" in self.memory
         fetched = _Fetched(self.num_nodes)
@@ -185,11 +188,17 @@ class _Job:
             fetched = replace(fetched, store=fetched.store + own.rows)
         kept = self._kept_teacher + own.rows
         share = self.on_node / self.num_workers if self.spec.sharding.shards_parameters else 1.0
-        num_checkpoints = 1 if steps is None else -(-steps // self.spec.checkpoint.every_steps)
-        own_flops = training_flops(self.model, self.layer_map, self.setup).total
-        tokens_per_step = self.setup.batch_size * self.setup.sequence_length
-        whole = None if steps is None else self._seconds(steps * tokens_per_step * own_flops / self.num_workers)
+        schedule = None if steps is None else RunSchedule.of(self.spec, steps)
+        saved = 1 if schedule is None else schedule.num_saves
+        # Of a checkpoint every worker writes its share, but with ZeRO the first one all of it.
+        written = own.checkpoint // (1 if self.spec.sharding.strategy == "deepspeed" else self.num_nodes)
+        whole = None if steps is None else self._seconds(steps * self._flops_per_step)
+        steering = None if schedule is None else self._seconds(self._steering_flops(schedule))
+        # All but the last are uploaded while steps are taken.
+        beside = (whole or 0.0) * self.machines.store_bytes_per_second
         left_out = (_DATA,) if self.inputs.tokens is None else ()
+        if self.spec.training.guard is not None and self.spec.training.validation is not None:
+            left_out = (*left_out, _ROLLBACKS)
         return self._phase(
             "train",
             device=memory.device,
@@ -199,12 +208,13 @@ class _Job:
                 DiskUse.of(cache=kept, checkpoints=own.checkpoint),
                 key=lambda use: use.total,
             ),
-            store=DiskUse.of(cache=own.rows + own.start, checkpoints=(self.spec.checkpoint.keep + 1) * own.checkpoint),
+            store=DiskUse.of(cache=own.rows + own.start, checkpoints=(self._num_kept + 1) * own.checkpoint),
             fetched=fetched,
-            disk_bytes=int(share * own.teacher) + own.start,
+            disk_bytes=int(share * own.teacher) + own.start + saved * written,
             compute=whole,
-            uploaded=num_checkpoints * own.checkpoint,
-            awaited=own.checkpoint,
+            steering=steering,
+            uploaded=saved * own.checkpoint,
+            awaited=min(saved, 1) * written + max(int((saved - 1) * written - beside), 0),
             left_out=left_out if steps is not None else (*left_out, _EPOCHS),
         )
 
@@ -267,18 +277,20 @@ class _Job:
         left_out: tuple[str, ...],
         num_workers: int | None = None,
         awaited: int | None = None,
+        steering: float | None = 0.0,
     ) -> PhasePlan:
         """A phase whose parts follow each other.
 
         Args:
             disk_bytes: bytes read from and written to the busiest disk.
-            awaited: bytes of `uploaded` that the phase waits for; None: all.
+            awaited: bytes of `uploaded` that the phase waits for, by the busiest node; None: all.
         """
         machines = self.machines
         seconds = PhaseSeconds(
             download=fetched.hub / machines.hub_bytes_per_second + fetched.store / machines.store_bytes_per_second,
             read=disk_bytes / machines.disk_bytes_per_second,
             compute=compute,
+            steering=steering,
             upload=(uploaded if awaited is None else awaited) / machines.store_bytes_per_second,
         )
         return PhasePlan(
@@ -290,7 +302,7 @@ class _Job:
             store=store,
             downloaded_bytes=fetched.total,
             uploaded_bytes=uploaded,
-            seconds=None if compute is None else seconds.download + seconds.read + compute + seconds.upload,
+            seconds=seconds.total,
             seconds_of=seconds,
             left_out=left_out,
         )
@@ -314,7 +326,12 @@ class _Job:
     def _stored(self) -> DiskUse:
         """Bytes in the store after training."""
         own = self.volumes
-        return DiskUse.of(cache=own.rows + own.start, checkpoints=self.spec.checkpoint.keep * own.checkpoint)
+        return DiskUse.of(cache=own.rows + own.start, checkpoints=self._num_kept * own.checkpoint)
+
+    @property
+    def _num_kept(self) -> int:
+        """Checkpoints in the store between two saves: the newest, and the best where held-out KL is measured."""
+        return self.spec.checkpoint.keep + (self.spec.training.validation is not None)
 
     @cached_property
     def _measuring_flops(self) -> TrainingFlops:
@@ -328,6 +345,26 @@ class _Job:
         if training.max_steps is not None or tokens is None:
             return training.max_steps
         return max(-(-training.num_epochs * tokens // (self.setup.batch_size * self.setup.sequence_length)), 1)
+
+    @cached_property
+    def _flops_per_step(self) -> float:
+        """FLOPs of one worker in a step."""
+        tokens = self.setup.batch_size * self.setup.sequence_length
+        return tokens * training_flops(self.model, self.layer_map, self.setup).total / self.num_workers
+
+    def _steering_flops(self, schedule: RunSchedule) -> float:
+        """FLOPs of one worker in all trials of the search for a rate, each with a measurement, and in the measurements
+        of the run. A worker whose share of the rows is smaller waits for the others."""
+        validation, setup = self.spec.training.validation, self.setup
+        if validation is None or schedule.measured_every is None:
+            return 0.0
+        of_trial = steps_of_trial(schedule.total_steps) if setup.searches_rate else None
+        trials, trial_steps = (0, 0) if of_trial is None else (MAX_TRIALS, MAX_TRIALS * of_trial)
+        rows = num_measured_rows(validation, setup.sequence_length, setup.batch_size * schedule.measured_every)
+        of_worker = -(-rows // (setup.num_workers // setup.sequence_parallel_size))
+        tokens = of_worker * setup.sequence_length / setup.sequence_parallel_size
+        measuring = tokens * measuring_flops(self.model, self.layer_map, setup)
+        return trial_steps * self._flops_per_step + (schedule.num_measurements + trials) * measuring
 
     def _seconds(self, flops: float) -> float | None:
         """Seconds of one worker's arithmetic."""

@@ -31,8 +31,18 @@ class PhaseSeconds(FrozenModel):
     """Reading and writing a node's disk."""
     compute: float | None
     """Null where neither a speed nor the size of the data is known."""
+    steering: float | None = 0.0
+    """Computing that no step of a run is: of trials of the search for a learning rate, at most, and of measurements of
+    held-out KL. Null as `compute` is."""
     upload: float
-    """Uploads that the job waits for."""
+    """Uploads that the job waits for: the last one, and of checkpoints what takes longer than the steps beside it."""
+
+    @property
+    def total(self) -> float | None:
+        """Seconds of all parts; None where one is not known."""
+        if self.compute is None or self.steering is None:
+            return None
+        return self.download + self.read + self.compute + self.steering + self.upload
 
 
 class PhasePlan(FrozenModel):

@@ -90,9 +90,11 @@ class DistantStore(LocalObjectStore):
         self._request()
         return super().head(key)
 
-    def stream(self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0) -> Iterator[bytes]:
+    def stream(
+        self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
         self._request()
-        yield from super().stream(key, chunk_size, start=start)
+        yield from super().stream(key, chunk_size, start=start, stop=stop)
 
 
 class DistantCluster(FakeCluster):

@@ -11,11 +11,11 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -31,6 +31,12 @@ from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore, join_
 
 _PARALLEL_FILES = 4
 """Files transferred at the same time."""
+_PARALLEL_PARTS = 4
+"""Parts of one file that are fetched at the same time."""
+_PART_SIZE = 64 << 20
+"""Bytes of a file that come over one connection."""
+
+T = TypeVar("T")
 
 
 def publish_directory(
@@ -185,29 +191,41 @@ def _replace(destination: Path, store: ObjectStore, prefix: str, manifest: Manif
 def _download(store: ObjectStore, prefix: str, manifest: Manifest, directory: Path) -> None:
     """All files into the new `directory`, the manifest last; the first failure ends it."""
     directory.mkdir()
-    with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-        transfers = [
-            pool.submit(fetch_file, store, join_key(prefix, name), directory / name, file)
-            for name, file in manifest.files.items()
-        ]
-        try:
-            for transfer in transfers:
-                transfer.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    files = [(store, join_key(prefix, name), directory / name, file) for name, file in manifest.files.items()]
+    for _ in _in_parallel(_PARALLEL_FILES, fetch_file, files):
+        pass
     (directory / MANIFEST).write_bytes(canonical(manifest))
 
 
+def _in_parallel(num_threads: int, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> Iterator[T]:
+    """Results of the calls, in their order; the first failure ends it."""
+    with ThreadPoolExecutor(num_threads) as pool:
+        running = [pool.submit(function, *arguments) for arguments in calls]
+        try:
+            for call in running:
+                yield call.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
 def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile) -> None:
+    """Write an object to the file `path`, parts of a large one at the same time, and hold it to its manifest.
+
+    Raises `ArtifactCorruptError`.
+    """
     digest, size = hashlib.sha256(), 0
+    starts = range(0, max(expected.size, 1), _PART_SIZE)
+    stops = [*starts[1:], None]  # the last part goes on to the object's end, wherever that is
+    parts = [(store, key, path, start, stop) for start, stop in zip(starts, stops, strict=True)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            for chunk in store.stream(key):
-                digest.update(chunk)
-                size += len(chunk)
-                file.write(chunk)
+        path.write_bytes(b"")
+        with path.open("rb", buffering=0) as file:  # a buffer would read ahead of what is there
+            for length in _in_parallel(_PARALLEL_PARTS, _fetch_part, parts):
+                size += length
+                while (left := size - file.tell()) and (chunk := file.read(min(left, CHUNK_SIZE))):
+                    digest.update(chunk)
     except ObjectNotFoundError as error:
         raise _corrupt(store, key, f"it is missing, its manifest says {expected.size} bytes") from error
     if ManifestFile(size=size, sha256=digest.hexdigest()) != expected:
@@ -217,6 +235,15 @@ def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile)
             f"expected {expected.size} bytes with sha256 {expected.sha256}, "
             f"found {size} bytes with sha256 {digest.hexdigest()}",
         )
+
+
+def _fetch_part(store: ObjectStore, key: str, path: Path, start: int, stop: int | None) -> int:
+    """Write a part of an object to its place in the file; returns its length."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        for chunk in store.stream(key, start=start, stop=stop):
+            file.write(chunk)
+        return file.tell() - start
 
 
 def _corrupt(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptError:

@@ -80,10 +80,13 @@ class LocalObjectStore:
             shutil.copyfile(self._path(key), temporary)
             temporary.replace(path)
 
-    def stream(self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0) -> Iterator[bytes]:
+    def stream(
+        self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
         with _storage_errors("read", key), self._path(key).open("rb") as file:
-            file.seek(start)
-            while chunk := file.read(chunk_size):
+            position = file.seek(start)
+            while chunk := file.read(chunk_size if stop is None else min(chunk_size, max(stop - position, 0))):
+                position += len(chunk)
                 yield chunk
 
     def delete(self, key: str) -> None:

@@ -64,8 +64,11 @@ class ObjectStore(Protocol):
     def download_file(self, key: str, path: Path) -> None:
         """Write the object to `path`, replacing it in one step. Raises `ObjectNotFoundError`."""
 
-    def stream(self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0) -> Iterator[bytes]:
-        """The content from byte `start` on, in pieces of at most `chunk_size` bytes; nothing beyond its end.
+    def stream(
+        self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
+        """The content from byte `start` on, and up to `stop` if that is given, in pieces of at most `chunk_size` bytes;
+        nothing beyond its end.
 
         Raises `ObjectNotFoundError`.
         """

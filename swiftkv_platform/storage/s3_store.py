@@ -138,15 +138,19 @@ class S3ObjectStore:
                 finally:
                     temporary.unlink(missing_ok=True)
 
-    def stream(self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0) -> Iterator[bytes]:
+    def stream(
+        self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
         """A connection that breaks is opened again at the next byte of the same version of the object."""
-        if start and (info := self.head(key)) is not None and start >= info.size:
-            return  # a range must begin within the object
+        if (start or stop is not None) and (info := self.head(key)) is not None:
+            stop = info.size if stop is None else min(stop, info.size)
+            if start >= stop:
+                return  # a range must begin within the object
         received, failures = start, 0
         version: str | None = None
         with self._errors("read", key):
             while True:
-                answer = self._open(key, received)
+                answer = self._open(key, received, stop)
                 version = version or answer["ETag"]
                 # Checked here and not by If-Match, which some servers ignore.
                 if answer["ETag"] != version:
@@ -164,10 +168,11 @@ class S3ObjectStore:
                     if failures == _STREAM_ATTEMPTS:
                         raise
 
-    def _open(self, key: str, offset: int) -> GetObjectOutputTypeDef:
-        if not offset:  # an empty object has no byte 0 to start a range at
+    def _open(self, key: str, start: int, stop: int | None) -> GetObjectOutputTypeDef:
+        if not start and stop is None:  # an empty object has no byte 0 to start a range at
             return self._client.get_object(Bucket=self._bucket, Key=self._key(key))
-        return self._client.get_object(Bucket=self._bucket, Key=self._key(key), Range=f"bytes={offset}-")
+        end = "" if stop is None else stop - 1
+        return self._client.get_object(Bucket=self._bucket, Key=self._key(key), Range=f"bytes={start}-{end}")
 
     def delete(self, key: str) -> None:
         with self._errors("delete", key):

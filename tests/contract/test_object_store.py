@@ -83,6 +83,10 @@ def test_an_object_comes_back_as_it_was_written(store: ObjectStore, data: bytes)
     assert store.head("a/b.bin") == ObjectInfo("a/b.bin", len(data))
     for start in (1, len(data) // 2, max(len(data) - 1, 1), len(data), len(data) + 1):
         assert b"".join(store.stream("a/b.bin", chunk_size=1000, start=start)) == data[start:]
+        for stop in (start, start + 1500, len(data) + 1):
+            read = b"".join(store.stream("a/b.bin", chunk_size=1000, start=start, stop=stop))
+            assert read == data[start:stop]
+    assert b"".join(store.stream("a/b.bin", stop=3)) == data[:3]
 
 
 def test_names_may_have_spaces_and_letters_of_any_script(store: ObjectStore) -> None:

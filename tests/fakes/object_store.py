@@ -63,8 +63,10 @@ class InMemoryObjectStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    def stream(self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0) -> Iterator[bytes]:
-        data = self.get_bytes(key)
+    def stream(
+        self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
+        data = self.get_bytes(key)[:stop]
         for offset in range(start, len(data), chunk_size):
             yield data[offset : offset + chunk_size]
 

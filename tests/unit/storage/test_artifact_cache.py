@@ -25,9 +25,11 @@ class CountingStore(LocalObjectStore):
         super().__init__(root)
         self.reads: Counter[str] = Counter()
 
-    def stream(self, key: str, chunk_size: int = 1 << 20, *, start: int = 0) -> Iterator[bytes]:
+    def stream(
+        self, key: str, chunk_size: int = 1 << 20, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
         self.reads[key] += 1
-        return super().stream(key, chunk_size, start=start)
+        return super().stream(key, chunk_size, start=start, stop=stop)
 
 
 @pytest.fixture
@@ -125,7 +127,7 @@ from swiftkv_platform.storage.artifact_cache import ArtifactCache
 from swiftkv_platform.storage.local_store import LocalObjectStore
 
 class Dying(LocalObjectStore):
-    def stream(self, key, chunk_size=1, *, start=0):
+    def stream(self, key, chunk_size=1, *, start=0, stop=None):
         yield b"a"
         os._exit(9)
 

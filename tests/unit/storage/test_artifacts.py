@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest, ManifestFile
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, StorageError
+from swiftkv_platform.storage import artifacts
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import (
     delete_directory,
@@ -23,7 +25,7 @@ from swiftkv_platform.storage.artifacts import (
     upload_files,
     write_manifest,
 )
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
 
 
@@ -148,6 +150,61 @@ def test_a_damaged_file_is_named_and_nothing_is_left(
         fetch_directory(store, "art", tmp_path / "cache" / "out")
     assert caught.value.value == "art/a"
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".out.lock"]
+
+
+class Together(InMemoryObjectStore):
+    """Answers a read of `b/c` when as many are under way as a file's parts are fetched at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges: list[tuple[int, int | None]] = []
+        self._all = threading.Barrier(artifacts._PARALLEL_PARTS)
+
+    def stream(
+        self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
+        if key == "art/b/c":
+            self.ranges.append((start, stop))
+            self._all.wait(60)
+        return super().stream(key, chunk_size, start=start, stop=stop)
+
+
+def test_parts_of_a_large_file_are_fetched_at_the_same_time(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Together()
+    publish(store, source)
+    monkeypatch.setattr(artifacts, "_PART_SIZE", 1300)  # of 5,000 bytes
+    fetch_directory(store, "art", tmp_path / "out")
+    assert (tmp_path / "out" / "b" / "c").read_bytes() == b"gamma" * 1000
+    assert sorted(store.ranges) == [(0, 1300), (1300, 2600), (2600, 3900), (3900, None)]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (b"gamma" * 500 + b"Gamma" + b"gamma" * 499, "found 5000 bytes"),
+        (b"gamma" * 999, "found 4995 bytes"),
+        (b"gamma" * 500, "found 2500 bytes"),
+        (b"gamma" * 1001, "found 5005 bytes"),
+        (b"", "found 0 bytes"),
+        (None, "is missing"),
+    ],
+)
+def test_a_damage_in_any_part_is_found(
+    store: InMemoryObjectStore,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: bytes | None,
+    message: str,
+) -> None:
+    publish(store, source)
+    monkeypatch.setattr(artifacts, "_PART_SIZE", 100)
+    store.delete("art/b/c") if damage is None else store.put_bytes("art/b/c", damage)
+    with pytest.raises(ArtifactCorruptError, match=message):
+        fetch_directory(store, "art", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_verified_copy_is_kept_and_a_damaged_one_replaced(

@@ -11,6 +11,7 @@ from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.architecture import Architecture, Linear
+from swiftkv_platform.planning.devices import DEVICE_MEMORY
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.machines import Machines
@@ -18,6 +19,7 @@ from swiftkv_platform.planning.parameters import Parameters
 from swiftkv_platform.planning.phase_plans import Assumptions, DiskUse, JobPlan, PhaseName, PhasePlan, PhaseSeconds
 from swiftkv_platform.planning.phases import (
     MAX_ACTIVATION_BYTES,
+    MODEL_SHARE,
     Phase,
     PhaseMemory,
     calibration_rows,
@@ -227,17 +229,17 @@ class _Job:
         head = 2 * Linear(self.model.hidden_size, self.model.vocab_size).flops
         per_token = 2 * flops.lower + flops.teacher + flops.student + head
         fetched = self._teacher(self.num_nodes)
-        brought = own.rows + own.start + own.checkpoint
+        brought = own.rows + own.start + (own.trained // self.num_nodes if self._divides else own.trained)
         fetched = replace(fetched, hub=0, store=fetched.store + brought)  # the hub's cache has the teacher
         share = self.on_node / self.num_workers if self.spec.sharding.shards_parameters else 1.0
         return self._phase(
             "evaluate",
             device=memory.device,
             host=memory.in_host_memory,
-            disk=DiskUse.of(cache=self._on_node, checkpoints=own.checkpoint),
+            disk=DiskUse.of(cache=self._on_node, checkpoints=self._copied),
             store=self._stored,
             fetched=fetched,
-            disk_bytes=int(share * own.teacher) + own.start + own.checkpoint,
+            disk_bytes=int(share * own.teacher) + own.start + self._copied,
             compute=self._seconds(stages * rows * setup.sequence_length * per_token),
             uploaded=0,
             left_out=(_ANSWERS,) if self.inputs.tokens is not None else (_ANSWERS, _DATA),
@@ -253,9 +255,9 @@ class _Job:
             num_workers=1,
             device=0,
             host=min(own.artifact, MAX_SHARD_BYTES + largest),
-            disk=DiskUse.of(cache=self._on_node, checkpoints=own.checkpoint, artifact=own.artifact),
+            disk=DiskUse.of(cache=self._on_node, checkpoints=self._copied, artifact=own.artifact),
             store=DiskUse.of(cache=stored.cache, checkpoints=stored.checkpoints, artifact=own.artifact),
-            fetched=_Fetched(),
+            fetched=_Fetched(store=own.trained),
             disk_bytes=3 * own.artifact,  # tensors are read, files written, and read again for their digests
             compute=0.0,
             uploaded=own.artifact,
@@ -321,6 +323,23 @@ class _Job:
     def _on_node(self) -> int:
         """Bytes on a node while a phase with all workers begins."""
         return self._teacher().total + self.volumes.rows + self.volumes.start
+
+    @cached_property
+    def _divides(self) -> bool:
+        """Whether workers divide the model among them to measure it, and read no more than their parts of what was
+        trained; where the memory of a worker is not known, it is taken to hold all."""
+        resources = self.spec.resources
+        room = DEVICE_MEMORY.get(resources.accelerator_type or "")
+        if not resources.gpus_per_worker:
+            room = resources.memory_per_worker
+        weights = (2 if self.setup.dtype == "bfloat16" else 4) * self.parameters.total
+        divides = self.spec.sharding.shards_parameters and self.num_workers > 1
+        return divides and room is not None and weights >= MODEL_SHARE * room
+
+    @property
+    def _copied(self) -> int:
+        """Bytes of the copy of what was trained that the workers of a node share."""
+        return 0 if self._divides or self.on_node == 1 else self.volumes.trained
 
     @property
     def _stored(self) -> DiskUse:

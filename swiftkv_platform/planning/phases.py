@@ -22,6 +22,9 @@ _DOUBLE = 8
 _TOKENS_PER_FORWARD = 8192
 """Tokens of the rows of a forward pass of an evaluation, or a whole row."""
 _MOST_WORKERS = 4096
+MODEL_SHARE = 0.5
+"""Share of a worker's free memory that weights may take to be measured whole; the rest is for activations and caches.
+"""
 MAX_ACTIVATION_BYTES = 4 << 30
 """Most bytes of activations that a worker keeps in host memory while it calibrates; more go to disk."""
 

@@ -61,13 +61,24 @@ def test_a_hub_teacher_is_fetched_by_every_node_once() -> None:
     assert found["prepare"].uploaded_bytes == rows
     assert found["calibrate"].downloaded_bytes == 2 * (TEACHER + rows + start)
     assert found["train"].downloaded_bytes == 0
-    assert found["evaluate"].downloaded_bytes == 2 * (rows + start + 12 * TRAINED)
+    assert found["evaluate"].downloaded_bytes == 2 * (rows + start + 4 * TRAINED)
+    assert found["publish"].downloaded_bytes == 4 * TRAINED
     assert found["train"].node_disk.cache == TEACHER + rows
 
 
 def test_a_stored_teacher_is_fetched_again_to_be_measured() -> None:
     stored = phases(job(model={"name_or_path": "s3://bucket/teacher"}))
     assert stored["evaluate"].downloaded_bytes - phases(job())["evaluate"].downloaded_bytes == 2 * TEACHER
+
+
+def test_workers_that_divide_a_model_bring_no_more_than_their_parts_of_what_was_trained() -> None:
+    """16 GB do not fit half of an L4; of 16 workers on two nodes each reads a sixteenth, and nothing goes to disk."""
+    whole, divided = (phases(job(resources={**GPUS, "accelerator_type": name})) for name in ("H100", "L4"))
+    assert whole["evaluate"].node_disk.checkpoints == 4 * TRAINED
+    assert divided["evaluate"].node_disk.checkpoints == 0
+    assert divided["publish"].node_disk.checkpoints == 0
+    spared = whole["evaluate"].downloaded_bytes - divided["evaluate"].downloaded_bytes
+    assert spared == 4 * TRAINED, "each of two nodes reads half"
 
 
 def test_a_directory_is_not_fetched(tmp_path: Path) -> None:
@@ -229,7 +240,7 @@ def test_too_small_a_disk_is_refused() -> None:
         plan(job(), node_disk_bytes=needed.total - 1)
     error = refused.value
     assert (error.field, error.value) == ("model.name_or_path", "org/teacher")
-    assert "to publish needs 38.6 GB of a node's disk (cache 16.9, checkpoints 4.8, the artifact 16.9)" in error.message
+    assert "to publish needs 35.3 GB of a node's disk (cache 16.9, checkpoints 1.6, the artifact 16.9)" in error.message
     assert f"nodes with {needed.total} bytes" in error.message
     assert "would do" in error.message
 

@@ -23,6 +23,7 @@ from swiftkv_platform.traces import spans_of_jobs
 
 if TYPE_CHECKING:
     from jobs.attempt.preparation import Prepared
+    from jobs.worker.memory import Workspace
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
@@ -144,25 +145,32 @@ def _evaluating(
 ) -> Iterator[Prepared]:
     """Join the workers of an evaluation, and bring what it measures on to this machine."""
     from jobs.worker.joining import joined
+    from jobs.worker.memory import shared_workspace
+    from swiftkv_platform.model.workers import Workers
 
     if member.rank == 0:
         say_placed(open_store(store_uri), request, "evaluate")
-    with joined(member, request.spec.resources), tempfile.TemporaryDirectory(prefix="rows-") as workspace:
-        rows = Path(workspace) / "rows"
-        stored.fetch(rows)
-        _have_start(request, stored, rows, Path(workspace))
-        stored.fetch_start(rows)
+    with joined(member, request.spec.resources), shared_workspace("rows") as workspace:
+        rows, workers = workspace.path / "rows", Workers()
+        if workspace.fetches:
+            stored.fetch(rows)
+        workers.gather(None)  # the others wait
+        _have_start(request, stored, rows, workspace)
+        if workspace.fetches:
+            stored.fetch_start(rows)
+        workers.gather(None)
         yield stored.open(rows)
 
 
-def _have_start(request: AttemptRequest, stored: StoredPreparation, rows: Path, workspace: Path) -> None:
+def _have_start(request: AttemptRequest, stored: StoredPreparation, rows: Path, workspace: Workspace) -> None:
     """Have the workers find the start that is measured, where an attempt before has trained and cleaned up."""
     from jobs.worker.calibrate import find_start
     from jobs.worker.prepare import set_up_process, task_device
     from swiftkv_platform.model.workers import Workers
 
-    spec = request.spec
-    if Workers().from_first(stored.lacks_start):
+    spec, workers = request.spec, Workers()
+    if workers.from_first(stored.lacks_start):
         set_up_process(spec)
-        path = teacher_path(spec.model, workspace, access=access_of(request))
+        path = teacher_path(spec.model, workspace.path, access=access_of(request), fetch=workspace.fetches)
+        workers.gather(None)  # the others wait
         find_start(spec, stored, path, rows, device=task_device(spec))

@@ -15,6 +15,8 @@ class Memory(FrozenModel):
     """Gradients that the optimizer reads."""
     optimizer: int = 0
     """State of the optimizer."""
+    remembered: int = 0
+    """Trained weights as they began, while a worker without a GPU tries learning rates."""
     passing: int
     """The rest of the peak: activations, gathered weights, buffers, gradients on their way."""
 

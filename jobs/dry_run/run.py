@@ -81,12 +81,21 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
     with fakes.active(tracker):
         parallel.state()  # as a worker looks for a checkpoint to go on from, which makes the optimizer's state
         optimizer = tracker.alive - parameters
+        # A worker with a GPU remembers in host memory.
+        remembers = training_setup(spec).searches_rate and not spec.resources.gpus_per_worker
+        put_back = parallel.remember() if remembers else None
+        remembered = tracker.alive - parameters - optimizer
         tracker.restart()
         with gradients:
             trainer.train_step(Progress(0, 0))
-    passing = tracker.peak - parameters - optimizer
+        del put_back
     memory = Memory(
-        peak=tracker.peak, parameters=parameters, gradients=gradients.num_bytes, optimizer=optimizer, passing=passing
+        peak=tracker.peak,
+        parameters=parameters,
+        gradients=gradients.num_bytes,
+        optimizer=optimizer,
+        remembered=remembered,
+        passing=tracker.peak - parameters - optimizer - remembered,
     )
     return memory, tracker.collectives, counts
 

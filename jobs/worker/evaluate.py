@@ -4,30 +4,28 @@ artifact. Of a sweep, every trial is measured, and the chosen one published. Kno
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
 from jobs.attempt.chosen import CHOSEN_STEP
+from jobs.attempt.curve import read_curve
 from jobs.attempt.downloads import access_of, fetch_data, teacher_path
 from jobs.attempt.parts import StoredParts
 from jobs.attempt.preparation import Prepared
 from jobs.attempt.tracking import TrackedRun
 from jobs.worker.measure import Evaluation
-from jobs.worker.memory import MODEL_SHARE, free_bytes, local_first
+from jobs.worker.memory import Workspace, free_bytes, shared_workspace
 from jobs.worker.prepare import load_tokenizer, open_lazy, set_up_process, task_device
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest, Manifest
-from swiftkv_platform.contract.events import MetricsEvent
-from swiftkv_platform.distillation.checkpoint import TrainedTensors
+from swiftkv_platform.distillation.checkpoint import INDEX, TrainedTensors
 from swiftkv_platform.distillation.measured import MeasuredStudent, parameter_bytes
 from swiftkv_platform.distillation.weights import LazyStudent, save_lazy, stored_tensors
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
@@ -35,16 +33,19 @@ from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
 from swiftkv_platform.model.adapters import write_adapter
+from swiftkv_platform.model.checkpoint import LazyTensors, StoredTensors
+from swiftkv_platform.model.directories import ShardWriter
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.planning.phases import MODEL_SHARE
+from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.licences import licence_of
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import fetch_directory, publish_directory, read_manifest
-from swiftkv_platform.storage.attempt_store import AttemptStore
-from swiftkv_platform.storage.object_store import ObjectStore
+from swiftkv_platform.storage.artifacts import fetch_file_of, publish_directory, read_manifest
+from swiftkv_platform.storage.object_store import ObjectStore, join_key
 from swiftkv_platform.storage.publishing import CARD
 from swiftkv_platform.traces import spans_of_jobs
 
@@ -61,6 +62,7 @@ def evaluate_and_publish(
     """
     store = open_store(store_uri)
     with _workspace(request.spec) as workspace:
+        directory = workspace.path
         student = _Student.load(request.spec, access_of(request), workspace, store, checkpoint)
         report = student.measure(prepared, StoredParts(store, request, checkpoint))
         if not student.workers.is_first:
@@ -74,9 +76,9 @@ def evaluate_and_publish(
             run.log_report(report.model_dump(mode="json"), student.training.step)
             report.check_gates()
             with spans_of_jobs().span("publish", request.traceparent, job_id=request.job_id, attempt=request.attempt):
-                lineage |= student.save(workspace / "artifact")
-                _write(files | _card(lineage, report, student.licence), workspace / "artifact")
-                manifest = _publish(store, request, workspace / "artifact", lineage, report.model_dump(mode="json"))
+                lineage |= student.save(directory / "artifact")
+                _write(files | _card(lineage, report, student.licence), directory / "artifact")
+                manifest = _publish(store, request, directory / "artifact", lineage, report.model_dump(mode="json"))
             run.log_artifact(manifest)
         return manifest
 
@@ -93,9 +95,10 @@ def evaluate_trial(request: AttemptRequest, store_uri: str, checkpoint: str, pre
         with _tracked(store, request) as run:
             run.log_report(report.model_dump(mode="json"), student.training.step)
         lineage = _lineage(request, prepared.data.fingerprint) | {"checkpoint": checkpoint}
-        (workspace / "report").mkdir()
-        _write(_report_files(store, request, report, lineage), workspace / "report")
-        return _publish(store, request, workspace / "report", lineage, report.model_dump(mode="json"))
+        directory = workspace.path / "report"
+        directory.mkdir()
+        _write(_report_files(store, request, report, lineage), directory)
+        return _publish(store, request, directory, lineage, report.model_dump(mode="json"))
 
 
 def publish_trial(
@@ -115,7 +118,7 @@ def publish_trial(
     """
     trial_store, lineage = open_store(trial_store_uri), trial.lineage
     with _workspace(spec) as workspace:
-        artifact = workspace / "artifact"
+        artifact = workspace.path / "artifact"
         student = _Student.load(spec, access_of(request), workspace, trial_store, lineage["checkpoint"])
         saved = student.save(artifact)
         measured = AttemptId(lineage["job_id"], lineage["attempt"]).artifact_prefix
@@ -129,18 +132,10 @@ def publish_trial(
 
 
 @contextmanager
-def _workspace(spec: JobSpec) -> Iterator[Path]:
-    """A directory that the workers of a machine share: one of them fetches for all."""
+def _workspace(spec: JobSpec) -> Iterator[Workspace]:
     set_up_process(spec)
-    workers = Workers()
-    path = Path(tempfile.gettempdir()) / workers.from_first(f"evaluate-{uuid4().hex}")
-    path.mkdir(exist_ok=True)
-    cleans = workers.rank == local_first(workers)
-    try:
-        yield path
-    finally:
-        if cleans:
-            shutil.rmtree(path, ignore_errors=True)
+    with shared_workspace("evaluate") as workspace:
+        yield workspace
 
 
 @dataclass(frozen=True)
@@ -152,34 +147,54 @@ class _Student:
     workers: Workers
     lazy: LazyStudent
     tokenizer: PreTrainedTokenizerBase
-    workspace: Path
+    workspace: Workspace
+    trained: TrainedTensors
+    """Read from the store in the pieces that are asked for."""
     licence: str | None
     """Licence of the teacher, as its own files name it."""
     training: TrainingOutcome
     tokens_trained: int
 
     @classmethod
-    def load(cls, spec: JobSpec, access: Access, workspace: Path, store: ObjectStore, checkpoint: str) -> _Student:
+    def load(cls, spec: JobSpec, access: Access, workspace: Workspace, store: ObjectStore, checkpoint: str) -> _Student:
         workers = Workers()
-        fetches = workers.rank == local_first(workers)
-        path = teacher_path(spec.model, workspace, access=access, fetch=fetches)
-        if fetches:
-            fetch_directory(store, checkpoint, workspace / "checkpoint")
+        path = teacher_path(spec.model, workspace.path, access=access, fetch=workspace.fetches)
+        if workspace.fetches:
+            fetch_file_of(store, checkpoint, INDEX, workspace.path)
         workers.gather(None)  # the others wait
         progress = read_manifest(store, checkpoint).lineage
-        lazy = open_lazy(spec, path, device=task_device(spec))
-        tokenizer = load_tokenizer(spec, path)
-        licence, training = licence_of(Path(path)), _training(progress)
-        return cls(spec, access, workers, lazy, tokenizer, workspace, licence, training, int(progress["tokens"]))
+        return cls(
+            spec=spec,
+            access=access,
+            workers=workers,
+            lazy=open_lazy(spec, path, device=task_device(spec)),
+            tokenizer=load_tokenizer(spec, path),
+            workspace=workspace,
+            trained=TrainedTensors(workspace.path, partial(_read_range, store, checkpoint)),
+            licence=licence_of(Path(path)),
+            training=_training(progress),
+            tokens_trained=int(progress["tokens"]),
+        )
 
-    @property
-    def _trained(self) -> TrainedTensors:
-        return TrainedTensors(self.workspace / "checkpoint")
+    def _bring_trained(self, *, sharded: bool) -> LazyTensors:
+        """Trained tensors, as this worker is to read them: its rows of a model that is sharded, from the store; of one
+        that every worker of a machine holds whole, from a copy that the first of them makes. Collective."""
+        if sharded:
+            return self.trained
+        copies, directory = self.workspace.num_local > 1, self.workspace.path / "trained"
+        if copies and self.workspace.fetches:
+            directory.mkdir()
+            writer = ShardWriter(directory, "trained", MAX_SHARD_BYTES)
+            for name, tensor in self.trained.items():
+                writer.add(name, tensor)
+            writer.flush()
+        self.workers.gather(None)  # the others wait, those of other machines as well
+        return StoredTensors(directory) if copies else self.trained
 
     def measure(self, prepared: Prepared, parts: Parts) -> Report:
         """Measure the student before and after training. Collective."""
         spec = self.spec.evaluation
-        fetched = self.workspace / f"tasks-{self.workers.rank}"
+        fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)
         sharded = self._is_sharded()
         model = MeasuredStudent(self.lazy, self.spec.distillation, sharded=sharded, device=task_device(self.spec))
@@ -195,7 +210,7 @@ class _Student:
         if prepared.calibrated is not None:
             model.start_from(prepared.calibrated)
             calibrated = compare("calibrated")
-        model.start_from(self._trained)
+        model.start_from(self._bring_trained(sharded=sharded))
         report: Report = model(
             lambda student: Evaluation(student, rows, spec, workers=workers, parts=parts).report(
                 self.tokenizer,
@@ -213,7 +228,7 @@ class _Student:
         if self.workers.size == 1 or not self.spec.sharding.shards_parameters:
             return False
         needed = parameter_bytes(self.lazy.model)
-        fits = needed < MODEL_SHARE * free_bytes(task_device(self.spec), self.workers.num_local())
+        fits = needed < MODEL_SHARE * free_bytes(task_device(self.spec), self.workspace.num_local)
         return not all(self.workers.gather(fits))
 
     def save(self, directory: Path) -> dict[str, str]:
@@ -224,7 +239,7 @@ class _Student:
         """
         directory.mkdir()
         model, keeps_teacher = self.lazy.model, self.spec.distillation.trainable == "qkv"
-        self.lazy.started_from(self._trained)
+        self.lazy.started_from(self.trained)
         model.config.architectures = [type(model).__name__]
         adapter = None
         if self.spec.publish.adapter:
@@ -243,6 +258,10 @@ class _Student:
         model.generation_config.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
         return {} if adapter is None else {ADAPTER_LINEAGE: adapter.base.digest}
+
+
+def _read_range(store: ObjectStore, checkpoint: str, name: str, start: int, stop: int) -> bytes:
+    return b"".join(store.stream(join_key(checkpoint, name), start=start, stop=stop))
 
 
 def _findable(name: str) -> str:
@@ -266,16 +285,10 @@ def _report_files(
     store: ObjectStore, request: AttemptRequest, report: Report, lineage: Mapping[str, Any]
 ) -> dict[str, str]:
     """The report for programs and for people, by file name."""
-    points: dict[float, dict[str, float]] = {}
-    for attempt in request.attempt_id.so_far():  # a step that was repeated counts as it was last
-        for stored in AttemptStore(store).read_events(attempt, {}):
-            if isinstance(stored.event, MetricsEvent):
-                points |= {point["step"]: point for point in stored.event.data["points"]}
+    curve = read_curve(store, request.attempt_id.so_far())
     return {
         "evaluation.json": report.model_dump_json(indent=2) + "\n",
-        "evaluation.html": evaluation_page(
-            report.model_dump(mode="json"), lineage, [points[step] for step in sorted(points)]
-        ),
+        "evaluation.html": evaluation_page(report.model_dump(mode="json"), lineage, curve),
     }
 
 

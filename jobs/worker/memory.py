@@ -1,16 +1,20 @@
-"""Memory that a worker finds, and which of the workers share a machine. Knows no model."""
+"""Memory that a worker finds, and what it shares with other workers of its machine. Knows no model."""
 
 from __future__ import annotations
 
+import shutil
 import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import torch
 
 from swiftkv_platform.model.workers import Workers
-
-MODEL_SHARE = 0.5
-"""Share of a worker's free memory that weights may take; the rest is for activations and caches."""
 
 
 def free_bytes(device: torch.device, num_local: int) -> float:
@@ -20,7 +24,27 @@ def free_bytes(device: torch.device, num_local: int) -> float:
     return float(psutil.virtual_memory().available) / num_local
 
 
-def local_first(workers: Workers) -> int:
-    """Rank of the first worker of this machine, which fetches for the others. Collective."""
-    hosts = workers.gather(socket.gethostname())
-    return hosts.index(socket.gethostname())
+@dataclass(frozen=True)
+class Workspace:
+    """A directory that the workers of a machine share."""
+
+    path: Path
+    fetches: bool
+    """Whether this worker is the first of its machine, which fetches for the others."""
+    num_local: int
+    """Workers of the machine."""
+
+
+@contextmanager
+def shared_workspace(name: str) -> Iterator[Workspace]:
+    """A new directory, the same for all workers of a machine; the first of them removes it as it leaves. Collective."""
+    workers = Workers()
+    hosts, host = workers.gather(socket.gethostname()), socket.gethostname()
+    path = Path(tempfile.gettempdir()) / workers.from_first(f"{name}-{uuid4().hex}")
+    path.mkdir(exist_ok=True)
+    fetches = workers.rank == hosts.index(host)
+    try:
+        yield Workspace(path, fetches, hosts.count(host))
+    finally:
+        if fetches:
+            shutil.rmtree(path, ignore_errors=True)

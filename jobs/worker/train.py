@@ -22,6 +22,7 @@ from torch import Tensor
 
 from jobs.attempt.checkpoints import AttemptCheckpoints
 from jobs.attempt.control import ControlWatcher, told_to_leave
+from jobs.attempt.curve import Curve
 from jobs.attempt.downloads import access_of, teacher_path
 from jobs.attempt.events import MetricsBuffer, Reporter
 from jobs.attempt.parents import check_all_there, fetch_parent, trained_tensors
@@ -231,6 +232,7 @@ class _RankZero:
         self._run = TrackedRun(store, request, self._reporter.tracking)
         self._telemetry = Telemetry(request.spec, worker.flops_per_token, ray.train.torch.get_device())
         self._metrics = MetricsBuffer(self._reporter, worker.total_steps)
+        self._curve = Curve(store, request.attempt_id)
         self._control = ControlWatcher(store, request)
         self._request = request
         self._training_since: float | None = None
@@ -241,6 +243,7 @@ class _RankZero:
 
     def on_start(self, progress: Progress) -> None:
         self._telemetry.begin(progress.tokens)
+        self._curve.begin(progress.step)
         self._reporter.message(f"training begins at step {progress.step}", step=progress.step)
         get_logger().info("training_begins", step=progress.step)
         self._training_since = time.time()
@@ -251,6 +254,7 @@ class _RankZero:
             self._training_since = None
         point = metrics.point() | self._telemetry.point(metrics)
         self._metrics.add(point)
+        self._curve.add(point)
         self._run.log(point, metrics.step)
 
     def on_course(self, note: CourseNote) -> None:
@@ -264,6 +268,7 @@ class _RankZero:
 
     def on_commit(self, key: str, manifest: Manifest, progress: Progress) -> None:
         self._metrics.flush()
+        self._curve.save()
         self._run.save()
         self._reporter.checkpoint(key, manifest, progress.step)
         get_logger().info("checkpoint_saved", key=key, step=progress.step, size=manifest.size)
@@ -277,5 +282,6 @@ class _RankZero:
     def close(self) -> None:
         self._control.close()
         self._metrics.close()
+        self._curve.save()
         self._run.close()
         spans_of_jobs().flush()

@@ -12,7 +12,7 @@ from swiftkv_platform.frozen import FiniteModel
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.job import Event, EventType, Job, JobStatus, MetricPoint, Reason
 from swiftkv_platform.orchestration.ports import Page, Slice
-from swiftkv_platform.planning.job_plan import Assumptions, PhasePlan
+from swiftkv_platform.planning.phase_plans import Assumptions, PhasePlan
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import StoredCheckpoint
 

@@ -55,7 +55,7 @@ def _print(found: DryRun) -> None:
 
 
 def _row(memory: Memory) -> list[str]:
-    parts = (memory.peak, memory.parameters, memory.gradients, memory.optimizer, memory.passing)
+    parts = (memory.peak, memory.parameters, memory.gradients, memory.optimizer, memory.passing + memory.remembered)
     return [_gib(part) for part in parts]
 
 

@@ -25,7 +25,13 @@ _NOUNS = {
     "publish": "publishing",
 }
 _PARTS = {"cache": "the teacher, rows and the start", "checkpoints": "checkpoints", "artifact": "the artifact"}
-_SECONDS = {"download": "downloads", "read": "reading and writing disks", "compute": "computing", "upload": "uploads"}
+_SECONDS = {
+    "download": "downloads",
+    "read": "reading and writing disks",
+    "compute": "computing",
+    "steering": "measuring and trying rates",
+    "upload": "uploads",
+}
 
 Phase = Mapping[str, Any]
 

@@ -45,6 +45,11 @@ class AttemptId:
         return f"{self.events_prefix}/{writer}/{sequence:08d}.json"
 
     @property
+    def curve_key(self) -> str:
+        """Key of the losses by step, which the evaluation's page draws."""
+        return f"{self.prefix}/curve.json"
+
+    @property
     def checkpoints_prefix(self) -> str:
         return f"{self.prefix}/checkpoints"
 

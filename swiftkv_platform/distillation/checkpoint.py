@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TypeVar, cast
 from uuid import uuid4
+from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -31,6 +33,7 @@ from swiftkv_platform.distillation.parallel.base import STUDENT
 from swiftkv_platform.distillation.uploads import CheckpointStore, Progress, Retries, Uploader
 from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.model.checkpoint import LazyTensors
 
 __all__ = [
     "CheckpointStore",
@@ -43,6 +46,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+INDEX = ".metadata"
+"""File that says where each tensor of a checkpoint is, in which pieces."""
 
 
 class Checkpointer:
@@ -169,34 +174,79 @@ def load_whole_state(parallel: Parallel, directory: Path) -> None:
     parallel.load_state(lambda state: load(state, storage_reader=FileSystemReader(directory)))
 
 
-class TrainedTensors(Mapping[str, Tensor]):
-    """The trained tensors of a downloaded checkpoint, whole and by the student's own names, each read when it is asked
-    for; needs no process group."""
+ReadRange = Callable[[str, int, int], bytes]
+"""Bytes of a checkpoint's file, by its name, from the first number up to the second."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+
+class TrainedTensors(LazyTensors):
+    """The trained tensors of a checkpoint by the student's own names, each read when it is asked for, in the pieces
+    that workers have saved it in; needs no process group.
+
+    Args:
+        directory: has the checkpoint's index, `INDEX`.
+        read_range: reads the other files; None: they are in `directory` as well.
+    """
+
+    def __init__(self, directory: Path, read_range: ReadRange | None = None) -> None:
+        self._read_range = read_range or partial(_read_file, directory)
+        index = FileSystemReader(directory).read_metadata()
+        self._places = index.storage_data
         prefix = f"model.{STUDENT}"
-        metadata = FileSystemReader(directory).read_metadata().state_dict_metadata
         self._entries = {
-            name.removeprefix(prefix): entry
-            for name, entry in metadata.items()
+            name.removeprefix(prefix): (name, entry)
+            for name, entry in index.state_dict_metadata.items()
             if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-            reader = FileSystemReader(self._directory)
-            load({"model": {f"{STUDENT}{name}": tensor}}, storage_reader=reader, no_dist=True)
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        stored, entry = self._entries[name]
+        first, last, _ = (slice(None) if rows is None else rows).indices(entry.size[0])
+        tensor = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            begin, *columns = (
+                slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
+            low, high = max(begin.start, first), min(begin.stop, last)
+            if low < high:
+                piece = self._piece(MetadataIndex(stored, chunk.offsets))
+                tensor[slice(low - first, high - first), *columns] = piece[low - begin.start : high - begin.start]
         return tensor
+
+    def _piece(self, index: MetadataIndex) -> Tensor:
+        place = self._places[index]
+        data = self._read_range(place.relative_path, place.offset, place.offset + place.length)
+        try:
+            with ZipFile(BytesIO(data)) as archive:  # torch leaves its checksums unread
+                damaged = archive.testzip()
+        except BadZipFile as error:
+            raise _damaged(place.relative_path, index.fqn) from error
+        if damaged is not None:
+            raise _damaged(place.relative_path, index.fqn)
+        piece: Tensor = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+        return piece
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _read_file(directory: Path, name: str, start: int, stop: int) -> bytes:
+    with (directory / name).open("rb") as file:
+        file.seek(start)
+        return file.read(stop - start)
+
+
+def _damaged(file: str, name: str) -> ArtifactCorruptError:
+    return ArtifactCorruptError(
+        f"{file!r} of a checkpoint does not hold {name} as it was saved; another checkpoint of the job would do",
+        field="file",
+        value=file,
+    )
 
 
 def from_rank_0(make: Callable[[], T]) -> T:

@@ -73,10 +73,15 @@ class Turn:
     is_best: bool = False
 
 
-def measured(course: Course, kl: float, step: int, spec: TrainingSpec, *, is_last: bool = False) -> Turn:
+def measured(
+    course: Course, kl: float, step: int, spec: TrainingSpec, *, is_last: bool = False, may_be_best: bool = True
+) -> Turn:
     """The turn of a run whose held-out KL after `step` is `kl`.
 
     Going back keeps counting steps, so the run's budget and the order of its rows stay as they are.
+
+    Args:
+        may_be_best: the state can be kept, so that it can be gone back to and become the model.
     """
     if not course.is_measured:
         start = kl if math.isnan(course.start_kl) else course.start_kl
@@ -85,7 +90,7 @@ def measured(course: Course, kl: float, step: int, spec: TrainingSpec, *, is_las
     reason = _reason_to_go_back(course, kl, spec)
     if reason is not None:
         return went_back(course, reason, step, spec, is_last=is_last)
-    is_best = kl < course.best_kl
+    is_best = may_be_best and kl < course.best_kl
     if is_best:
         course = replace(course, best_kl=kl, best_step=step)
     stopping = spec.early_stopping

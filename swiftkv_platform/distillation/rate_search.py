@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from swiftkv_platform.contract.events import TriedRate
+from swiftkv_platform.planning.steering import MAX_TRIALS
 
-BUDGET = 0.15
-"""Steps of the search, as a share of the run's."""
-MAX_TRIALS = 4
-FEWEST_STEPS, MOST_STEPS = 4, 40
-"""Steps of a trial; a run too short for the fewest is not searched."""
 FACTOR = 3.0
 """Ratio of neighbouring rates."""
 NEARLY = 0.9
@@ -26,12 +22,6 @@ MAX_RELATIVE_UPDATE = 0.05
 Muon's are scaled to AdamW's."""
 SHARE_FOR_ALL_LAYERS = 0.2
 """Share of the spec's rate to begin with where all layers are trained: what their updates do to the output adds up."""
-
-
-def steps_of_trial(total_steps: int) -> int | None:
-    """Steps of every trial of a run's search; None where the run is too short for one."""
-    steps = int(BUDGET * total_steps / MAX_TRIALS)
-    return min(steps, MOST_STEPS) if steps >= FEWEST_STEPS else None
 
 
 def highest_rate(matrices: Iterable[Tensor]) -> float:

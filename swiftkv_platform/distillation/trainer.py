@@ -31,8 +31,9 @@ from swiftkv_platform.distillation.held_out import HeldOut
 from swiftkv_platform.distillation.micro_batches import MicroBatch, micro_batches
 from swiftkv_platform.distillation.optimizer import default_warmup_steps, learning_rate
 from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.rate_search import first_rate, highest_rate, search, steps_of_trial
+from swiftkv_platform.distillation.rate_search import first_rate, highest_rate, search
 from swiftkv_platform.errors import LossNotFiniteError
+from swiftkv_platform.planning.steering import RunSchedule, steps_of_trial
 from swiftkv_platform.specs import JobSpec
 
 
@@ -109,10 +110,11 @@ class Trainer:
         self._checkpointer = checkpointer
         self._spec = spec
         self._total_steps = total_steps
+        self._schedule = RunSchedule.of(spec, total_steps, measures=held_out is not None)
         self._listener = listener
         self._held_out: HeldOut | None = None
-        if held_out is not None and spec.training.validation is not None:
-            self._held_out = HeldOut(parallel, held_out, spec.training, total_steps=total_steps)
+        if held_out is not None and self._schedule.measured_every is not None:
+            self._held_out = HeldOut(parallel, held_out, spec.training, every_steps=self._schedule.measured_every)
 
     def run(self) -> StopRequest:
         """Go on from the newest checkpoint to the end, or until told to stop; a checkpoint says where that was.
@@ -133,8 +135,7 @@ class Trainer:
                 progress = self._advance(progress)
                 stop_request = StopRequest(self._parallel.agree(self._listener.stop_request()))
                 is_best = progress.course.best_step == progress.step
-                due = progress.step % self._spec.checkpoint.every_steps == 0
-                if is_best or due or stop_request or self._is_over(progress):
+                if is_best or self._schedule.is_due(progress.step) or stop_request or self._is_over(progress):
                     self._checkpointer.save(progress)
         except BaseException as error:
             try:
@@ -207,13 +208,15 @@ class Trainer:
             turn = went_back(course, CourseCode.LOSS_NOT_FINITE, progress.step, training)
             return self._take(turn, math.nan, progress)
         progress = replace(progress, step=metrics.step, tokens=metrics.tokens)
-        if self._held_out is None or not self._held_out.is_due(progress.step):
+        if self._held_out is None or not self._schedule.is_measured(progress.step):
             self._listener.on_step(metrics)
             return progress
         kl = self._held_out.measure()
         self._listener.on_step(replace(metrics, held_out_kl=kl))
-        is_last = progress.step >= self._total_steps
-        return self._take(measured(progress.course, kl, progress.step, training, is_last=is_last), kl, progress)
+        step, is_last = progress.step, progress.step >= self._total_steps
+        may_be_best = self._schedule.may_be_best(step)
+        turn = measured(progress.course, kl, step, training, is_last=is_last, may_be_best=may_be_best)
+        return self._take(turn, kl, progress)
 
     def _take(self, turn: Turn, kl: float, progress: Progress) -> Progress:
         """Take a turn, on every worker alike: they all know the same figures."""

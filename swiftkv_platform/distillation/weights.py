@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.conversion import make_student_config, read_config
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.model.families import FAMILIES, student_classes
@@ -192,8 +192,7 @@ class LazyStudent:
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """A tensor of the student, or no more than some rows of it."""
         if name in self._start:
-            tensor = self._start[name]
-            return tensor if rows is None else tensor[rows]
+            return read_rows(self._start, name, rows)
         copied = self._copied.get(name)
         if copied is None:
             return self._teacher.read(name, rows)

@@ -6,6 +6,7 @@ Knows files and tensors, no model family. A checkpoint may be a local directory 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,7 +136,29 @@ class Checkpoint:
         return read
 
 
-class StoredTensors(Mapping[str, torch.Tensor]):
+class LazyTensors(Mapping[str, torch.Tensor], ABC):
+    """Tensors that are read when they are asked for."""
+
+    @abstractmethod
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A tensor, or no more than some rows of it, along the first dimension."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    @abstractmethod
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor `name`; reads none, as a mapping's own way would."""
+
+
+def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: slice | None) -> torch.Tensor:
+    """Rows of one of `tensors`, or all of it; of those that are read lazily no more is read."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.read(name, rows)
+    return tensors[name] if rows is None else tensors[name][rows]
+
+
+class StoredTensors(LazyTensors):
     """Tensors of the safetensors files in a directory, each read when it is asked for."""
 
     def __init__(self, directory: Path) -> None:
@@ -144,9 +167,12 @@ class StoredTensors(Mapping[str, torch.Tensor]):
             with _opened(path, directory) as file:
                 self._files |= dict.fromkeys(file.keys(), path)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         with _opened(self._files[name], self._files[name].parent) as file:
-            return _read(file, name, None)
+            return _read(file, name, rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

@@ -16,10 +16,11 @@ from swiftkv_platform.planning import (
     shared_key_value_heads,
 )
 from swiftkv_platform.planning.architecture import Architecture
-from swiftkv_platform.planning.job_plan import Assumptions, JobPlan, PhasePlan, calibration_tokens, plan_job
+from swiftkv_platform.planning.job_plan import calibration_tokens, plan_job
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.parameters import Parameters, student_parameters
+from swiftkv_platform.planning.phase_plans import Assumptions, JobPlan, PhasePlan
 from swiftkv_platform.planning.phases import PhaseMemory, plan_phases, refuse_what_cannot_fit
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.planning.volumes import Inputs, Origin

@@ -7,29 +7,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.planning.architecture import Architecture, Linear
+from swiftkv_platform.planning.devices import DEVICE_MEMORY
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.layers import LayerMap
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.planning.parameters import Parameters
+from swiftkv_platform.planning.phase_plans import Assumptions, DiskUse, JobPlan, PhaseName, PhasePlan, PhaseSeconds
 from swiftkv_platform.planning.phases import (
     MAX_ACTIVATION_BYTES,
+    MODEL_SHARE,
     Phase,
     PhaseMemory,
     calibration_rows,
     plan_phases,
     waiting_activations,
 )
-from swiftkv_platform.planning.training import TrainingFlops, training_flops
+from swiftkv_platform.planning.steering import MAX_TRIALS, RunSchedule, num_measured_rows, steps_of_trial
+from swiftkv_platform.planning.training import TrainingFlops, measuring_flops, training_flops
 from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.planning.volumes import BYTES_PER_TOKEN, MAX_SHARD_BYTES, Inputs, Volumes, volumes
 from swiftkv_platform.specs import JobSpec
-
-PhaseName = Literal["prepare", "calibrate", "train", "evaluate", "publish"]
 
 _MEMORY_PER_TEXT_BYTE = 0.42
 """Host memory that the preparation of a byte of text takes, as docs/data.md measured it."""
@@ -37,82 +38,7 @@ _DATA = "data sources, whose size is not known here"
 _FETCHED_DATA = "downloads of data sources"
 _ANSWERS = "answers to tasks, needles and continuations"
 _EPOCHS = "steps, which data and epochs decide"
-
-
-class DiskUse(FrozenModel):
-    """Bytes on a disk or in the store."""
-
-    cache: int
-    """The teacher as downloaded, prepared rows, the calibrated start, and activations that wait on disk."""
-    checkpoints: int
-    artifact: int
-    total: int
-
-    @classmethod
-    def of(cls, *, cache: int, checkpoints: int = 0, artifact: int = 0) -> DiskUse:
-        return cls(cache=cache, checkpoints=checkpoints, artifact=artifact, total=cache + checkpoints + artifact)
-
-
-class PhaseSeconds(FrozenModel):
-    """Seconds by what they go to, one after the other."""
-
-    download: float
-    read: float
-    """Reading and writing a node's disk."""
-    compute: float | None
-    """Null where neither a speed nor the size of the data is known."""
-    upload: float
-    """Uploads that the job waits for."""
-
-
-class PhasePlan(FrozenModel):
-    """Needs of one phase. Bytes are those that are known; `left_out` names what comes on top."""
-
-    phase: PhaseName
-    num_workers: int
-    device_bytes: int | None
-    """On the device of the worker that holds most; null without GPUs."""
-    host_bytes: int
-    """In host memory of the worker that holds most, beside what its process takes without a model."""
-    node_disk: DiskUse
-    """On the disk of the node with most, at one time."""
-    store: DiskUse
-    """In the object store when the phase ends, with checkpoints that are kept and one on its way."""
-    downloaded_bytes: int
-    """From hub and store, by all nodes together."""
-    uploaded_bytes: int
-    seconds: float | None
-    """Duration; null where a part of it is not known."""
-    seconds_of: PhaseSeconds
-    left_out: tuple[str, ...] = ()
-    """Parts that no figure of this phase has."""
-
-
-class Assumptions(FrozenModel):
-    """Figures of the operator's, or defaults, that the plan takes for true."""
-
-    num_nodes: int
-    workers_per_node: int
-    node_disk_bytes: int | None
-    """Bytes that a job may take of a node's disk; null: not stated."""
-    flops_per_second: float | None
-    """FLOPs a second that a worker reaches; null: not known."""
-    flops_source: str | None
-    """Id of the job that was measured, `configured`, or the share of a GPU's peak that is assumed."""
-    hub_bytes_per_second: float
-    store_bytes_per_second: float
-    disk_bytes_per_second: float
-    text_bytes_per_second: float
-    """Text that a process turns into rows."""
-    bytes_per_token: int
-    """Bytes of text that a token stands for."""
-
-
-class JobPlan(FrozenModel):
-    """All phases of a job, in their order."""
-
-    phases: tuple[PhasePlan, ...]
-    assumptions: Assumptions
+_ROLLBACKS = "going back to the best state, for which every node fetches its checkpoint"
 
 
 def plan_job(
@@ -254,7 +180,8 @@ class _Job:
         )
 
     def train(self) -> PhasePlan:
-        """Every step, with a checkpoint now and then; a run that goes on fetches one to each node."""
+        """Every step, with trials of rates before the first, measurements, and a checkpoint now and then; a run that
+        goes on, or back, fetches one to each node."""
         own, memory, steps = self.volumes, self.memory["train"], self._steps
         calibrated = "calibrate" in self.memory
         fetched = _Fetched(self.num_nodes)
@@ -263,11 +190,17 @@ class _Job:
             fetched = replace(fetched, store=fetched.store + own.rows)
         kept = self._kept_teacher + own.rows
         share = self.on_node / self.num_workers if self.spec.sharding.shards_parameters else 1.0
-        num_checkpoints = 1 if steps is None else -(-steps // self.spec.checkpoint.every_steps)
-        own_flops = training_flops(self.model, self.layer_map, self.setup).total
-        tokens_per_step = self.setup.batch_size * self.setup.sequence_length
-        whole = None if steps is None else self._seconds(steps * tokens_per_step * own_flops / self.num_workers)
+        schedule = None if steps is None else RunSchedule.of(self.spec, steps)
+        saved = 1 if schedule is None else schedule.num_saves
+        # Of a checkpoint every worker writes its share, but with ZeRO the first one all of it.
+        written = own.checkpoint // (1 if self.spec.sharding.strategy == "deepspeed" else self.num_nodes)
+        whole = None if steps is None else self._seconds(steps * self._flops_per_step)
+        steering = None if schedule is None else self._seconds(self._steering_flops(schedule))
+        # All but the last are uploaded while steps are taken.
+        beside = (whole or 0.0) * self.machines.store_bytes_per_second
         left_out = (_DATA,) if self.inputs.tokens is None else ()
+        if self.spec.training.guard is not None and self.spec.training.validation is not None:
+            left_out = (*left_out, _ROLLBACKS)
         return self._phase(
             "train",
             device=memory.device,
@@ -277,12 +210,13 @@ class _Job:
                 DiskUse.of(cache=kept, checkpoints=own.checkpoint),
                 key=lambda use: use.total,
             ),
-            store=DiskUse.of(cache=own.rows + own.start, checkpoints=(self.spec.checkpoint.keep + 1) * own.checkpoint),
+            store=DiskUse.of(cache=own.rows + own.start, checkpoints=(self._num_kept + 1) * own.checkpoint),
             fetched=fetched,
-            disk_bytes=int(share * own.teacher) + own.start,
+            disk_bytes=int(share * own.teacher) + own.start + saved * written,
             compute=whole,
-            uploaded=num_checkpoints * own.checkpoint,
-            awaited=own.checkpoint,
+            steering=steering,
+            uploaded=saved * own.checkpoint,
+            awaited=min(saved, 1) * written + max(int((saved - 1) * written - beside), 0),
             left_out=left_out if steps is not None else (*left_out, _EPOCHS),
         )
 
@@ -295,17 +229,17 @@ class _Job:
         head = 2 * Linear(self.model.hidden_size, self.model.vocab_size).flops
         per_token = 2 * flops.lower + flops.teacher + flops.student + head
         fetched = self._teacher(self.num_nodes)
-        brought = own.rows + own.start + own.checkpoint
+        brought = own.rows + own.start + (own.trained // self.num_nodes if self._divides else own.trained)
         fetched = replace(fetched, hub=0, store=fetched.store + brought)  # the hub's cache has the teacher
         share = self.on_node / self.num_workers if self.spec.sharding.shards_parameters else 1.0
         return self._phase(
             "evaluate",
             device=memory.device,
             host=memory.in_host_memory,
-            disk=DiskUse.of(cache=self._on_node, checkpoints=own.checkpoint),
+            disk=DiskUse.of(cache=self._on_node, checkpoints=self._copied),
             store=self._stored,
             fetched=fetched,
-            disk_bytes=int(share * own.teacher) + own.start + own.checkpoint,
+            disk_bytes=int(share * own.teacher) + own.start + self._copied,
             compute=self._seconds(stages * rows * setup.sequence_length * per_token),
             uploaded=0,
             left_out=(_ANSWERS,) if self.inputs.tokens is not None else (_ANSWERS, _DATA),
@@ -321,9 +255,9 @@ class _Job:
             num_workers=1,
             device=0,
             host=min(own.artifact, MAX_SHARD_BYTES + largest),
-            disk=DiskUse.of(cache=self._on_node, checkpoints=own.checkpoint, artifact=own.artifact),
+            disk=DiskUse.of(cache=self._on_node, checkpoints=self._copied, artifact=own.artifact),
             store=DiskUse.of(cache=stored.cache, checkpoints=stored.checkpoints, artifact=own.artifact),
-            fetched=_Fetched(),
+            fetched=_Fetched(store=own.trained),
             disk_bytes=3 * own.artifact,  # tensors are read, files written, and read again for their digests
             compute=0.0,
             uploaded=own.artifact,
@@ -345,18 +279,20 @@ class _Job:
         left_out: tuple[str, ...],
         num_workers: int | None = None,
         awaited: int | None = None,
+        steering: float | None = 0.0,
     ) -> PhasePlan:
         """A phase whose parts follow each other.
 
         Args:
             disk_bytes: bytes read from and written to the busiest disk.
-            awaited: bytes of `uploaded` that the phase waits for; None: all.
+            awaited: bytes of `uploaded` that the phase waits for, by the busiest node; None: all.
         """
         machines = self.machines
         seconds = PhaseSeconds(
             download=fetched.hub / machines.hub_bytes_per_second + fetched.store / machines.store_bytes_per_second,
             read=disk_bytes / machines.disk_bytes_per_second,
             compute=compute,
+            steering=steering,
             upload=(uploaded if awaited is None else awaited) / machines.store_bytes_per_second,
         )
         return PhasePlan(
@@ -368,7 +304,7 @@ class _Job:
             store=store,
             downloaded_bytes=fetched.total,
             uploaded_bytes=uploaded,
-            seconds=None if compute is None else seconds.download + seconds.read + compute + seconds.upload,
+            seconds=seconds.total,
             seconds_of=seconds,
             left_out=left_out,
         )
@@ -388,11 +324,33 @@ class _Job:
         """Bytes on a node while a phase with all workers begins."""
         return self._teacher().total + self.volumes.rows + self.volumes.start
 
+    @cached_property
+    def _divides(self) -> bool:
+        """Whether workers divide the model among them to measure it, and read no more than their parts of what was
+        trained; where the memory of a worker is not known, it is taken to hold all."""
+        resources = self.spec.resources
+        room = DEVICE_MEMORY.get(resources.accelerator_type or "")
+        if not resources.gpus_per_worker:
+            room = resources.memory_per_worker
+        weights = (2 if self.setup.dtype == "bfloat16" else 4) * self.parameters.total
+        divides = self.spec.sharding.shards_parameters and self.num_workers > 1
+        return divides and room is not None and weights >= MODEL_SHARE * room
+
+    @property
+    def _copied(self) -> int:
+        """Bytes of the copy of what was trained that the workers of a node share."""
+        return 0 if self._divides or self.on_node == 1 else self.volumes.trained
+
     @property
     def _stored(self) -> DiskUse:
         """Bytes in the store after training."""
         own = self.volumes
-        return DiskUse.of(cache=own.rows + own.start, checkpoints=self.spec.checkpoint.keep * own.checkpoint)
+        return DiskUse.of(cache=own.rows + own.start, checkpoints=self._num_kept * own.checkpoint)
+
+    @property
+    def _num_kept(self) -> int:
+        """Checkpoints in the store between two saves: the newest, and the best where held-out KL is measured."""
+        return self.spec.checkpoint.keep + (self.spec.training.validation is not None)
 
     @cached_property
     def _measuring_flops(self) -> TrainingFlops:
@@ -406,6 +364,26 @@ class _Job:
         if training.max_steps is not None or tokens is None:
             return training.max_steps
         return max(-(-training.num_epochs * tokens // (self.setup.batch_size * self.setup.sequence_length)), 1)
+
+    @cached_property
+    def _flops_per_step(self) -> float:
+        """FLOPs of one worker in a step."""
+        tokens = self.setup.batch_size * self.setup.sequence_length
+        return tokens * training_flops(self.model, self.layer_map, self.setup).total / self.num_workers
+
+    def _steering_flops(self, schedule: RunSchedule) -> float:
+        """FLOPs of one worker in all trials of the search for a rate, each with a measurement, and in the measurements
+        of the run. A worker whose share of the rows is smaller waits for the others."""
+        validation, setup = self.spec.training.validation, self.setup
+        if validation is None or schedule.measured_every is None:
+            return 0.0
+        of_trial = steps_of_trial(schedule.total_steps) if setup.searches_rate else None
+        trials, trial_steps = (0, 0) if of_trial is None else (MAX_TRIALS, MAX_TRIALS * of_trial)
+        rows = num_measured_rows(validation, setup.sequence_length, setup.batch_size * schedule.measured_every)
+        of_worker = -(-rows // (setup.num_workers // setup.sequence_parallel_size))
+        tokens = of_worker * setup.sequence_length / setup.sequence_parallel_size
+        measuring = tokens * measuring_flops(self.model, self.layer_map, setup)
+        return trial_steps * self._flops_per_step + (schedule.num_measurements + trials) * measuring
 
     def _seconds(self, flops: float) -> float | None:
         """Seconds of one worker's arithmetic."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swiftkv_platform.planning.steering import searches_rate
 from swiftkv_platform.planning.training_setup import TrainingSetup
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.defaults import BATCH_SIZE
@@ -25,5 +26,6 @@ def training_setup(spec: JobSpec) -> TrainingSetup:
         trainable=spec.distillation.trainable,
         objective=spec.distillation.objective,
         hidden_loss=spec.distillation.hidden_loss_weight > 0,
+        searches_rate=searches_rate(spec),
         device="cuda" if spec.resources.gpus_per_worker else "cpu",
     )

@@ -22,6 +22,9 @@ _DOUBLE = 8
 _TOKENS_PER_FORWARD = 8192
 """Tokens of the rows of a forward pass of an evaluation, or a whole row."""
 _MOST_WORKERS = 4096
+MODEL_SHARE = 0.5
+"""Share of a worker's free memory that weights may take to be measured whole; the rest is for activations and caches.
+"""
 MAX_ACTIVATION_BYTES = 4 << 30
 """Most bytes of activations that a worker keeps in host memory while it calibrates; more go to disk."""
 
@@ -57,10 +60,10 @@ def plan_phases(
     sharded = setup.strategy == "fsdp2" or (setup.strategy == "deepspeed" and setup.zero_stage == 3)
     weights = narrow * parameters.total
     whole_on_host = read if sharded else weights
+    # One after the other: weights are read, rates are tried, checkpoints are made.
+    training_host = training.host + max(whole_on_host, training.remembered)
     if setup.strategy == "deepspeed":  # the first worker puts a checkpoint together in host memory
-        training_host = training.host + max(whole_on_host, 3 * WIDE * parameters.trained)
-    else:
-        training_host = training.host + whole_on_host
+        training_host = max(training_host, training.host + 3 * WIDE * parameters.trained)
 
     def phase(name: Phase, device: int, host: int) -> PhaseMemory:
         return PhaseMemory(phase=name, on_gpu=on_gpu, device=device, host=on_gpu * host)

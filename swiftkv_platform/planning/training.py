@@ -156,6 +156,14 @@ def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetu
     )
 
 
+def measuring_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> float:
+    """FLOPs per token of a measurement of held-out text: a step's forward pass without an exit head."""
+    step = training_flops(model, layer_map, setup)
+    logits = 2 if setup.objective == "logits" else 1
+    head = setup.counted_share * logits * Linear(model.hidden_size, model.vocab_size).flops
+    return step.lower + step.teacher + step.student + head
+
+
 def _layer(layer: Layer, setup: TrainingSetup) -> float:
     """A teacher's layer, forward."""
     attention = layer.attention

@@ -44,6 +44,8 @@ class WorkerMemory(FrozenModel):
     """Tensors that the student's layers keep for the backward pass."""
     loss: int
     """Chunks of logits and hidden states around them."""
+    remembered: int
+    """Trained weights as they began, in host memory while rates are tried."""
     peak: int
     """The most at one time."""
     host: int
@@ -102,6 +104,10 @@ def worker_memory(
     during_update = gradients + -(-WIDE * updated // (1 if setup.strategy == "ddp" else shards))
     between = 0 if setup.strategy == "fsdp2" else gathered
     peak = persistent + max(kept + during_passes, between + during_update)
+    # ZeRO puts every parameter together on every worker to remember it.
+    remembered = setup.searches_rate * -(-WIDE * trained // (shards if setup.strategy == "fsdp2" else 1))
+    if setup.device == "cpu":
+        peak += remembered
     return WorkerMemory(
         frozen=frozen,
         trained=weights,
@@ -110,6 +116,7 @@ def worker_memory(
         gathered=gathered,
         activations=activations,
         loss=loss,
+        remembered=remembered,
         peak=peak,
         host=host,
     )

@@ -35,6 +35,8 @@ class TrainingSetup:
     trainable: Trainable = "qkv"
     objective: Literal["logits", "lm"] = "logits"
     hidden_loss: bool = False
+    searches_rate: bool = False
+    """Whether a search for the learning rate comes before the first step."""
     device: Literal["cuda", "cpu"] = "cuda"
 
     @property

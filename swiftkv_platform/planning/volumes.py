@@ -56,8 +56,10 @@ class Volumes:
     """Prepared rows; with `text`, 0 where the data are not known."""
     start: int
     """The calibrated start; 0 for a copied one."""
+    trained: int
+    """Trained tensors in float32."""
     checkpoint: int
-    """Trained tensors in float32, and the optimizer's state."""
+    """Trained tensors, and the optimizer's state."""
     artifact: int
     """The student's weight files, with the teacher's projections unless layers were trained."""
 
@@ -81,6 +83,7 @@ def volumes(
         text=inputs.text_bytes if inputs.text_bytes is not None else BYTES_PER_TOKEN * tokens,
         rows=tokens * (3 if model.vocab_size <= _NARROW_VOCABULARY else 5),
         start=narrow * own.trained if spec.swiftkv.initialization == "calibrated" else 0,
+        trained=WIDE * trained,
         checkpoint=WIDE * (1 + moments) * trained,
         artifact=narrow * exported,
     )

@@ -38,7 +38,7 @@ def evaluation_page(
     Args:
         report: `evaluation.json`.
         lineage: of the artifact's manifest; empty where nothing is known of the model's origin.
-        points: metrics of the training steps, for the loss curve.
+        points: metrics of training steps, for the loss curve: of all, or of every few of a long run.
     """
     spec = lineage.get("spec", {})
     return render(
@@ -49,7 +49,7 @@ def evaluation_page(
         stages=STAGES,
         plots=_plots(report, points),
         points_lost=_points_lost,
-        num_steps=len(points),
+        num_steps=int(points[-1]["step"]) if points else 0,
         last_loss=points[-1].get("loss", float("nan")) if points else None,
         lineage=lineage,
         origin=_ORIGIN,

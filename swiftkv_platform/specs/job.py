@@ -146,6 +146,10 @@ class CheckpointSpec(Spec):
     every_steps: Count = 100
     keep: Size = 2
     """Newest checkpoints kept; older ones are deleted."""
+    best_every_steps: Count | None = None
+    """Fewest steps between checkpoints that are saved because held-out KL is the lowest so far, rounded up to a
+    multiple of those between measurements. A state in between is not gone back to and does not become the model, unless
+    it is saved by `every_steps`. null: each that is measured."""
 
 
 class WandbSpec(Spec):

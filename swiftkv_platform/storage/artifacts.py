@@ -164,6 +164,22 @@ def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manif
     return manifest
 
 
+def fetch_file_of(store: ObjectStore, prefix: str, name: str, destination: Path) -> None:
+    """Download one file of the complete directory at `prefix` into `destination`, checked on the way.
+
+    Raises as `fetch_directory`.
+    """
+    manifest, key = read_manifest(store, prefix), join_key(prefix, name)
+    if name not in manifest.files:
+        raise _corrupt(store, key, "it is not named there")
+    try:
+        fetch_file(store, key, destination / name, manifest.files[name])
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {destination}: {error}", field="destination", value=str(destination)
+        ) from error
+
+
 @contextmanager
 def _lock_beside(destination: Path) -> Iterator[None]:
     """One process of this machine at a time: the others wait, then find the copy there. The lock file stays."""

@@ -23,6 +23,7 @@ from jobs.attempt.parts import StoredParts
 from jobs.attempt.preparation import Prepared
 from jobs.worker.calibrate import calibrate
 from jobs.worker.evaluate import evaluate_and_publish
+from jobs.worker.memory import shared_workspace
 from jobs.worker.prepare import compute_dtype, load_tokenizer, open_lazy
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.stop_requests import StopRequest
@@ -227,6 +228,17 @@ def count_flops(case: Case) -> list[int]:
         tasks = resolve_tasks(settings.tasks)
         run_tasks(measured.student, load_tokenizer(spec, case.teacher), tasks, settings, workers=workers)
     return workers.gather(counter.get_total_flops())
+
+
+def share_workspace(case: Case) -> list[tuple[str, bool, int]]:
+    """Path, role and company of each worker in a directory that the workers of a machine share."""
+    del case
+    workers = Workers()
+    with shared_workspace("shared") as workspace:
+        assert workspace.path.is_dir()
+        found = workers.gather((str(workspace.path), workspace.fetches, workspace.num_local))
+    workers.gather(None)
+    return found
 
 
 def run_spawned(function: Callable[[Case], Any], cases: Sequence[Case], world_size: int, directory: Path) -> list[Any]:

@@ -21,6 +21,8 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.reasons import CourseCode
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.held_out import HeldOut
+from swiftkv_platform.planning.steering import RunSchedule
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory, read_manifest
 from tests.numerics.distillation_worker import Outcome, Run, group_of_one, run, run_spawned
@@ -171,6 +173,36 @@ def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path, monkeypatch: 
     kept = TrainedTensors(_checkpoints(tmp_path, "s")[0])
     for name, tensor in until_best.trained.items():
         assert kept[name].equal(tensor), name
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "saved", "chosen"),
+    [
+        ({"every_steps": 4}, [0, 1, 2, 3, 4, 5, 6], 5),
+        ({"every_steps": 4, "best_every_steps": 3}, [0, 3, 4, 6], 4),
+        ({"every_steps": 100, "best_every_steps": 5}, [0, 5, 6], 5),
+    ],
+)
+def test_bests_are_saved_as_often_as_the_spec_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: dict[str, Any], saved: list[int], chosen: int
+) -> None:
+    """Held-out KL falls with every measurement but the last; a run that is cut saves what an uninterrupted one does."""
+    training, spec = {"max_steps": 6}, {"checkpoint": {"keep": 9, **checkpoint}}
+    kls = [0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.31]
+    figures = iter(kls)
+    monkeypatch.setattr(HeldOut, "measure", lambda _: next(figures))
+    outcome = _run(tmp_path, "s", training=training, spec=spec)
+    assert [int(path.name[5:13]) for path in _checkpoints(tmp_path, "s")] == saved
+    assert outcome.notes[-1].data["chosen_step"] == chosen
+    job = JobSpec.model_validate({"name": "j", **spec, "training": {**EVERY_STEP, **training, "batch_size": 8}})
+    assert RunSchedule.of(job, 6).num_saves >= len(saved)
+
+    figures = iter(kls)
+    _run(tmp_path, "cut", training=training, spec=spec, stop_after=2)  # before step 2 is saved
+    figures = iter(kls[max(step for step in saved if step < 2) + 1 :])
+    again = _run(tmp_path, "cut", training=training, spec=spec)
+    assert [int(path.name[5:13]) for path in _checkpoints(tmp_path, "cut")] == saved
+    assert again.notes[-1] == outcome.notes[-1]
 
 
 SEARCHED = {"learning_rate": 1.0, "rate_search": True, "warmup_ratio": 0.1}

@@ -16,7 +16,7 @@ from swiftkv_platform.distillation.optimizer import build_optimizer
 from swiftkv_platform.engine.kv_cache import bytes_per_block
 from swiftkv_platform.engine.memory import layer_shapes, storage_format
 from swiftkv_platform.model import convert
-from swiftkv_platform.planning import TrainingSetup, plan_training, read_architecture, training
+from swiftkv_platform.planning import LayerMap, TrainingSetup, plan_training, read_architecture, training
 from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.serving import ServingSetup, plan_serving
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
@@ -86,6 +86,31 @@ def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: f
     assert counted == pytest.approx(
         48 * plan_training(student.config.to_dict(), setup).flops_per_token.total, rel=1e-12
     )
+
+
+@pytest.mark.usefixtures("squares")
+@pytest.mark.parametrize("counted_share", [1.0, 0.25])
+@pytest.mark.parametrize("name", SPECS)
+def test_flops_are_those_of_a_measurement(name: str, counted_share: float) -> None:
+    spec = DistillationSpec(**SPECS[name])
+    student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3)
+    batch = make_batch(student.config.vocab_size, 2, 24, packed=True)
+    batch["loss_mask"][:] = torch.arange(24) < counted_share * 24
+    setup = TrainingSetup(
+        sequence_length=24,
+        samples=sample_counts(24, 2),
+        counted_share=counted_share,
+        micro_batch_size=2,
+        dtype="float32",
+        trainable=spec.trainable,
+        objective=spec.objective,
+        hidden_loss=spec.hidden_loss_weight > 0,
+    )
+    counter, model = FlopCounterMode(display=False), read_architecture(student.config.to_dict())
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        Fork(student, spec, dtype=torch.float32)(**batch, measures=True)
+    planned = training.measuring_flops(model, LayerMap(len(model.layers), 2, 3), setup)
+    assert counter.get_total_flops() == pytest.approx(48 * planned, rel=1e-12)
 
 
 @pytest.mark.usefixtures("squares")

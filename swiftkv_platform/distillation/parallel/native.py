@@ -32,6 +32,7 @@ from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizers, set_learning_rate
 from swiftkv_platform.distillation.parallel.base import STUDENT, Parallel, Read, State, Weights
 from swiftkv_platform.distillation.weights import own_rows
+from swiftkv_platform.model.checkpoint import read_rows
 from swiftkv_platform.specs import JobSpec
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -114,7 +115,7 @@ class _Native(Parallel):
             elif not isinstance(parameter, DTensor):
                 parameter.copy_(tensors[own])
             elif (rows := own_rows(parameter)).stop > rows.start:
-                parameter.to_local().copy_(tensors[own][rows])
+                parameter.to_local().copy_(read_rows(tensors, own, rows))
         return missing
 
     def _trained_tensors(self) -> State:

@@ -78,7 +78,9 @@ def test_time_is_foreseen_from_a_job_that_was_measured(priced: Server, clock: Cl
     unmeasured = validate(priced, **spec)
     assert unmeasured["seconds"] is None, "nothing has been measured"
     assert unmeasured["process_memory"] == PROCESS_MEMORY
-    job = run(priced, clock, held=unmeasured["memory_per_worker"] + 1000, model=teacher)
+    shorter = validate(priced, model=teacher, training={**TRAINING, "max_steps": 40})  # which searches no rate
+    assert shorter["memory_per_worker"] < unmeasured["memory_per_worker"]
+    job = run(priced, clock, held=shorter["memory_per_worker"] + 1000, model=teacher)
     estimate = validate(priced, **spec)
     assert estimate["speed_source"] == job["id"]
     assert estimate["seconds"] == pytest.approx(10 + 400 * 0.5 + 20)

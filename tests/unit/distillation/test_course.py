@@ -38,6 +38,17 @@ def test_the_lowest_is_the_best_and_a_little_more_is_no_matter() -> None:
     assert (turn.is_best, turn.rollback) == (False, None)
 
 
+def test_a_state_that_is_not_kept_is_not_the_best() -> None:
+    """It resets what early stopping counts all the same."""
+    spec = training(early_stopping={"patience": 2})
+    start = course_of(0.5, 0.4, 0.4, spec=spec)
+    turn = measured(start.course, 0.3, 30, spec, may_be_best=False)
+    assert (turn.is_best, turn.course.best_step, turn.course.best_kl) == (False, 10, 0.4)
+    assert (turn.course.num_stale, turn.course.reference_kl, turn.end) == (0, 0.3, None)
+    later = measured(turn.course, 0.35, 40, spec)
+    assert (later.is_best, later.course.best_step) == (True, 40)
+
+
 @pytest.mark.parametrize(
     ("kls", "reason"),
     [

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swiftkv_platform.distillation.rate_search import MAX_TRIALS, first_rate, highest_rate, search, steps_of_trial
+from swiftkv_platform.distillation.rate_search import first_rate, highest_rate, search
+from swiftkv_platform.planning.steering import MAX_TRIALS, steps_of_trial
 
 
 def valley(best: float, *, ruinous: float = math.inf) -> Callable[[float], float]:

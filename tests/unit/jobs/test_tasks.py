@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jobs.attempt.curve import Curve
 from jobs.attempt.preparation import Prepared
 from jobs.values import Plan
 from jobs.worker.calibrate import calibrate
@@ -24,12 +27,14 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.fork import trained_parameters
-from swiftkv_platform.errors import DataError, InvalidInputError, ModelError, QualityGateError
+from swiftkv_platform.errors import ArtifactCorruptError, DataError, InvalidInputError, ModelError, QualityGateError
 from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec, PublishSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import delete_directory, fetch_directory, is_complete, publish_directory
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.checkpoints import ROWS, save_fp8
 from tests.fakes.tokenizers import byte_tokenizer
@@ -78,8 +83,19 @@ def start(spec: JobSpec, data: PreparedData) -> dict[str, torch.Tensor] | None:
         return dict(StoredTensors(Path(directory)))
 
 
-def _checkpoint(store: ObjectStore, spec: JobSpec, teacher: Path, tmp_path: Path, noise: float = 0.0) -> str:
-    """A checkpoint of a student that has moved by `noise` from its copied start, in the trainer's own names."""
+def _checkpoint(
+    store: ObjectStore,
+    spec: JobSpec,
+    teacher: Path,
+    tmp_path: Path,
+    noise: float = 0.0,
+    state: dict[str, torch.Tensor] | None = None,
+) -> str:
+    """A checkpoint of a student that has moved by `noise` from its copied start, in the trainer's own names.
+
+    Args:
+        state: of an optimizer, beside it.
+    """
     trained = trained_parameters(load_student(spec, str(teacher)), spec.distillation)
     generator = torch.Generator().manual_seed(0)
     model = {
@@ -87,7 +103,8 @@ def _checkpoint(store: ObjectStore, spec: JobSpec, teacher: Path, tmp_path: Path
     }
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
-        save({"model": model, "progress": {"step": 4}}, storage_writer=FileSystemWriter(tmp_path / "checkpoint"))
+        saved = {"model": model, "optimizer": state or {}, "progress": {"step": 4}}
+        save(saved, storage_writer=FileSystemWriter(tmp_path / "checkpoint"))
     finally:
         dist.destroy_process_group()
     lineage = {"step": 4, "tokens": 77, "world_size": 1}
@@ -196,6 +213,52 @@ def test_the_artifact_is_the_trained_student_with_its_teacher(
     assert json.loads((tmp_path / "artifact" / "evaluation.json").read_text()) == manifest.metrics
     assert manifest.metrics["continuations"]["num_prompts"] > 1
     assert prepared.data.fingerprint in (tmp_path / "artifact" / "evaluation.html").read_text()
+
+
+@pytest.mark.slow  # prepares, trains and evaluates
+def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(
+    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the optimizer's state nor the attempt's events."""
+    spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"})
+    _, prepared = prepare(spec)
+    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path, state={"moments": torch.zeros(1 << 20)})
+    drawn = Curve(store, AttemptId("job", 1))
+    drawn.add({"step": 4, "tokens": 77, "loss": 0.125})
+    drawn.save()
+    read: Counter[str] = Counter()
+    stream = LocalObjectStore.stream
+
+    def counted(self: LocalObjectStore, key: str, *arguments: Any, **ranges: Any) -> Iterator[bytes]:
+        for chunk in stream(self, key, *arguments, **ranges):
+            read[key] += len(chunk)
+            yield chunk
+
+    monkeypatch.setattr(LocalObjectStore, "stream", counted)
+    monkeypatch.setattr(AttemptStore, "read_events", lambda *_, **__: pytest.fail("events are read"))
+    _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
+
+    trained = sum(
+        4 * p.numel() for p in trained_parameters(load_student(spec, str(tiny_teacher)), spec.distillation).values()
+    )
+    pieces = sum(size for key, size in read.items() if key.endswith(".distcp"))
+    assert 2 * trained < pieces < 2 * trained + (1 << 20), "to measure, and to publish"
+    assert "4 steps; the last at 0.1250" in (tmp_path / "artifact" / "evaluation.html").read_text()
+
+
+@pytest.mark.slow  # prepares, trains and evaluates
+def test_a_piece_that_was_damaged_is_not_measured(
+    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
+) -> None:
+    spec = _spec(tiny_teacher, corpus, swiftkv={"initialization": "copied"})
+    _, prepared = prepare(spec)
+    checkpoint = _checkpoint(store, spec, tiny_teacher, tmp_path)
+    (info,) = [info for info in store.list(checkpoint) if info.key.endswith(".distcp")]
+    data = bytearray(store.get_bytes(info.key))
+    data[len(data) // 2] ^= 1
+    store.put_bytes(info.key, bytes(data))
+    with pytest.raises(ArtifactCorruptError, match="does not hold"):
+        _evaluate(spec, store, checkpoint, prepared, tmp_path / "artifact")
 
 
 @pytest.mark.slow  # prepares, trains and evaluates

@@ -11,8 +11,8 @@ import pytest
 from swiftkv_platform.data.checks import SourceEstimate
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.estimates import Estimate, estimate
-from swiftkv_platform.planning.job_plan import PhasePlan
 from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.planning.phase_plans import PhasePlan
 from swiftkv_platform.specs import JobSpec
 
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())
@@ -22,6 +22,10 @@ TRAINED = 402_657_280
 TEXT = 4_000_000
 SOURCES = (SourceEstimate("text.jsonl", num_files=1, num_bytes=TEXT, formats=("text",)),)
 GPUS = {"num_workers": 16, "gpus_per_worker": 1, "accelerator_type": "H100"}
+
+GIVEN = {"learning_rate": 3e-4}
+SEARCHED = {**GIVEN, "rate_search": True}
+UNMEASURED = {"gradient_checkpointing": True, "batch_size": 32, "max_steps": 1000, "validation": None}
 
 
 def job(**sections: Any) -> JobSpec:
@@ -57,13 +61,24 @@ def test_a_hub_teacher_is_fetched_by_every_node_once() -> None:
     assert found["prepare"].uploaded_bytes == rows
     assert found["calibrate"].downloaded_bytes == 2 * (TEACHER + rows + start)
     assert found["train"].downloaded_bytes == 0
-    assert found["evaluate"].downloaded_bytes == 2 * (rows + start + 12 * TRAINED)
+    assert found["evaluate"].downloaded_bytes == 2 * (rows + start + 4 * TRAINED)
+    assert found["publish"].downloaded_bytes == 4 * TRAINED
     assert found["train"].node_disk.cache == TEACHER + rows
 
 
 def test_a_stored_teacher_is_fetched_again_to_be_measured() -> None:
     stored = phases(job(model={"name_or_path": "s3://bucket/teacher"}))
     assert stored["evaluate"].downloaded_bytes - phases(job())["evaluate"].downloaded_bytes == 2 * TEACHER
+
+
+def test_workers_that_divide_a_model_bring_no_more_than_their_parts_of_what_was_trained() -> None:
+    """16 GB do not fit half of an L4; of 16 workers on two nodes each reads a sixteenth, and nothing goes to disk."""
+    whole, divided = (phases(job(resources={**GPUS, "accelerator_type": name})) for name in ("H100", "L4"))
+    assert whole["evaluate"].node_disk.checkpoints == 4 * TRAINED
+    assert divided["evaluate"].node_disk.checkpoints == 0
+    assert divided["publish"].node_disk.checkpoints == 0
+    spared = whole["evaluate"].downloaded_bytes - divided["evaluate"].downloaded_bytes
+    assert spared == 4 * TRAINED, "each of two nodes reads half"
 
 
 def test_a_directory_is_not_fetched(tmp_path: Path) -> None:
@@ -75,15 +90,68 @@ def test_a_directory_is_not_fetched(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_counted() -> None:
-    found = phases(job())["train"]
+    found = phases(job(training=UNMEASURED))["train"]
     assert found.uploaded_bytes == 4 * 12 * TRAINED, "after 300, 600, 900 and 1,000 steps"
     assert found.store.checkpoints == 3 * 12 * TRAINED, "two are kept while another comes"
-    assert phases(job(optimizer={"name": "muon"}))["train"].store.checkpoints == 3 * 8 * TRAINED
+    assert phases(job(training=UNMEASURED, optimizer={"name": "muon"}))["train"].store.checkpoints == 3 * 8 * TRAINED
+
+
+def test_checkpoints_of_bests_are_counted() -> None:
+    found = phases(job())
+    train = found["train"]
+    assert train.uploaded_bytes == 21 * 12 * TRAINED, "the start, and every 50 steps"
+    assert train.store.checkpoints == 4 * 12 * TRAINED, "two and the best are kept while another comes"
+    assert found["publish"].store.checkpoints == 3 * 12 * TRAINED
+    sparse = phases(job(checkpoint={"every_steps": 300, "keep": 2, "best_every_steps": 500}))["train"]
+    assert sparse.uploaded_bytes == 6 * 12 * TRAINED, "the start, 300, 500, 600, 900 and 1,000"
+
+
+def test_checkpoints_are_waited_for_where_steps_are_shorter() -> None:
+    """On two nodes, which write half of each: 21 to their disks, and to the store the last, or all but what the steps
+    hide."""
+    half = 6 * TRAINED
+    slow, fast = (phases(job(), flops_per_second=speed)["train"].seconds_of for speed in (1e12, 1e18))
+    assert slow.upload == pytest.approx(half / 500e6)
+    assert fast.compute is not None
+    assert fast.upload == pytest.approx(21 * half / 500e6 - fast.compute)
+    unsaved = phases(job(training=UNMEASURED), flops_per_second=1e12)["train"].seconds_of
+    assert slow.read - unsaved.read == pytest.approx((21 - 4) * half / 1e9)
+
+
+def test_measurements_and_trials_take_time() -> None:
+    """In 1,000 steps 21 measurements of two rows by two of 16 workers, and at most four trials of 37 steps."""
+    given, searched, unmeasured = (
+        phases(job(**sections), flops_per_second=1e14)["train"].seconds_of
+        for sections in ({"optimizer": GIVEN}, {"optimizer": SEARCHED}, {"training": UNMEASURED})
+    )
+    assert (unmeasured.steering, given.compute) == (0.0, unmeasured.compute)
+    assert given.steering is not None
+    assert searched.steering is not None
+    assert given.compute is not None
+    measurement = given.steering / 21
+    step = given.compute / 1000
+    assert 0.15 < measurement / step < 0.3, "a row forward, of the two that a worker takes forward and backward"
+    assert searched.steering - given.steering == pytest.approx(4 * 37 * step + 4 * measurement)
+
+
+def test_trained_weights_are_remembered_while_rates_are_tried() -> None:
+    """In the process without GPUs, sharded by FSDP2; else in host memory beside nothing that is read then."""
+    on_cpus = {"num_workers": 16}
+    given, tried = (
+        phases(job(resources=on_cpus, optimizer=optimizer))["train"].host_bytes for optimizer in (GIVEN, SEARCHED)
+    )
+    assert tried - given == 4 * TRAINED // 16
+    on_gpu, whole = (phases(job(optimizer=each, sharding={"strategy": "ddp"}))["train"] for each in (SEARCHED, GIVEN))
+    assert (on_gpu.device_bytes, on_gpu.host_bytes) == (whole.device_bytes, whole.host_bytes)
+    divided = {"resources": {**GPUS, "num_workers": 2}, "sharding": {"strategy": "fsdp2"}}
+    assert phases(job(**divided, optimizer=SEARCHED))["train"].host_bytes == max(
+        phases(job(**divided, optimizer=GIVEN))["train"].host_bytes, 4 * TRAINED // 2
+    )
 
 
 def test_epochs_and_the_size_of_the_data_decide_the_steps() -> None:
     """Two epochs of a million tokens are 8 steps of 32 rows of 8,192, and two of 320 million 2,442."""
-    epochs = job(training={"gradient_checkpointing": True, "batch_size": 32, "num_epochs": 2})
+    epochs = job(training={**UNMEASURED, "max_steps": None, "num_epochs": 2})
     assert phases(epochs)["train"].uploaded_bytes == 12 * TRAINED
     assert phases(epochs, num_tokens=320_000_000)["train"].uploaded_bytes == 9 * 12 * TRAINED
     unknown = phases(epochs, sources=(SourceEstimate("org/data"),))
@@ -98,7 +166,10 @@ def test_time_is_the_sum_of_its_parts_at_the_rates_given() -> None:
     for phase in found.values():
         parts = phase.seconds_of
         assert parts.compute is not None
-        assert phase.seconds == pytest.approx(parts.download + parts.read + parts.compute + parts.upload)
+        assert parts.steering is not None
+        assert phase.seconds == pytest.approx(
+            parts.download + parts.read + parts.compute + parts.steering + parts.upload
+        )
     assert found["prepare"].seconds_of.download == pytest.approx(TEACHER / 1e8)
     assert found["prepare"].seconds_of.compute == pytest.approx(TEXT / 0.5e6)
     assert found["publish"].seconds_of.upload == pytest.approx((TEACHER + 2 * TRAINED) / 2e8)
@@ -169,7 +240,7 @@ def test_too_small_a_disk_is_refused() -> None:
         plan(job(), node_disk_bytes=needed.total - 1)
     error = refused.value
     assert (error.field, error.value) == ("model.name_or_path", "org/teacher")
-    assert "to publish needs 38.6 GB of a node's disk (cache 16.9, checkpoints 4.8, the artifact 16.9)" in error.message
+    assert "to publish needs 35.3 GB of a node's disk (cache 16.9, checkpoints 1.6, the artifact 16.9)" in error.message
     assert f"nodes with {needed.total} bytes" in error.message
     assert "would do" in error.message
 

@@ -11,6 +11,9 @@ export const when = (seconds) => (seconds == null ? "" : new Date(1000 * seconds
 export const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 export const ago = (seconds) => `${duration(Math.max(Date.now() / 1000 - seconds, 0))} ago`;
 
+/** Statuses of jobs that do not change any more. */
+export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
+
 /** Whether a deployment takes requests, be it with the model before. */
 export const answering = (deployment) => ["running", "swapping", "refused"].includes(deployment.status);
 
@@ -52,6 +55,21 @@ export function useFresh(load, inputs, everyMs) {
     };
   }, [reload, everyMs]);
   return [state.value, state.problem, reload];
+}
+
+/** Run what may fail: [act, busy, problem]; `act(work)` shows what `work` throws until the next one. */
+export function useAction() {
+  const [state, setState] = useState({ busy: false, problem: null });
+  const act = async (work) => {
+    setState({ busy: true, problem: null });
+    try {
+      await work();
+      setState({ busy: false, problem: null });
+    } catch (problem) {
+      setState({ busy: false, problem });
+    }
+  };
+  return [act, state.busy, state.problem];
 }
 
 export function Problem({ problem }) {

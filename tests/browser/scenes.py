@@ -295,4 +295,5 @@ def team(server: Server) -> dict[str, str]:
         "deployments": "deployments",
         "deployment": f"deployments/{chat}",
         "playground": f"playground?a={chat}",
+        "audit": "audit",
     }

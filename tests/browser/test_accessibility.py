@@ -24,7 +24,7 @@ TOO_WIDE = """() => document.documentElement.scrollWidth <= innerWidth ? []
   : [...document.querySelectorAll("main *, header *")]
     .filter((element) => element.getBoundingClientRect().right > innerWidth)
     .map((element) => `${element.tagName}.${element.className}`)"""
-SHOWN = {"overview": 1280, "job": 1280, "new job": 1280, "playground": 1280, "sweep": 1280}
+SHOWN = {"overview": 1280, "job": 1280, "new job": 1280, "playground": 1280, "sweep": 1280, "audit": 1280}
 """Pages whose pictures the documentation has; the overview also as on a phone in the dark."""
 WIDTHS = {1280: 900, 390: 844}
 

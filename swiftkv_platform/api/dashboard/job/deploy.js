@@ -19,7 +19,7 @@ export function DeployForm({ name, route, button = "Deploy", onDeploy }) {
     );
   };
   return html`<form class="row" onSubmit=${submit} aria-label="Deploy ${name}">
-      <label>Route <input name="route" value=${route} required size="12" title="Where there are API keys, below /t/ and your tenant's name" /></label>
+      <label>Route <input name="route" defaultValue=${route} required size="12" title="Where there are API keys, below /t/ and your tenant's name" /></label>
       <label>Serve <select name="mode"><option value="student">the student</option><option value="teacher">its teacher</option></select></label>
       <label>Replicas, least <input name="min" type="number" min="1" value="1" /></label>
       <label>most <input name="max" type="number" min="1" value="1" /></label>

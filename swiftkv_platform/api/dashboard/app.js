@@ -13,6 +13,7 @@ import { Overview } from "./pages/overview.js";
 import { Playground } from "./pages/playground.js";
 import { Runs } from "./pages/runs.js";
 import { Submit } from "./pages/submit.js";
+import { ThemeSwitch } from "./theme.js";
 
 const PAGES = [
   { path: /^overview$/, page: Overview, title: "Overview" },
@@ -116,7 +117,7 @@ function App() {
   else if (!open) page = html`<${SignIn} onDone=${look} />`;
   else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
   return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${menu.map(link)}</nav>
-      ${session && html`<span class="end"><button class="plain" onClick=${signOut}>Sign out ${session.name}</button></span>`}</header>
+      <span class="end"><${ThemeSwitch} />${session && html`<button class="plain" onClick=${signOut}>Sign out ${session.name}</button>`}</span></header>
     <main id="main" tabindex="-1">${page}</main>`;
 }
 

@@ -1,6 +1,7 @@
 // What pages are built from: text, tables, charts, and hooks that keep data fresh. Knows no route of the API.
 
 import { html, useCallback, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { onThemeChange } from "./theme.js";
 
 const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 
@@ -154,7 +155,7 @@ export function Chart({ title, x, series, unit = "step" }) {
   const names = Object.keys(series);
   const data = [x, ...names.map((name) => series[name])];
   useEffect(() => {
-    const ink = getComputedStyle(document.body).getPropertyValue("color");
+    const ink = () => getComputedStyle(document.body).getPropertyValue("color");
     const axis = { stroke: ink, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884" } };
     const options = {
       width: place.current.clientWidth,
@@ -168,7 +169,9 @@ export function Chart({ title, x, series, unit = "step" }) {
       plot.current.setSize({ width: place.current.clientWidth, height: 200 }),
     );
     observer.observe(place.current);
+    const stop = onThemeChange(() => plot.current.redraw());
     return () => {
+      stop();
       observer.disconnect();
       plot.current.destroy();
     };

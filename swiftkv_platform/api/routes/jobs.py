@@ -72,6 +72,21 @@ Service = Annotated[JobService, Depends(_service)]
 IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=255)]
 
 
+def _submit(
+    service: Service, caller: Writer, present: Present, response: Response, idempotency_key: IdempotencyKey = None
+) -> Callable[[JobSpec], JobAnswer]:
+    def submit(spec: JobSpec) -> JobAnswer:
+        job = service.submit(spec, caller, idempotency_key=idempotency_key)
+        response.headers["Location"] = f"/jobs/{job.id}"
+        return present(job)
+
+    return submit
+
+
+Submit = Annotated[Callable[[JobSpec], JobAnswer], Depends(_submit)]
+"""Submits a job for the request, and gives its answer."""
+
+
 @router.post("", status_code=status.HTTP_201_CREATED)
 def create_job(
     spec: JobSpec,

@@ -29,8 +29,7 @@ from swiftkv_platform.api.registry_schemas import (
     PromotionRequest,
     RollbackRequest,
 )
-from swiftkv_platform.api.routes.jobs import IdempotencyKey, Present
-from swiftkv_platform.api.routes.jobs import Service as JobsService
+from swiftkv_platform.api.routes.jobs import Submit
 from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare
 from swiftkv_platform.orchestration.parents import publishing_spec
@@ -54,15 +53,7 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
 
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
-def create_model(
-    body: CreateModel,
-    parents: TheParents,
-    jobs: JobsService,
-    caller: Writer,
-    present: Present,
-    response: Response,
-    idempotency_key: IdempotencyKey = None,
-) -> JobAnswer:
+def create_model(body: CreateModel, parents: TheParents, caller: Writer, submit: Submit) -> JobAnswer:
     """Submit a job that evaluates a checkpoint and publishes it as a model; it is the job's answer that is returned.
 
     It trains nothing, takes the checkpoint's spec for the rest, and counts as any other job. Its model is the job's
@@ -73,9 +64,7 @@ def create_model(
         spec = publishing_spec(found, body.changes())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-    job = jobs.submit(spec, caller, idempotency_key=idempotency_key)
-    response.headers["Location"] = f"/jobs/{job.id}"
-    return present(job)
+    return submit(spec)
 
 
 @router.get("/models/{model_id}")
@@ -107,11 +96,8 @@ def publish_model(
     body: PublicationSpec,
     parts: Parts,
     parents: TheParents,
-    jobs: JobsService,
     caller: Writer,
-    present: Present,
-    response: Response,
-    idempotency_key: IdempotencyKey = None,
+    submit: Submit,
 ) -> JobAnswer:
     """Submit a job that copies the model to a hub repository, a bucket or a directory; copying it again changes
     nothing. It is the job's answer that is returned.
@@ -119,10 +105,7 @@ def publish_model(
     Where the operator opens no such place, the request is answered with 422.
     """
     model = parts.catalog.get_model(model_id, tenant=caller.tenant)
-    spec = copying_spec(parents.find(model.id, caller.tenant), body)
-    job = jobs.submit(spec, caller, idempotency_key=idempotency_key)
-    response.headers["Location"] = f"/jobs/{job.id}"
-    return present(job)
+    return submit(copying_spec(parents.find(model.id, caller.tenant), body))
 
 
 @router.post("/models/{model_id}/promote")

@@ -53,7 +53,7 @@ def test_entries_are_selected_by_actor_route_outcome_and_time(server: Server, pa
     select("Route", "/jobs/{job_id}/cancel", 2)
     select("Actor", "ann", 0)
     select("From", "2001-01-01T00:00", 3)
-    select("until", "2001-01-01T00:00", 0)
+    select("Until", "2001-01-01T00:00", 0)
     assert page.locator("datalist option[value='/jobs/{job_id}/cancel']").count() == 1
     page.goto("about:blank")
 

@@ -129,7 +129,7 @@ export function Checkpoints({ job, checkpoints, points }) {
   const of = (item) => evaluations?.get(`${job.id}:${item.id}`);
   const kl = (item) => of(item)?.result?.distilled?.kl;
   const columns = [
-    { name: "Checkpoint", sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code><br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
+    { name: "Checkpoint", whole: true, sort: (item) => item.id, cell: (item) => html`<span><code>${item.id}</code><br /><code class="quiet" title="SHA-256 ${item.sha256}">${item.sha256.slice(0, 12)}…</code></span>` },
     { name: "Step", number: true, sort: (item) => item.step, cell: (item) => figure(item.step) },
     { name: "Attempt", number: true, sort: (item) => item.attempt, cell: (item) => item.attempt },
     { name: "Loss of its step", number: true, sort: (item) => measured.get(item.step), cell: (item) => html`<span>${figure(measured.get(item.step))}${measured.get(item.step) === best ? html` <span class="status passed">lowest</span>` : ""}</span>` },

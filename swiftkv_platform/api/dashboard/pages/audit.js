@@ -9,7 +9,7 @@ const OUTCOMES = {
   200: "done",
   201: "made",
   202: "accepted",
-  204: "done, nothing to tell",
+  204: "no content",
   401: "not signed in",
   403: "forbidden",
   404: "not found",
@@ -71,8 +71,8 @@ function Selection({ wanted, onChange, routes }) {
     setDraft(NONE);
     onChange(NONE);
   };
-  return html`<form class="toolbar" onSubmit=${submit} aria-label="Select entries">
-    <label>Actor <input ...${field("actor")} maxlength="300" size="14" /></label>
+  return html`<form class="toolbar selection" onSubmit=${submit} aria-label="Select entries">
+    <label>Actor <input ...${field("actor")} maxlength="300" size="12" /></label>
     <label>Route <input ...${field("route")} maxlength="300" size="24" list="routes" placeholder="/jobs/{job_id}/cancel" /></label>
     <datalist id="routes">${routes.map((route) => html`<option value=${route}></option>`)}</datalist>
     <label>Outcome
@@ -82,9 +82,8 @@ function Selection({ wanted, onChange, routes }) {
       </select>
     </label>
     <label>From <input ...${field("since")} type="datetime-local" /></label>
-    <label>until <input ...${field("until")} type="datetime-local" /></label>
-    <button>Show</button>
-    <button type="button" class="plain" onClick=${clear}>Clear</button>
+    <label>Until <input ...${field("until")} type="datetime-local" /></label>
+    <span class="row"><button>Show</button><button type="button" class="plain" onClick=${clear}>Clear</button></span>
   </form>`;
 }
 

@@ -23,6 +23,17 @@ def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) 
     expect(checkpoints.get_by_role("row").filter(has_text="ckpt_00000030")).to_contain_text("lowest")
 
 
+def test_a_chart_tells_its_last_values_until_the_pointer_asks_for_others(server: Server, page: Page) -> None:
+    job = trained(server)
+    page.goto(f"{address(server)}/#/jobs/{job['id']}")
+    legend = page.get_by_role("img", name="Loss by step").locator(".u-legend .u-value")
+    expect(legend).to_have_text(["30", "0.462"])
+    page.locator(".u-over").first.hover(position={"x": 0, "y": 20})
+    expect(legend).to_have_text(["1", "1.8"])
+    page.locator("h1").hover()
+    expect(legend).to_have_text(["30", "0.462"])
+
+
 def test_the_log_and_the_events_are_searched(server: Server, page: Page) -> None:
     job = trained(server)
     page.goto(f"{address(server)}/#/jobs/{job['id']}")

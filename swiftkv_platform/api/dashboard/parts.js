@@ -148,6 +148,11 @@ export function Facts({ of }) {
 const WHOLE_STEPS = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
 const INKS = ["#2b7fd4", "#d9730d", "#2f9e63", "#b5479d", "#8a7400"];
 
+/** Show the last values where the pointer asks for none, at each update of a legend. */
+function lastValues(plot) {
+  if (plot.cursor.idx == null) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
+}
+
 /** Lines over steps, or another whole `unit`: `series` is {name: [values]}. The last values are said in words. */
 export function Chart({ title, x, series, unit = "step" }) {
   const place = useRef(null);
@@ -162,6 +167,7 @@ export function Chart({ title, x, series, unit = "step" }) {
       height: 200,
       scales: { x: { time: false } },
       axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => figure(value)) }],
+      hooks: { setLegend: [lastValues] },
       series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2, spanGaps: true }))],
     };
     plot.current = new uPlot(options, data, place.current);
@@ -178,7 +184,6 @@ export function Chart({ title, x, series, unit = "step" }) {
   }, [names.join()]);
   useEffect(() => {
     plot.current.setData(data);
-    plot.current.setLegend({ idx: x.length - 1 }); // the last values, until the pointer asks for others
   }, [x.length, x[x.length - 1]]);
   const last = names.map((name) => `${name} ${figure(series[name].findLast((value) => value != null))}`);
   return html`<section class="panel">

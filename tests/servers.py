@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: ASGIApp) -> Iterator[str]:
     """The application on a port of its own, in this process."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))

@@ -55,6 +55,11 @@ class Principal(FrozenModel):
         """Id of the key or token; it opens nothing."""
         raise NotImplementedError
 
+    @property
+    def reads_audit(self) -> bool:
+        """Whether it reads the audit trail, be it of its own tenant alone."""
+        return self.operator or Scope.ADMIN in self.scopes
+
     def require(self, scope: Scope) -> None:
         """Raises `ForbiddenError` if `scope` is not open."""
         if scope not in self.scopes and Scope.ADMIN not in self.scopes:

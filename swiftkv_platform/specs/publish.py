@@ -41,6 +41,10 @@ def _checked(target: str) -> str:
 
 
 Target = Annotated[str, Field(max_length=1024), AfterValidator(_checked)]
+Private = Annotated[
+    bool,
+    Field(description="Visibility of a repository of the hub that is made for it; one that is there stays as it is."),
+]
 
 
 class PublicationSpec(Spec):
@@ -49,8 +53,7 @@ class PublicationSpec(Spec):
     to: Target
     """`hf://organization/name`, `s3://bucket/prefix` or an absolute directory that every node mounts, below what the
     operator opens (`SWIFTKV_PUBLISH_TARGETS`). What is written there is the model and its card, README.md."""
-    private: bool = True
-    """Visibility of a repository of the hub that is made for it; one that is there stays as it is."""
+    private: Private = True
 
 
 class PublishSpec(Spec):
@@ -62,8 +65,7 @@ class PublishSpec(Spec):
     to: Target | None = None
     """Place of a copy outside the platform, see `PublicationSpec`; null keeps the model in the platform's object store
     alone."""
-    private: bool = True
-    """Visibility of a repository of the hub that is made for it; one that is there stays as it is."""
+    private: Private = True
 
     @property
     def publication(self) -> PublicationSpec | None:

@@ -100,7 +100,7 @@ class BodyLimit:
         most = self._larger.get(scope["path"], self._max_bytes)
         detail = f"the body has more than {most} bytes, which is the limit"
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdecimal() and int(announced) > most:
+        if _exceeds(announced, most):
             await self._refuse(scope["path"], detail)(scope, receive, send)
             return
         received = 0
@@ -114,3 +114,9 @@ class BodyLimit:
             return message
 
         await self._app(scope, count, send)
+
+
+def _exceeds(announced: str, most: int) -> bool:
+    """Whether a `Content-Length` is above `most`, with however many digits: Python makes no number of thousands."""
+    digits, limit = announced.lstrip("0"), str(most)
+    return announced.isdecimal() and (len(digits), digits) > (len(limit), limit)

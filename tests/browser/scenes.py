@@ -63,6 +63,8 @@ TRIALS: list[dict[str, Any]] = [
     {"trial": "l7-g4", "error": None, "prefill_flops_ratio": 0.6, "kv_bytes_ratio": 0.7, "kl": 0.4},
     {"trial": "l9-g4", "error": "three layers are left: g is at most 3"},
 ]
+PUBLISH_TARGET = "s3://models/default"
+"""Where models may be published."""
 OUT_OF_MEMORY = "a worker ran out of GPU memory at step 12; micro_batch_size 1 would fit"
 
 
@@ -109,7 +111,13 @@ def control_plane(tmp_path: Path, empty_database: Path, *, replicas: Script | No
     with serve(replicas or Script()) as serve_url:
         database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
         parts = make_components(database, LocalObjectStore(tmp_path / "store"), clock=WallClock())
-        settings = Settings(home=tmp_path, serve_url=serve_url, reconcile_interval_s=1e6, _env_file=None)
+        settings = Settings(
+            home=tmp_path,
+            serve_url=serve_url,
+            reconcile_interval_s=1e6,
+            publish_targets=(PUBLISH_TARGET,),
+            _env_file=None,
+        )
         with serving(create_app(settings, components=parts)) as url, httpx.Client(base_url=url) as client:
             yield Server(client, parts, settings)
 
@@ -207,6 +215,17 @@ def trained(server: Server, name: str = "python-half", **spec: Any) -> dict[str,
     return job
 
 
+def evaluated(server: Server) -> str:
+    """Let the job that is queued evaluate its checkpoint; returns its model."""
+    (job,) = server.get("/jobs", status="queued")["data"]
+    server.tick()
+    write_artifact(server, job["id"])
+    server.cluster.finish(f"{job['id']}-1", SubmissionStatus.SUCCEEDED)
+    server.tick()
+    model: str = server.get(f"/jobs/{job['id']}")["distilled_model"]
+    return model
+
+
 def write_artifact(server: Server, job_id: str) -> None:
     objects, prefix = server.parts.objects, f"jobs/{job_id}/attempts/1/artifact"
     objects.put_bytes(f"{prefix}/evaluation.json", json.dumps(REPORT).encode())
@@ -276,4 +295,5 @@ def team(server: Server) -> dict[str, str]:
         "deployments": "deployments",
         "deployment": f"deployments/{chat}",
         "playground": f"playground?a={chat}",
+        "audit": "audit",
     }

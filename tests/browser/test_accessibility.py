@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.scenes import Page, address, expect, team
+from tests.browsers import playwright
 from tests.unit.api.conftest import Server
 
 AXE = (Path(__file__).parent / "vendor" / "axe.min.js").read_text(encoding="utf-8")
@@ -24,9 +25,18 @@ TOO_WIDE = """() => document.documentElement.scrollWidth <= innerWidth ? []
   : [...document.querySelectorAll("main *, header *")]
     .filter((element) => element.getBoundingClientRect().right > innerWidth)
     .map((element) => `${element.tagName}.${element.className}`)"""
-SHOWN = {"overview": 1280, "job": 1280, "new job": 1280, "playground": 1280, "sweep": 1280}
-"""Pages whose pictures the documentation has; the overview also as on a phone in the dark."""
+SHOWN = {
+    "overview": 1280,
+    "job": 1280,
+    "new job": 1280,
+    "playground": 1280,
+    "sweep": 1280,
+    "audit": 1280,
+    "checkpoints": 1280,
+}
+"""Pages and parts of them whose pictures the documentation has; the overview also as on a phone in the dark."""
 WIDTHS = {1280: 900, 390: 844}
+FOLDER = os.environ.get("SWIFTKV_SCREENSHOTS")
 
 
 @pytest.mark.slow  # two dozen pages under axe-core
@@ -44,6 +54,11 @@ def test_every_page_can_be_used_by_everyone(server: Server, page: Page, scheme: 
                 page.get_by_label("Prompt").fill("How does a prompt skip layers?")
                 page.get_by_role("button", name="Generate").click()
                 expect(page.locator(".live")).to_contain_text("22 ms")
+            if name == "job":
+                page.get_by_role("button", name="Deploy ckpt").first.click()
+                page.evaluate("scrollTo(0, 0)")
+            if name == "overview" and FOLDER:
+                expect(page.get_by_text("TTFT 200 ms")).to_have_count(2)
             if name in ("new job", "clone"):
                 expect(page.get_by_label("Plan", exact=True).get_by_role("status")).to_have_text("accepted")
             page.evaluate(AXE)
@@ -51,18 +66,19 @@ def test_every_page_can_be_used_by_everyone(server: Server, page: Page, scheme: 
             assert page.evaluate(NAMELESS) == [], (name, width)
             assert page.evaluate(TOO_WIDE) == [], (name, width)
             picture(page, name, width, scheme)
+            if name == "job":
+                picture(page.get_by_role("region", name="Checkpoints"), "checkpoints", width, scheme)
     page.goto("about:blank")
 
 
-def picture(page: Page, name: str, width: int, scheme: str) -> None:
-    """Write a picture of the page, where the documentation shows it."""
-    folder = os.environ.get("SWIFTKV_SCREENSHOTS")
+def picture(shown: Page | playwright.Locator, name: str, width: int, scheme: str) -> None:
+    """Write a picture of the page or a part of it, where the documentation shows it."""
     wanted = (name in SHOWN and width == SHOWN[name] and scheme == "light") or (
         name == "overview" and width == min(WIDTHS) and scheme == "dark"
     )
-    if not folder or not wanted:
+    if not FOLDER or not wanted:
         return
     suffix = "" if scheme == "light" else "-phone-dark"
-    file = Path(folder) / f"dashboard-{name.replace(' ', '-')}{suffix}.png"
-    page.screenshot(path=file)
+    file = Path(FOLDER) / f"dashboard-{name.replace(' ', '-')}{suffix}.png"
+    shown.screenshot(path=file)
     assert file.stat().st_size < 200_000, f"{file} is too large for the repository"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.browser.scenes import Page, address, expect, trained
+import yaml
+
+from tests.browser.scenes import PUBLISH_TARGET, Page, address, evaluated, expect, trained
+from tests.browsers import playwright
 from tests.unit.api.conftest import Server
 
 
@@ -18,6 +21,17 @@ def test_a_trained_job_leads_with_its_worst_measure(server: Server, page: Page) 
     checkpoints = page.get_by_role("region", name="Checkpoints")
     expect(checkpoints.get_by_role("row")).to_have_count(3)
     expect(checkpoints.get_by_role("row").filter(has_text="ckpt_00000030")).to_contain_text("lowest")
+
+
+def test_a_chart_tells_its_last_values_until_the_pointer_asks_for_others(server: Server, page: Page) -> None:
+    job = trained(server)
+    page.goto(f"{address(server)}/#/jobs/{job['id']}")
+    legend = page.get_by_role("img", name="Loss by step").locator(".u-legend .u-value")
+    expect(legend).to_have_text(["30", "0.462"])
+    page.locator(".u-over").first.hover(position={"x": 0, "y": 20})
+    expect(legend).to_have_text(["1", "1.8"])
+    page.locator("h1").hover()
+    expect(legend).to_have_text(["30", "0.462"])
 
 
 def test_the_log_and_the_events_are_searched(server: Server, page: Page) -> None:
@@ -61,3 +75,79 @@ def test_jobs_are_searched_and_sorted(server: Server, page: Page) -> None:
     expect(rows).to_have_count(1)
     page.get_by_label("Search jobs").fill("nothing like it")
     expect(page.get_by_text("Nothing matches")).to_be_visible()
+
+
+def checkpoint(server: Server, page: Page, job_id: str, step: int) -> playwright.Locator:
+    """The row of a checkpoint on its job's page."""
+    page.goto(f"{address(server)}/#/jobs/{job_id}")
+    return page.get_by_role("region", name="Checkpoints").get_by_role("row").filter(has_text=f"ckpt_{step:08d}")
+
+
+def test_a_checkpoint_is_evaluated_and_deployed(server: Server, page: Page) -> None:
+    job = trained(server)
+    row = checkpoint(server, page, job["id"], 15)
+    row.get_by_role("button", name="Evaluate").click()
+    expect(row.get_by_role("status")).to_have_text("Evaluation queued")
+    (evaluation,) = server.get("/jobs", status="queued")["data"]
+    training = evaluation["spec"]["training"]
+    assert (training["from"], training["max_steps"]) == (f"{job['id']}:ckpt_00000015_0001", 0)
+    model = evaluated(server)
+    expect(row.get_by_role("link", name="Its model")).to_have_attribute("href", f"#/models?model={model}")
+    expect(row.get_by_role("cell").nth(4)).to_have_text("0.173")
+    expect(row.get_by_role("button", name="Evaluate")).to_have_count(0)
+    form = row.get_by_role("form", name="Deploy")
+    for answer in ("/step-15 is being started.", "route_prefix"):  # the second one finds the route taken
+        row.get_by_role("button", name="Deploy ckpt_00000015_0001").click()
+        form.get_by_role("button", name="Deploy").click()
+        expect(row).to_contain_text(answer)
+    (deployment,) = server.get("/deployments")["data"]
+    assert (deployment["model"], deployment["route_prefix"]) == (model, "/step-15")
+    page.goto("about:blank")
+
+
+def test_a_checkpoint_is_evaluated_before_it_is_published(server: Server, page: Page) -> None:
+    row = checkpoint(server, page, trained(server)["id"], 30)
+    form = row.get_by_role("form", name="Publish")
+    row.get_by_role("button", name="Publish ckpt_00000030_0001").click()
+    form.get_by_role("textbox", name="To").fill("s3://elsewhere/half")
+    form.get_by_role("button", name="Evaluate and publish").click()
+    expect(row.get_by_role("status")).to_contain_text("To be published once it is evaluated")
+    model = evaluated(server)
+    expect(row.get_by_role("alert")).to_contain_text("may not publish")
+    row.get_by_role("button", name="Publish ckpt_00000030_0001").click()
+    form.get_by_role("textbox", name="To").fill(f"{PUBLISH_TARGET}/half")
+    form.get_by_label("private").uncheck()
+    form.get_by_role("button", name="Publish").click()
+    expect(row.get_by_role("status")).to_contain_text("copies it.")
+    (copy,) = server.get("/jobs", status="queued")["data"]
+    assert copy["spec"]["publish"] == {"adapter": False, "to": f"{PUBLISH_TARGET}/half", "private": False}
+    assert copy["spec"]["training"]["from"] == model
+    page.goto("about:blank")
+
+
+def test_a_job_continues_from_a_checkpoint(server: Server, page: Page) -> None:
+    job = trained(server, training={"max_steps": 30})
+    checkpoint(server, page, job["id"], 15).get_by_role("link", name="Continue from here").click()
+    expect(page.get_by_label("Steps")).to_have_value("30")
+    lines = page.locator(".cm-line").all_inner_texts()
+    training = yaml.safe_load("\n".join(lines))["training"]
+    assert training == {"max_steps": 30, "from": f"{job['id']}:ckpt_00000015_0001"}
+    page.get_by_label("Name").fill("goes-on")
+    page.get_by_role("button", name="Submit job").click()
+    expect(page.get_by_role("heading", name="goes-on")).to_be_visible()
+    assert server.get("/jobs")["data"][0]["spec"]["training"]["from"] == training["from"]
+    page.goto("about:blank")
+
+
+def test_a_checkpoint_of_a_job_that_runs_is_refused_beside_its_button(server: Server, page: Page) -> None:
+    job_id = server.submit()["id"]
+    server.tick()
+    worker = server.worker(job_id)
+    worker.say("status", status="running")
+    worker.say("checkpoint", "step 2 saved", step=2, key=worker.checkpoint(2), size=7, sha256="0" * 64)
+    server.tick()
+    row = checkpoint(server, page, job_id, 2)
+    row.get_by_role("button", name="Evaluate").click()
+    expect(row.get_by_role("alert")).to_contain_text("pause it, or wait for its end")
+    assert len(server.get("/jobs")["data"]) == 1
+    page.goto("about:blank")

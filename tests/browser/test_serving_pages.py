@@ -47,6 +47,20 @@ def test_a_model_is_swapped_and_a_candidate_tried(server: Server, page: Page) ->
     page.goto("about:blank")
 
 
+def test_what_is_typed_stays_while_the_page_is_renewed(server: Server, page: Page) -> None:
+    deployment = deploy(server, route_prefix="/chat")
+    page.goto(f"{address(server)}/#/deployments/{deployment}")
+    share, most = page.get_by_label("Share, %"), page.get_by_label("most")
+    share.fill("10")
+    most.fill("3")
+    for _ in range(2):  # the first one may have been asked for before
+        with page.expect_response(f"**/deployments/{deployment}"):
+            pass
+    expect(page.get_by_role("heading", name="Now")).to_be_visible()
+    assert (share.input_value(), most.input_value()) == ("10", "3")
+    page.goto("about:blank")
+
+
 def test_a_models_lineage_is_drawn_and_two_are_compared(server: Server, page: Page) -> None:
     first, second = (trained(server, name) for name in ("first", "second"))
     server.client.post(f"/models/{first['distilled_model']}/promote", json={"reason": "best"}).raise_for_status()

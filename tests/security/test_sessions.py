@@ -150,10 +150,10 @@ def test_every_control_plane_knows_every_session(house: House) -> None:
 
 
 def test_the_session_is_told_to_the_page(house: House, client: TestClient) -> None:
-    assert client.get("/session").json() == {"session": None}
+    assert client.get("/session").json() == {"session": None, "reads_audit": False}
     house.sign_in(client)
-    told = client.get("/session").json()["session"]
-    assert told == {"name": "ann", "tenant": "acme", "expires_at": 1000 + LIFETIME_S}
+    told = {"name": "ann", "tenant": "acme", "expires_at": 1000 + LIFETIME_S}
+    assert client.get("/session").json() == {"session": told, "reads_audit": True}
 
 
 def test_ended_sessions_are_swept_away(house: House, client: TestClient, tmp_path: Path) -> None:

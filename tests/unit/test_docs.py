@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.specs import JobSpec
@@ -48,6 +51,30 @@ def test_the_reference_names_routes_commands_and_fields(site: Path) -> None:
     for command in ("jobs submit", "plan", "keys create"):
         assert f"<code>swiftkv {command}</code>" in text("cli")
     assert "SWIFTKV_DATABASE_URL" in text("settings")
+
+
+def pages_of(section: Any) -> list[str]:
+    """Pages of a section of the navigation, which may be one page."""
+    return [section] if isinstance(section, str) else [page for each in section for page in each.values()]
+
+
+def test_a_newcomer_reads_every_page_in_order() -> None:
+    nav = yaml.safe_load(Path("mkdocs.yml").read_text())["nav"]
+    pages = {name: pages_of(section) for each in nav for name, section in each.items()}
+    read = ["Home", "Start", "Concepts", "Train", "Evaluate", "Serve", "Operate", "Reference", "Changelog"]
+    assert list(pages) == read
+    serving = ["serving.md", "engine.md", "vllm.md", "ray-serve-llm.md"]
+    assert pages["Serve"][: len(serving)] == serving
+    listed = [page for each in pages.values() for page in each]
+    assert sorted(page for page in listed if (DOCS / page).exists()) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_commands_for_ray_serve_llm_say_whether_a_test_runs_them() -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (DOCS / "ray-serve-llm.md").read_text(), re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines()]
+    marks = [re.search(r" # (run|not run here)\b", line) for line in commands]
+    assert [line for line, mark in zip(commands, marks, strict=True) if mark is None] == []
+    assert {mark[1] for mark in marks if mark is not None} == {"run", "not run here"}
 
 
 def test_the_picture_of_a_job_has_every_status() -> None:

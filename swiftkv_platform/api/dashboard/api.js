@@ -32,6 +32,9 @@ export const post = async (path, body, headers) => (await send("POST", path, bod
 export const patch = async (path, body, headers) => (await send("PATCH", path, body, { headers })).json();
 export const remove = async (path) => (await send("DELETE", path)).json();
 
+/** A fresh `Idempotency-Key`. */
+export const newKey = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
+
 /** All pages of a list. */
 export async function all(path) {
   const rows = [];

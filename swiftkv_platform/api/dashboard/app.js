@@ -3,6 +3,7 @@
 import { html, render, useEffect, useState } from "./vendor/htm-preact.js";
 import { get, send } from "./api.js";
 import { Empty, Loading, Problem } from "./parts.js";
+import { Audit } from "./pages/audit.js";
 import { Deployment } from "./pages/deployment.js";
 import { Deployments } from "./pages/deployments.js";
 import { Job } from "./pages/job.js";
@@ -12,6 +13,7 @@ import { Overview } from "./pages/overview.js";
 import { Playground } from "./pages/playground.js";
 import { Runs } from "./pages/runs.js";
 import { Submit } from "./pages/submit.js";
+import { ThemeSwitch } from "./theme.js";
 
 const PAGES = [
   { path: /^overview$/, page: Overview, title: "Overview" },
@@ -23,8 +25,10 @@ const PAGES = [
   { path: /^deployments$/, page: Deployments, title: "Deployments" },
   { path: /^deployments\/(\w+)$/, page: Deployment, title: "Deployment" },
   { path: /^playground$/, page: Playground, title: "Playground" },
+  { path: /^audit$/, page: Audit, title: "Audit" },
 ];
 const MENU = ["overview", "jobs", "submit", "models", "deployments", "playground"];
+const OPERATORS = ["audit"];
 
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -73,10 +77,10 @@ const Skip = () => html`<a class="skip" href="#main" onClick=${(event) => (event
 function App() {
   const [shown, setShown] = useState(route());
   const [open, setOpen] = useState(null);
-  const [session, setSession] = useState(null);
+  const [{ session, reads_audit: readsAudit }, setDoor] = useState({ session: null, reads_audit: false });
   async function look() {
     try {
-      setSession((await get("/session")).session);
+      setDoor(await get("/session"));
       await send("GET", "/jobs?limit=1");
       setOpen(true);
     } catch (error) {
@@ -107,12 +111,13 @@ function App() {
     const { title } = PAGES.find(({ path }) => path.test(section));
     return html`<a href="#/${section}" aria-current=${shown?.section === section ? "page" : null}>${title}</a>`;
   };
+  const menu = open && readsAudit ? [...MENU, ...OPERATORS] : MENU;
   let page = html`<h1>No such page</h1><${Empty} title="Nothing is at this address"><a href="#/overview">To the overview</a><//>`;
   if (open === null) page = html`<${Loading} what="the dashboard" />`;
   else if (!open) page = html`<${SignIn} onDone=${look} />`;
   else if (shown) page = html`<${shown.page} key=${location.hash} id=${shown.id} query=${shown.query} />`;
-  return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${MENU.map(link)}</nav>
-      ${session && html`<span class="end"><button class="plain" onClick=${signOut}>Sign out ${session.name}</button></span>`}</header>
+  return html`<${Skip} /><header><strong>SwiftKV</strong><nav aria-label="Pages">${menu.map(link)}</nav>
+      <span class="end"><${ThemeSwitch} />${session && html`<button class="plain" onClick=${signOut}>Sign out ${session.name}</button>`}</span></header>
     <main id="main" tabindex="-1">${page}</main>`;
 }
 

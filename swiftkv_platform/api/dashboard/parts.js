@@ -1,6 +1,7 @@
 // What pages are built from: text, tables, charts, and hooks that keep data fresh. Knows no route of the API.
 
 import { html, useCallback, useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { onThemeChange } from "./theme.js";
 
 const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 4 });
 
@@ -10,6 +11,9 @@ export const percent = (value) => (value == null ? "" : `${number.format(100 * v
 export const when = (seconds) => (seconds == null ? "" : new Date(1000 * seconds).toLocaleString());
 export const clockTime = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 export const ago = (seconds) => `${duration(Math.max(Date.now() / 1000 - seconds, 0))} ago`;
+
+/** Statuses of jobs that do not change any more. */
+export const ENDED = new Set(["succeeded", "failed", "cancelled"]);
 
 /** Whether a deployment takes requests, be it with the model before. */
 export const answering = (deployment) => ["running", "swapping", "refused"].includes(deployment.status);
@@ -52,6 +56,21 @@ export function useFresh(load, inputs, everyMs) {
     };
   }, [reload, everyMs]);
   return [state.value, state.problem, reload];
+}
+
+/** Run what may fail: [act, busy, problem]; `act(work)` shows what `work` throws until the next one. */
+export function useAction() {
+  const [state, setState] = useState({ busy: false, problem: null });
+  const act = async (work) => {
+    setState({ busy: true, problem: null });
+    try {
+      await work();
+      setState({ busy: false, problem: null });
+    } catch (problem) {
+      setState({ busy: false, problem });
+    }
+  };
+  return [act, state.busy, state.problem];
 }
 
 export function Problem({ problem }) {
@@ -129,6 +148,11 @@ export function Facts({ of }) {
 const WHOLE_STEPS = Array.from({ length: 30 }, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
 const INKS = ["#2b7fd4", "#d9730d", "#2f9e63", "#b5479d", "#8a7400"];
 
+/** Show the last values where the pointer asks for none, at each update of a legend. */
+function lastValues(plot) {
+  if (plot.cursor.idx == null) plot.setLegend({ idx: plot.data[0].length - 1 }, false);
+}
+
 /** Lines over steps, or another whole `unit`: `series` is {name: [values]}. The last values are said in words. */
 export function Chart({ title, x, series, unit = "step" }) {
   const place = useRef(null);
@@ -136,13 +160,14 @@ export function Chart({ title, x, series, unit = "step" }) {
   const names = Object.keys(series);
   const data = [x, ...names.map((name) => series[name])];
   useEffect(() => {
-    const ink = getComputedStyle(document.body).getPropertyValue("color");
+    const ink = () => getComputedStyle(document.body).getPropertyValue("color");
     const axis = { stroke: ink, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884" } };
     const options = {
       width: place.current.clientWidth,
       height: 200,
       scales: { x: { time: false } },
       axes: [{ ...axis, incrs: WHOLE_STEPS }, { ...axis, size: 70, values: (_, values) => values.map((value) => figure(value)) }],
+      hooks: { setLegend: [lastValues] },
       series: [{ label: unit }, ...names.map((label, i) => ({ label, stroke: INKS[i % INKS.length], width: 2, spanGaps: true }))],
     };
     plot.current = new uPlot(options, data, place.current);
@@ -150,14 +175,15 @@ export function Chart({ title, x, series, unit = "step" }) {
       plot.current.setSize({ width: place.current.clientWidth, height: 200 }),
     );
     observer.observe(place.current);
+    const stop = onThemeChange(() => plot.current.redraw());
     return () => {
+      stop();
       observer.disconnect();
       plot.current.destroy();
     };
   }, [names.join()]);
   useEffect(() => {
     plot.current.setData(data);
-    plot.current.setLegend({ idx: x.length - 1 }); // the last values, until the pointer asks for others
   }, [x.length, x[x.length - 1]]);
   const last = names.map((name) => `${name} ${figure(series[name].findLast((value) => value != null))}`);
   return html`<section class="panel">

@@ -56,12 +56,12 @@ def sign_in(body: SignIn, request: Request, response: Response) -> None:
 
 @router.get("/session")
 def show_session(request: Request) -> dict[str, object]:
-    """Name the session's key and end; null where there is no session."""
+    """Name the session's key and end, null where there is no session, and whether it may read the audit trail."""
     session = _session_or_none(request)
     if session is None:
-        return {"session": None}
+        return {"session": None, "reads_audit": request.app.state.authenticator is None}
     told = {"name": session.key.name, "tenant": session.key.tenant, "expires_at": int(session.expires_at)}
-    return {"session": told}
+    return {"session": told, "reads_audit": session.key.reads_audit}
 
 
 @router.delete("/session", status_code=status.HTTP_204_NO_CONTENT)

@@ -91,12 +91,23 @@ Submit = Annotated[Callable[[JobSpec], Job], Depends(_submission)]
 """Submission of the caller's job, with the headers that every route that submits one takes."""
 
 
+def _creation(submit: Submit, present: Present, response: Response) -> Callable[[JobSpec], JobAnswer]:
+    def create(spec: JobSpec) -> JobAnswer:
+        job = submit(spec)
+        response.headers["Location"] = f"/jobs/{job.id}"
+        return present(job)
+
+    return create
+
+
+Create = Annotated[Callable[[JobSpec], JobAnswer], Depends(_creation)]
+"""Submission of the caller's job, and the answer that names its place."""
+
+
 @router.post("", status_code=status.HTTP_201_CREATED)
-def create_job(spec: JobSpec, submit: Submit, present: Present, response: Response) -> JobAnswer:
+def create_job(spec: JobSpec, create: Create) -> JobAnswer:
     """Submit a job. The same `Idempotency-Key` with the same body gives the same job."""
-    job = submit(spec)
-    response.headers["Location"] = f"/jobs/{job.id}"
-    return present(job)
+    return create(spec)
 
 
 @router.post("/validate")

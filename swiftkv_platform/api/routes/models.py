@@ -29,7 +29,7 @@ from swiftkv_platform.api.registry_schemas import (
     PromotionRequest,
     RollbackRequest,
 )
-from swiftkv_platform.api.routes.jobs import Present, Submit
+from swiftkv_platform.api.routes.jobs import Create
 from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare
 from swiftkv_platform.orchestration.parents import publishing_spec
@@ -53,14 +53,7 @@ def list_models(parts: Parts, caller: Reader, page: NewestFirst) -> ListAnswer[M
 
 
 @router.post("/models", status_code=status.HTTP_201_CREATED)
-def create_model(
-    body: CreateModel,
-    parents: TheParents,
-    submit: Submit,
-    caller: Writer,
-    present: Present,
-    response: Response,
-) -> JobAnswer:
+def create_model(body: CreateModel, parents: TheParents, caller: Writer, create: Create) -> JobAnswer:
     """Submit a job that evaluates a checkpoint and publishes it as a model; it is the job's answer that is returned.
 
     It trains nothing, takes the checkpoint's spec for the rest, and counts as any other job. Its model is the job's
@@ -71,9 +64,7 @@ def create_model(
         spec = publishing_spec(found, body.changes())
     except ValidationError as error:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-    job = submit(spec)
-    response.headers["Location"] = f"/jobs/{job.id}"
-    return present(job)
+    return create(spec)
 
 
 @router.get("/models/{model_id}")
@@ -105,10 +96,8 @@ def publish_model(
     body: PublicationSpec,
     parts: Parts,
     parents: TheParents,
-    submit: Submit,
     caller: Writer,
-    present: Present,
-    response: Response,
+    create: Create,
 ) -> JobAnswer:
     """Submit a job that copies the model to a hub repository, a bucket or a directory; copying it again changes
     nothing. It is the job's answer that is returned.
@@ -116,10 +105,7 @@ def publish_model(
     Where the operator opens no such place, the request is answered with 422.
     """
     model = parts.catalog.get_model(model_id, tenant=caller.tenant)
-    spec = copying_spec(parents.find(model.id, caller.tenant), body)
-    job = submit(spec)
-    response.headers["Location"] = f"/jobs/{job.id}"
-    return present(job)
+    return create(copying_spec(parents.find(model.id, caller.tenant), body))
 
 
 @router.post("/models/{model_id}/promote")

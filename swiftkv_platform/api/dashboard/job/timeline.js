@@ -1,9 +1,7 @@
 // A job's phases on a line of time, with its checkpoints. Knows status events, no route.
 
 import { html } from "../vendor/htm-preact.js";
-import { duration, when } from "../parts.js";
-
-const ENDS = new Set(["succeeded", "failed", "cancelled"]);
+import { ENDED, duration, when } from "../parts.js";
 
 /**
  * The phases of a job from its events: [{status, attempt, from, to, live, saved}], oldest first. A checkpoint belongs to
@@ -18,7 +16,7 @@ export function phasesOf(events, now) {
     const { status, attempt } = event.data;
     phases.push({ status, attempt, from: event.created_at, to: Math.max(now, event.created_at), live: true, saved: [] });
   }
-  return phases.filter(({ status }) => !ENDS.has(status));
+  return phases.filter(({ status }) => !ENDED.has(status));
 }
 
 /** `ended` is the job's own end: what came before it was told may be younger than the page's clock. */

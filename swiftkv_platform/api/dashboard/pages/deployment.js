@@ -57,7 +57,7 @@ function Candidate({ deployment, models, apply, busy }) {
     <p class="quiet small">${candidate ? html`<a href="#/models?model=${candidate.model}">${candidate.model}</a> answers ${percent(candidate.share)} of the requests.` : "A second model answers a share of the requests."}</p>
     <form class="row" onSubmit=${submit} aria-label="Candidate">
       ${!candidate && html`<label>Model <select name="model" required><option value="">choose</option>${options(models, deployment.model)}</select></label>`}
-      <label>Share, % <input name="share" type="number" min="0" max="100" step="any" value=${candidate ? 100 * candidate.share : 5} required /></label>
+      <label>Share, % <input name="share" type="number" min="0" max="100" step="any" defaultValue=${candidate ? 100 * candidate.share : 5} required /></label>
       <button disabled=${busy}>${candidate ? "Change share" : "Add"}</button>
       ${candidate && html`<button type="button" class="plain" disabled=${busy} onClick=${() => apply({ model: candidate.model, candidate: null })}>Promote it</button>
         <button type="button" class="danger" disabled=${busy} onClick=${() => apply({ candidate: null })}>Remove</button>`}
@@ -73,8 +73,8 @@ function Replicas({ deployment, apply, busy }) {
   return html`<section class="panel"><h2>Replicas</h2>
     <p class="quiet small">${deployment.replicas} run now; the load decides between the bounds.</p>
     <form class="row" onSubmit=${submit} aria-label="Replicas">
-      <label>Least <input name="min" type="number" min="0" value=${deployment.min_replicas} required /></label>
-      <label>most <input name="max" type="number" min="1" value=${deployment.max_replicas} required /></label>
+      <label>Least <input name="min" type="number" min="0" defaultValue=${deployment.min_replicas} required /></label>
+      <label>most <input name="max" type="number" min="1" defaultValue=${deployment.max_replicas} required /></label>
       <button class="plain" disabled=${busy}>Change</button>
     </form></section>`;
 }

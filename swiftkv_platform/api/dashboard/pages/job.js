@@ -2,6 +2,7 @@
 
 import { html, useEffect, useState } from "../vendor/htm-preact.js";
 import { all, followEvents, get, post } from "../api.js";
+import { Checkpoints } from "../job/checkpoints.js";
 import { Log } from "../job/log.js";
 import { Report } from "../job/report.js";
 import { Timeline } from "../job/timeline.js";
@@ -79,21 +80,6 @@ const EVENTS = [
   { name: "Event", cell: (event) => html`<span class="level-${event.level}">${event.message}</span>` },
 ];
 
-/** Checkpoints with the loss of their step, where one was reported. */
-function Checkpoints({ checkpoints, points }) {
-  const measured = new Map((points ?? []).map((point) => [point.step, point.loss ?? point.logits_loss]));
-  const best = Math.min(...checkpoints.map(({ step }) => measured.get(step) ?? Infinity));
-  const columns = [
-    { name: "Checkpoint", sort: (item) => item.id, cell: (item) => html`<code>${item.id}</code>` },
-    { name: "Step", number: true, sort: (item) => item.step, cell: (item) => figure(item.step) },
-    { name: "Attempt", number: true, sort: (item) => item.attempt, cell: (item) => item.attempt },
-    { name: "Loss of its step", number: true, sort: (item) => measured.get(item.step), cell: (item) => html`<span>${figure(measured.get(item.step))}${measured.get(item.step) === best ? html` <span class="status passed">lowest</span>` : ""}</span>` },
-    { name: "Size", number: true, sort: (item) => item.size, cell: (item) => bytes(item.size) },
-    { name: "SHA-256", cell: (item) => html`<code title=${item.sha256}>${item.sha256.slice(0, 12)}…</code>` },
-  ];
-  return html`<${Table} caption="Checkpoints" columns=${columns} rows=${checkpoints} empty="None is kept." />`;
-}
-
 function Events({ events }) {
   const [search, setSearch] = useState("");
   const said = events.filter((event) => event.type !== "metrics").toReversed();
@@ -123,7 +109,7 @@ export function Job({ id }) {
     <h2>Curves</h2>
     <${Curves} points=${points} id=${id} />
     ${turns.length > 0 && html`<h2>Course</h2><${Table} caption="Turns of the training run" columns=${EVENTS} rows=${turns} empty="" />`}
-    ${checkpoints?.length > 0 && html`<h2>Checkpoints</h2><${Checkpoints} checkpoints=${checkpoints} points=${points} />`}
+    ${checkpoints?.length > 0 && html`<h2>Checkpoints</h2><${Checkpoints} job=${job} checkpoints=${checkpoints} points=${points} />`}
     ${files?.length > 0 && html`<h2>Artifact</h2><${Table} caption="Files" columns=${FILES} rows=${files} empty="" />`}
     <h2>Facts</h2>
     <section class="panel"><${Facts} of=${{

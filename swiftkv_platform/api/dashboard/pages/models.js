@@ -2,52 +2,26 @@
 
 import { html, useState } from "../vendor/htm-preact.js";
 import { all, get, post } from "../api.js";
+import { DeployForm } from "../job/deploy.js";
 import { Lineage } from "../job/lineage.js";
 import { Report } from "../job/report.js";
-import { Empty, Facts, Loading, Problem, Search, Table, bytes, figure, percent, useFresh, when } from "../parts.js";
-
-function Deploy({ model }) {
-  const [problem, setProblem] = useState(null);
-  async function submit(event) {
-    event.preventDefault();
-    const fields = new FormData(event.target);
-    try {
-      const replicas = { min_replicas: Number(fields.get("min")), max_replicas: Number(fields.get("max")) };
-      const engine = fields.get("mode") === "teacher" ? { swiftkv: false } : {};
-      await post("/deployments", { model: model.id, route_prefix: fields.get("route"), ...replicas, engine });
-      location.hash = "#/deployments";
-    } catch (error) {
-      setProblem(error);
-    }
-  }
-  return html`<form class="row" onSubmit=${submit} aria-label="Deploy ${model.name}">
-      <label>Route <input name="route" value="/" required size="12" title="Where there are API keys, below /t/ and your tenant's name" /></label>
-      <label>Serve <select name="mode"><option value="student">the student</option><option value="teacher">its teacher</option></select></label>
-      <label>Replicas, least <input name="min" type="number" min="1" value="1" /></label>
-      <label>most <input name="max" type="number" min="1" value="1" /></label>
-      <button>Deploy</button>
-    </form>
-    <${Problem} problem=${problem} />`;
-}
+import { Empty, Facts, Loading, Problem, Search, Table, bytes, figure, percent, useAction, useFresh, when } from "../parts.js";
 
 function Promote({ model, onDone }) {
-  const [problem, setProblem] = useState(null);
-  async function submit(event) {
+  const [act, busy, problem] = useAction();
+  const submit = (event) => {
     event.preventDefault();
     const fields = new FormData(event.target);
-    try {
+    act(async () => {
       await post(`/models/${model.id}/promote`, { alias: fields.get("alias"), reason: fields.get("reason") });
-      setProblem(null);
       onDone();
-    } catch (error) {
-      setProblem(error);
-    }
-  }
+    });
+  };
   return html`<details><summary>Promote to an alias</summary>
     <form class="row" onSubmit=${submit} aria-label="Promote ${model.name}">
       <label>Alias <input name="alias" value="production" required size="12" /></label>
       <label>Reason <input name="reason" required size="24" /></label>
-      <button class="plain">Promote</button>
+      <button class="plain" disabled=${busy}>Promote</button>
     </form>
     <${Problem} problem=${problem} /></details>`;
 }
@@ -55,12 +29,16 @@ function Promote({ model, onDone }) {
 function Card({ model }) {
   const { lineage, metrics } = model;
   const [turn, setTurn] = useState(0);
+  async function deploy(body) {
+    await post("/deployments", { model: model.id, ...body });
+    location.hash = "#/deployments";
+  }
   return html`<section class="panel" aria-label="Model ${model.name}">
     <header><h2>${model.name}</h2><code class="quiet end">${model.id}</code></header>
     <${Lineage} key=${turn} model=${model} />
     ${metrics.distilled ? html`<br /><${Report} report=${metrics} />` : ""}
     <br /><${Facts} of=${{ revision: lineage.revision, manifest: model.manifest_digest, size: bytes(model.size) }} />
-    <${Deploy} model=${model} />
+    <${DeployForm} name=${model.name} route="/" onDeploy=${deploy} />
     <${Promote} model=${model} onDone=${() => setTurn(turn + 1)} />
   </section>`;
 }

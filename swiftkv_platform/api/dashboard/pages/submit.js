@@ -1,7 +1,7 @@
 // A new job, from a recipe or from another job: a form beside an editor, kept in step, and the plan as it is typed.
 
 import { html, useEffect, useMemo, useRef, useState } from "../vendor/htm-preact.js";
-import { all, get, post, send } from "../api.js";
+import { all, get, newKey, post, send } from "../api.js";
 import { Loading, Problem, useFresh } from "../parts.js";
 import { change, parts, rangeOf, read, write } from "../spec/document.js";
 import { Editor } from "../spec/editor.js";
@@ -78,7 +78,7 @@ function Spec({ start, schema, recipes }) {
   const latest = useRef(null);
   latest.current = spec.value;
   // One key for one text: a second click, or a try after a broken connection, submits nothing twice.
-  const key = useMemo(() => crypto.getRandomValues(new Uint32Array(4)).join("-"), [json]);
+  const key = useMemo(newKey, [json]);
   async function submit() {
     if (latest.current === null || busy) return;
     setBusy(true);
@@ -115,7 +115,10 @@ const load = async (query) => {
   const clone = query.get("job");
   if (clone) {
     const { spec, name } = await get(`/jobs/${clone}`);
-    return { schema, recipes, start: write(withoutDefaults(schema, spec)), words: `A copy of ${name}; fields at their defaults are left out.` };
+    const [copy, from] = [withoutDefaults(schema, spec), query.get("from")];
+    if (from) copy.training = { ...copy.training, from };
+    const words = `A copy of ${name}${from ? ` that continues from ${from}` : ""}; fields at their defaults are left out.`;
+    return { schema, recipes, start: write(copy), words };
   }
   const recipe = recipes.find(({ id }) => id === (query.get("recipe") ?? FIRST)) ?? recipes[0];
   return { schema, recipes, start: recipe.text, words: recipe.description, recipe };

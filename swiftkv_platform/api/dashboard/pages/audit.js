@@ -1,0 +1,123 @@
+// The audit trail: who changed what, and who was refused; selected, and read a page at a time.
+
+import { html, useState } from "../vendor/htm-preact.js";
+import { get } from "../api.js";
+import { Empty, Loading, Problem, Table, count, useFresh, when } from "../parts.js";
+
+const SHOWN = 50;
+const OUTCOMES = {
+  200: "done",
+  201: "made",
+  202: "accepted",
+  204: "no content",
+  401: "not signed in",
+  403: "forbidden",
+  404: "not found",
+  409: "conflict",
+  412: "changed meanwhile",
+  422: "not valid",
+  429: "too many requests",
+  500: "internal error",
+  503: "unavailable",
+};
+/** Routes that the API's document does not have. */
+const UNLISTED = ["/session", "unmatched"];
+
+const kind = (status) => (status < 400 ? "succeeded" : [401, 403, 429].includes(status) ? "refused" : "undecided");
+const PAGES = { job_: "jobs/", dep_: "deployments/", mdl_: "models?model=" };
+
+/** What an entry is about, as a link where a page shows it. */
+function About({ id }) {
+  if (!id) return "";
+  const page = PAGES[id.slice(0, 4)];
+  return page ? html`<a href="#/${page}${id}"><code>${id}</code></a>` : html`<code>${id}</code>`;
+}
+
+const COLUMNS = [
+  { name: "Time", whole: true, cell: (entry) => when(entry.created_at) },
+  { name: "Actor", cell: (entry) => (entry.actor ? html`<span>${entry.actor}${entry.credential && html`<br /><code class="quiet">${entry.credential}</code>`}</span>` : html`<span class="unknown">not known</span>`) },
+  { name: "Tenant", cell: (entry) => entry.tenant ?? "" },
+  { name: "Address", cell: (entry) => html`<code>${entry.address}</code>` },
+  { name: "Request", cell: (entry) => html`<code>${entry.method} ${entry.route}</code>` },
+  { name: "About", cell: (entry) => html`<${About} id=${entry.about} />` },
+  {
+    name: "Outcome",
+    cell: (entry) => html`<span><span class="status ${kind(entry.status)}">${entry.status} ${OUTCOMES[entry.status]}</span>${entry.left_out > 0 && html`<br /><span class="quiet small">${count(entry.left_out)} refusals before it were not written</span>`}</span>`,
+  },
+];
+
+const FIELDS = ["actor", "route", "status", "since", "until"];
+const NONE = Object.fromEntries(FIELDS.map((name) => [name, ""]));
+
+/** The query of a selection; times are given in the browser's time zone. */
+function queryOf(wanted, after) {
+  const query = new URLSearchParams({ limit: SHOWN });
+  for (const name of FIELDS) {
+    const value = wanted[name];
+    if (value) query.set(name, name === "since" || name === "until" ? new Date(value).getTime() / 1000 : value);
+  }
+  if (after) query.set("after", after);
+  return query;
+}
+
+function Selection({ wanted, onChange, routes }) {
+  const [draft, setDraft] = useState(wanted);
+  const field = (name) => ({ name, value: draft[name], onInput: (event) => setDraft({ ...draft, [name]: event.target.value }) });
+  const submit = (event) => {
+    event.preventDefault();
+    onChange(Object.fromEntries(FIELDS.map((name) => [name, draft[name].trim()])));
+  };
+  const clear = () => {
+    setDraft(NONE);
+    onChange(NONE);
+  };
+  return html`<form class="toolbar selection" onSubmit=${submit} aria-label="Select entries">
+    <label>Actor <input ...${field("actor")} maxlength="300" size="12" /></label>
+    <label>Route <input ...${field("route")} maxlength="300" size="24" list="routes" placeholder="/jobs/{job_id}/cancel" /></label>
+    <datalist id="routes">${routes.map((route) => html`<option value=${route}></option>`)}</datalist>
+    <label>Outcome
+      <select ...${field("status")}>
+        <option value="">any</option>
+        ${Object.entries(OUTCOMES).map(([status, words]) => html`<option value=${status}>${status} ${words}</option>`)}
+      </select>
+    </label>
+    <label>From <input ...${field("since")} type="datetime-local" /></label>
+    <label>Until <input ...${field("until")} type="datetime-local" /></label>
+    <span class="row"><button>Show</button><button type="button" class="plain" onClick=${clear}>Clear</button></span>
+  </form>`;
+}
+
+function Entries({ page, wanted, before, onTurn }) {
+  const selected = FIELDS.some((name) => wanted[name]);
+  const empty = html`<div class="panel"><${Empty} title=${selected ? "No entry is like that" : "No entry yet"}>
+    ${selected ? "Actor, route and outcome have to be exactly so; times are this browser's." : "Whatever is changed from now on, and whoever is refused, is written here."}
+  <//></div>`;
+  return html`<${Table} caption="Audit trail, newest first" columns=${COLUMNS} rows=${page.data} empty=${empty} />
+    ${(before.length > 0 || page.has_more) && html`<div class="toolbar below">
+      <button class="plain" disabled=${!before.length} onClick=${() => onTurn(before.slice(0, -1))}>Newer</button>
+      <button class="plain" disabled=${!page.has_more} onClick=${() => onTurn([...before, page.last_id])}>Older</button>
+      <span class="end" role="status">Page ${count(before.length + 1)}</span>
+    </div>`}`;
+}
+
+export function Audit({ query }) {
+  const [wanted, setWanted] = useState(Object.fromEntries(FIELDS.map((name) => [name, query.get(name) ?? ""])));
+  const [before, setBefore] = useState([]); // the last entries of the pages before this one
+  const asked = queryOf(wanted, before.at(-1)).toString();
+  const [page, problem, reload] = useFresh(() => get(`/audit?${asked}`), [asked], null);
+  const [routes] = useFresh(async () => [...Object.keys((await get("/openapi.json")).paths), ...UNLISTED], [], null);
+  const change = (next) => {
+    setBefore([]);
+    setWanted(next);
+    if (queryOf(next).toString() === asked) reload();
+  };
+  if (problem?.status === 403) {
+    return html`<div class="head"><h1>Audit</h1></div>
+      <div class="panel"><${Empty} title="Not for this key">${problem.message}. An operator's key reads the trail of all tenants, one with the scope admin its own.<//></div>`;
+  }
+  return html`<div class="head"><h1>Audit</h1></div>
+    <p class="lead small">Every request that changed something or was to, and every one that was refused access.</p><br />
+    <${Selection} wanted=${wanted} onChange=${change} routes=${routes ?? []} />
+    <${Problem} problem=${problem} />
+    ${page ? html`<${Entries} page=${page} wanted=${wanted} before=${before} onTurn=${setBefore} />` : !problem && html`<${Loading} what="the audit trail" />`}`;
+}

@@ -1,0 +1,62 @@
+// The switch between themes. The choice is kept in the browser; theme-at-start.js sets it before the first paint.
+
+import { html, useEffect, useState } from "./vendor/htm-preact.js";
+
+const KEPT = "swiftkv-theme";
+const CHANGED = "swiftkv-theme-changed";
+const THEMES = {
+  system: ["As the system", html`<rect x="2" y="3" width="12" height="8" rx="1" /><path d="M6 14h4M8 11v3" />`],
+  light: ["Light", html`<circle cx="8" cy="8" r="3" /><path d="M8 1v2M8 13v2M1 8h2M13 8h2M3 3l1.4 1.4M11.6 11.6 13 13M13 3l-1.4 1.4M4.4 11.6 3 13" />`],
+  dark: ["Dark", html`<path d="M13.5 9.5A6 6 0 0 1 6.5 2.5a6 6 0 1 0 7 7z" />`],
+};
+const known = (name) => (name in THEMES ? name : "system");
+
+function show(name) {
+  document.documentElement.dataset.theme = name;
+  dispatchEvent(new Event(CHANGED));
+}
+
+function keep(name) {
+  try {
+    localStorage.setItem(KEPT, name);
+  } catch {
+    // A browser that keeps nothing for pages: the choice holds until the page is left.
+  }
+}
+
+/** Call `react` when colours change, by the switch or by the system; returns what ends it. */
+export function onThemeChange(react) {
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  addEventListener(CHANGED, react);
+  system.addEventListener("change", react);
+  return () => {
+    removeEventListener(CHANGED, react);
+    system.removeEventListener("change", react);
+  };
+}
+
+export function ThemeSwitch() {
+  const [theme, setTheme] = useState(known(document.documentElement.dataset.theme));
+  const take = (name) => {
+    show(name);
+    setTheme(name);
+  };
+  useEffect(() => {
+    const follow = ({ key, newValue }) => key === KEPT && take(known(newValue)); // chosen in another tab
+    addEventListener("storage", follow);
+    return () => removeEventListener("storage", follow);
+  }, []);
+  const choose = (name) => () => {
+    keep(name);
+    take(name);
+  };
+  return html`<fieldset class="themes">
+    <legend class="sr">Theme</legend>
+    ${Object.entries(THEMES).map(
+      ([name, [words, drawing]]) => html`<label title=${words}>
+        <input class="sr" type="radio" name="theme" value=${name} checked=${theme === name} onChange=${choose(name)} />
+        <svg viewBox="0 0 16 16" aria-hidden="true">${drawing}</svg><span class="sr">${words}</span>
+      </label>`,
+    )}
+  </fieldset>`;
+}

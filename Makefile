@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests, jobs and replicas start hundreds of processes, each of which would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo demo-llm test quick lint audit vendor docs bench soak coverage vllm-env judges-env judges outside clean
+.PHONY: install lock demo demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench soak coverage vllm-env judges-env judges plugin outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -30,8 +30,14 @@ demo-llm: install  # a real LLM end to end; what was cut off goes on. An hour on
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
-test: install  # tests that start Ray have the machine to themselves, one after the other
+test: install
+	$(MAKE) --no-print-directory test-without-ray
+	$(MAKE) --no-print-directory test-with-ray
+
+test-without-ray: install
 	$(PYTEST) -m "not integration" --durations 10
+
+test-with-ray: install  # each has the machine to itself, one after the other
 	$(BIN)/python -m pytest -m integration --durations 25
 
 quick: install  # what needs no service and takes no seconds of its own; the fuzz tests' library alone takes seconds to import
@@ -113,13 +119,17 @@ $(JUDGES_NODE): $(JUDGES)/node/package.json $(JUDGES)/node/package-lock.json
 	npm ci --prefix $(JUDGES)/node --ignore-scripts --no-audit --no-fund --loglevel error
 	touch $@
 
-OUTSIDE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python $(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside tests/outside/serve tests/outside/vllm
+IN_VLLM = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python $(VLLM_VENV)/bin/python -m pytest -c tests/outside/pytest.ini --rootdir . --confcutdir tests/outside
+OUTSIDE = $(IN_VLLM) tests/outside/serve tests/outside/vllm
 JUDGE = SWIFTKV_TEST_PYTHON=$(abspath $(BIN))/python SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python \
   $(JUDGES_VENV)/bin/python -m pytest -c $(JUDGES)/pytest.ini --rootdir . --confcutdir $(JUDGES) $(JUDGES)
 outside: install vllm-env judges-env  # the plugin in a real vLLM, vLLM behind serve/, on a CPU; benchmarks that start vLLM; judges
 	SWIFTKV_TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest tests/unit/benchmarks/test_vllm.py tests/unit/benchmarks/test_gpu.py
 	$(OUTSIDE) -m "not integration" --durations 25
 	$(JUDGE) --durations 25 --page docs/judges.md
+
+plugin: install vllm-env  # what .ci/run has time for of `make outside`: the plugin in a real vLLM, not compiled
+	$(IN_VLLM) $(addprefix tests/outside/vllm/test_,registration.py refusals.py greedy.py scheduling.py) --durations 5
 
 judges: install vllm-env judges-env  # those of `make outside` alone
 	$(JUDGE) --durations 25 --page docs/judges.md

@@ -22,7 +22,7 @@ class Block:
     not_run: str | None
 
     def commands(self) -> list[str]:
-        """What is typed: of a console what follows `$`, of a shell script every line, each without its comment."""
+        """Commands to type: of a console what follows `$`, of a shell script every line that is no comment."""
         lines, shown = iter(self.text.splitlines()), []
         for line in lines:
             command = line.removeprefix("$ ") if self.language == "console" else line

@@ -29,13 +29,15 @@ def new_client(url: str) -> httpx.Client:
 
 @dataclass
 class Load:
-    """Clients that ask without a pause, half of them streaming, and check every answer."""
+    """Clients that ask one question after the other, half of them streaming, and check every answer."""
 
     url: str
     expected: Expected
     num_clients: int = 6
     connect: Callable[[str], httpx.Client] = new_client
     """Makes the client of a thread."""
+    pause_s: float = 0.0
+    """Between an answer and the next question of a client."""
     answers: list[str] = field(default_factory=list)
     """The model of each right answer."""
     wrong: list[str] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Load:
                 try:
                     self._check(prompt, *ask(client, PROMPTS[prompt], stream=number % 2 == 0))
                     self.times.append((begin, time.monotonic()))
+                    time.sleep(self.pause_s)
                 except (httpx.HTTPError, RuntimeError) as error:
                     self.failed.append(repr(error))
 

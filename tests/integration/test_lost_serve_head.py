@@ -125,8 +125,9 @@ def test_workers_answer_on_without_a_head_and_a_new_one_knows_all_deployments(
     cluster.apply([before])
     wait_until_running(cluster, before)
     replicas = replica_pids(dashboard_url, before.id)
-    # Two clients: more would take the cores of a small machine from the head that starts, which Ray gives 30 s.
-    with Load(f"{url}/before", expected, num_clients=2, connect=partial(connected_to, workers)) as load:
+    # Few clients, with pauses: Ray gives the head's own processes 15 s to start, on cores that it shares with these.
+    connect = partial(connected_to, workers)
+    with Load(f"{url}/before", expected, num_clients=2, connect=connect, pause_s=0.1) as load:
 
         def wait_for_answers() -> None:
             have = len(load.answers)

@@ -24,7 +24,7 @@ BY_NAME = {path.stem: path for path in RECIPES if load_spec(path).sharding.strat
 SMALLEST, LARGEST, EXPERTS = "builtin-python-5m", "llama-3.1-405b-fp8", "deepseek-v2-lite"
 SHALLOW = {LARGEST: 8, EXPERTS: 4}
 """Layers of the teachers of quick dry runs: a teacher's layers are alike."""
-
+IN_SOAK = pytest.mark.skipif("SWIFTKV_SOAK" not in os.environ, reason="minutes of a core")
 SLIM = {
     "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 16, "num_key_value_heads": 2,
     "vocab_size": 1024,
@@ -115,7 +115,7 @@ def test_a_copied_start_is_not_calibrated() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [LARGEST, EXPERTS])
+@pytest.mark.parametrize("name", [LARGEST, pytest.param(EXPERTS, marks=IN_SOAK)])
 def test_a_few_layers_take_what_is_planned(name: str) -> None:
     check(*run(load_spec(BY_NAME[name]), num_hidden_layers=SHALLOW[name]))
 
@@ -132,7 +132,7 @@ def test_depth_costs_what_it_keeps() -> None:
     assert deep.calibrate == shallow.calibrate
 
 
-@pytest.mark.skipif("SWIFTKV_SOAK" not in os.environ, reason="minutes of a core each")
+@IN_SOAK
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_recipe_takes_what_is_planned(name: str) -> None:

@@ -29,6 +29,7 @@ def test_keys_are_what_they_have_always_been() -> None:
         "evaluation_key": "jobs/job_1/attempts/2/evaluation/0a1b/task-000.json",
         "artifact_prefix": "jobs/job_1/attempts/2/artifact",
         "tracking_prefix": "jobs/job_1/attempts/2/tracking",
+        "curve_key": "jobs/job_1/attempts/2/curve.json",
         "logs_key": "jobs/job_1/attempts/2/logs.txt",
     }
     assert ATTEMPT.prefix == "jobs/job_1/attempts/2"

@@ -85,7 +85,7 @@ def vllm_systems(args: argparse.Namespace, stack: ExitStack) -> dict[str, System
 
 def print_row(length: int, medians: dict[str, float]) -> None:
     shown = [f"{name} {milliseconds:,.0f} ms" for name, milliseconds in medians.items()]
-    for backend in {name.partition(",")[0] for name in medians}:
+    for backend in dict.fromkeys(name.partition(",")[0] for name in medians):
         ratio = medians[f"{backend}, student"] / medians[f"{backend}, teacher"]
         shown.append(f"{backend} {ratio:.3f}")
     print(f"{length:6,} tokens: {'; '.join(shown)}", flush=True)

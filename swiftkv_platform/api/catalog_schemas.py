@@ -8,8 +8,8 @@ from pydantic import ConfigDict, Field
 
 from swiftkv_platform.api.merge_patches import MergePatch, merge_patch_of
 from swiftkv_platform.api.schemas import Answer
+from swiftkv_platform.orchestration.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.job import Model
-from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
 from swiftkv_platform.specs.deployment import DeploymentSpec, ResolvedDeployment
 
 

@@ -10,9 +10,9 @@ from pydantic import Field
 from swiftkv_platform.api.schemas import Answer
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.orchestration.comparison import Comparison
+from swiftkv_platform.orchestration.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.job import Model
 from swiftkv_platform.orchestration.parents import Ancestor
-from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, Promotion
 
 Reason = Annotated[str, Field(min_length=1, max_length=1000)]

@@ -16,7 +16,7 @@ from swiftkv_platform.cluster.dashboard import RayDashboard, last_error
 from swiftkv_platform.cluster.served_revisions import ServedRevisions
 from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
 

@@ -15,17 +15,16 @@ from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import DeploymentRow, JobRow, ModelRow, PromotionRow
 from swiftkv_platform.errors import ConflictError, NotFoundError
 from swiftkv_platform.orchestration.demand import Demand
-from swiftkv_platform.orchestration.job import JobStatus, Model
-from swiftkv_platform.orchestration.ports import (
+from swiftkv_platform.orchestration.deployment import (
     Admit,
     Deployment,
     DeploymentChange,
     DeploymentState,
     DeploymentStatus,
     Holdings,
-    Page,
-    Slice,
 )
+from swiftkv_platform.orchestration.job import JobStatus, Model
+from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.routes import interferes
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment

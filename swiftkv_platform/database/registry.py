@@ -10,8 +10,8 @@ from sqlalchemy.orm import Session
 from swiftkv_platform.database.catalog import SqlCatalog, read_deployment, read_model, write_deployment
 from swiftkv_platform.database.paging import readable
 from swiftkv_platform.database.tables import DeploymentRow, ModelRow, PromotionRow
+from swiftkv_platform.orchestration.deployment import DeploymentStatus
 from swiftkv_platform.orchestration.job import Model
-from swiftkv_platform.orchestration.ports import DeploymentStatus
 from swiftkv_platform.orchestration.registry import Change, Promotion
 
 

@@ -11,18 +11,12 @@ from pydantic import ValidationError
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE
 from swiftkv_platform.errors import InvalidInputError, StaleVersionError
 from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus, Holdings
 from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
 from swiftkv_platform.orchestration.engine_options import check_engine_options
 from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.merge_patch import contradicted, merged
-from swiftkv_platform.orchestration.ports import (
-    Catalog,
-    Clock,
-    Deployment,
-    DeploymentState,
-    DeploymentStatus,
-    Holdings,
-)
+from swiftkv_platform.orchestration.ports import Catalog, Clock
 from swiftkv_platform.orchestration.registry import RegistryService, changed
 from swiftkv_platform.orchestration.routes import RouteRules
 from swiftkv_platform.orchestration.service import Caller

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.job import Job
-from swiftkv_platform.orchestration.ports import Deployment
 from swiftkv_platform.orchestration.standing import Standing, Waiting
 from swiftkv_platform.orchestration.tenants import Policies
 

@@ -41,20 +41,14 @@ from swiftkv_platform.orchestration.attempt_outcome import AttemptOutcomes
 from swiftkv_platform.orchestration.attention import Attention
 from swiftkv_platform.orchestration.backoff import Backoff
 from swiftkv_platform.orchestration.costs import FREE, Prices, cost_cap
+from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.fair_queue import FairQueue
 from swiftkv_platform.orchestration.files import FilesOf, no_files
 from swiftkv_platform.orchestration.instruments import NO_INSTRUMENTS, Instruments
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, Reason, start, transition
 from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
 from swiftkv_platform.orchestration.parents import ParentOf, no_parents
-from swiftkv_platform.orchestration.ports import (
-    AttemptStore,
-    Clock,
-    Deployment,
-    JobCluster,
-    JobRepository,
-    Submission,
-)
+from swiftkv_platform.orchestration.ports import AttemptStore, Clock, JobCluster, JobRepository, Submission
 from swiftkv_platform.orchestration.reading import Reading, read
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
 from swiftkv_platform.redaction import redact

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
+from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.orchestration.job import Model, new_id
-from swiftkv_platform.orchestration.ports import Clock, Deployment, DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.ports import Clock
 from swiftkv_platform.orchestration.versions import Expected
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.orchestration.leadership import UNDISPUTED, Lease
-from swiftkv_platform.orchestration.ports import (
-    Catalog,
-    Deployment,
-    DeploymentState,
-    DeploymentStatus,
-    ServeCluster,
-)
+from swiftkv_platform.orchestration.ports import Catalog, ServeCluster
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 _FORGOTTEN = DeploymentState(DeploymentStatus.PENDING, "the serving cluster has lost it; it is being applied again")

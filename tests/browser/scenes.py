@@ -14,7 +14,8 @@ import httpx
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.orchestration.ports import DeploymentStatus, SubmissionStatus
+from swiftkv_platform.orchestration.deployment import DeploymentStatus
+from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import write_manifest
 from swiftkv_platform.storage.local_store import LocalObjectStore

@@ -16,8 +16,9 @@ from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.sessions import SqlSessions, StoredSession
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, ObjectNotFoundError
 from swiftkv_platform.local.backup import back_up, restore
+from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.job import JobStatus, MetricPoint
-from swiftkv_platform.orchestration.ports import Deployment, Idempotency, Page
+from swiftkv_platform.orchestration.ports import Idempotency, Page
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.attempt_store import AttemptStore

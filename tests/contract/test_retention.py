@@ -14,8 +14,9 @@ from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.sessions import SqlSessions, StoredSession
 from swiftkv_platform.errors import ConflictError, NotFoundError
+from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.job import Job, JobStatus, MetricPoint, Model, transition
-from swiftkv_platform.orchestration.ports import Deployment, Page
+from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.retention import Kind
 from swiftkv_platform.specs.deployment import ResolvedDeployment

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from swiftkv_platform.errors import ClusterUnavailableError
-from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.local.ray_head import RayHead, auth_environment
-from swiftkv_platform.orchestration.ports import DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentStatus
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory

@@ -15,7 +15,7 @@ from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.model import export_adapter
-from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
+from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.job import new_id
-from swiftkv_platform.orchestration.ports import Deployment
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.security.deployment_planes import DeploymentPlane, at_once
 

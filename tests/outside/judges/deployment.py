@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import tests.integration.conftest
 from swiftkv_platform.cluster.ray_serve import RayServe
-from swiftkv_platform.orchestration.ports import DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentStatus
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.orchestration.ports import DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentStatus
 from swiftkv_platform.settings import Settings
 from tests.fakes.scripted_server import Script, json_answer, serve
 from tests.unit.api.conftest import Server, control_plane, make_parts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.orchestration.ports import DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentStatus
 from tests.unit.api.conftest import Server
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.cli.app import app as command_line
 from swiftkv_platform.client import Client
-from swiftkv_platform.orchestration.ports import DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentStatus
 from swiftkv_platform.settings import Settings
 from tests.fakes.scripted_server import Answer, Script, event_stream, serve
 from tests.servers import serving

@@ -18,8 +18,8 @@ from swiftkv_platform.errors import (
     StaleVersionError,
 )
 from swiftkv_platform.orchestration.deploying import DeploymentService
+from swiftkv_platform.orchestration.deployment import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.job import Model, new_id
-from swiftkv_platform.orchestration.ports import Deployment, DeploymentStatus
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.serving import DeploymentReconciler

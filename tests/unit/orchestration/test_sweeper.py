@@ -11,8 +11,9 @@ import pytest
 
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.errors import StorageError
+from swiftkv_platform.orchestration.deployment import Deployment
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, new_id, start, transition
-from swiftkv_platform.orchestration.ports import Deployment, Page, SubmissionStatus
+from swiftkv_platform.orchestration.ports import Page, SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Reconciler
 from swiftkv_platform.orchestration.registry import RegistryService
 from swiftkv_platform.orchestration.retention import DAY_S, Counts, Kind, Retention, Swept

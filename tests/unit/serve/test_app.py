@@ -15,7 +15,7 @@ from serve.args import Served
 from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
-from swiftkv_platform.orchestration.ports import DeploymentState, DeploymentStatus
+from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.fakes.scripted_server import Script, json_answer, serve

@@ -31,9 +31,14 @@ class Curve:
         self._last: Point | None = None
 
     def begin(self, step: int) -> None:
-        """Go on after `step` with what workers of this attempt have drawn so far, if they have."""
+        """Go on after `step` with what workers of this attempt have drawn so far, if they have and it can be read."""
+        try:
+            drawn = _stored(self._store, self._attempt)
+        except StorageError as error:
+            get_logger().warning("curve_begins_anew", step=step, error=error.message)
+            return
         with self._lock:
-            self._points = [point for point in _stored(self._store, self._attempt) if point["step"] <= step]
+            self._points = [point for point in drawn if point["step"] <= step]
             self._thin()
 
     def add(self, point: Point) -> None:

@@ -1,6 +1,6 @@
 """Control planes that are frozen and go on, whose ticks outlast their lease: no limit is passed, nothing starts twice.
 
-Two processes reconcile on one database and one object store; Ray is a directory. 4 rounds; 100 with `SWIFTKV_SOAK=1`.
+Two processes reconcile on one database and one object store; Ray is a directory. 10 rounds; 100 with `SWIFTKV_SOAK=1`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.fakes.cluster import FakeCluster
 from tests.postgres import emptied
 from tests.records import make_job, store
 
-ROUNDS = 100 if "SWIFTKV_SOAK" in os.environ else 4
+ROUNDS = 100 if "SWIFTKV_SOAK" in os.environ else 10
 JOBS, RUNNING = 10, 4
 LEASE_S = 0.4
 TICK_S = 0.1

@@ -63,11 +63,15 @@ def test_steps_that_a_later_attempt_repeats_are_its_own() -> None:
 
 
 class AwayStore(InMemoryObjectStore):
+    def get_bytes(self, key: str) -> bytes:
+        raise StorageError("away")
+
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         raise StorageError("away")
 
 
-def test_training_goes_on_while_the_store_is_away() -> None:
+def test_training_begins_and_goes_on_while_the_store_is_away() -> None:
     drawn = Curve(AwayStore(), FIRST)
-    draw(drawn, 1)
+    drawn.begin(4)
+    draw(drawn, 5)
     drawn.save()

@@ -14,7 +14,7 @@ from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.kv_cache import KVCache
-from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
+from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model, local_directory
 from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import RequestOutput, StepResult
@@ -26,6 +26,7 @@ from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
 from swiftkv_platform.engine.worst_step import worst_step
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.adapters import whole_model
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
 
@@ -85,12 +86,15 @@ class LLMEngine:
         if config.tensor_parallel_size == 1:
             return cls(load_model(path, config), config)
         check_sharding(path, config)
-        leader = Leader.start(str(path), config)
-        try:
-            return cls(load_model(path, config, leader.ranks), config, leader)
-        except BaseException:
-            leader.close()
-            raise
+        with whole_model(local_directory(str(path))) as (weights, _):  # an adapter's, for all ranks
+            leader = Leader.start(str(weights), config)
+            try:
+                loaded = load_model(path, config, leader.ranks, weights=Path(weights))
+                leader.wait_until_loaded()
+                return cls(loaded, config, leader)
+            except BaseException:
+                leader.close()
+                raise
 
     def _make_cache(self, loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
         """The KV cache, here and on the other ranks."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.ranks import Ranks, rank_device
-from swiftkv_platform.engine.sharding import check_divides, shard
+from swiftkv_platform.engine.shard_loading import load_shard
+from swiftkv_platform.engine.sharding import check_divides
 from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model import load_dense  # importing it registers the SwiftKV classes with the Auto classes
+from swiftkv_platform.model.conversion import dense_model
+from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
 from swiftkv_platform.specs.engine import EngineConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -47,8 +48,13 @@ class LoadedModel(ModelDescription):
     """Names the weights, for what is cached of them."""
 
 
-def load_model(path: str | Path, config: EngineConfig, ranks: Ranks | None = None) -> LoadedModel:
-    """Read a Hugging Face directory, SwiftKV or not, or fetch it from the hub first; with `ranks` keep one's own part.
+def load_model(
+    path: str | Path, config: EngineConfig, ranks: Ranks | None = None, *, weights: Path | None = None
+) -> LoadedModel:
+    """Read a Hugging Face directory, SwiftKV or not, or fetch it from the hub first; with `ranks` one's own part.
+
+    Args:
+        weights: directory that has the weights of `path`: with `ranks`, an adapter put together with its base.
 
     Raises:
         ModelError: the checkpoint cannot be read, or `max_model_len` exceeds its context.
@@ -57,10 +63,7 @@ def load_model(path: str | Path, config: EngineConfig, ranks: Ranks | None = Non
         torch.set_num_threads(config.num_threads)
     directory = local_directory(str(path))
     try:
-        with nullcontext() if ranks is None else ranks.in_turn():
-            model = _read_model(directory, config)
-            if ranks is not None:
-                shard(model, ranks)
+        model = _read_model(weights or directory, config, ranks)
         tokenizer = _read_tokenizer(directory)
     except ModelError:
         raise
@@ -132,13 +135,19 @@ def _unreadable(path: str | Path, error: Exception) -> ModelError:
     )
 
 
-def _read_model(directory: Path, config: EngineConfig) -> PreTrainedModel:
+def _read_model(directory: Path, config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
     """A student, or a dense model of a known family in the same classes, where every layer computes its own KV."""
-    model: PreTrainedModel
-    if config.swiftkv and AutoConfig.from_pretrained(directory).model_type.endswith("_swiftkv"):
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=config.dtype)
+    model_class: Any
+    model_config = AutoConfig.from_pretrained(directory)
+    if config.swiftkv and model_config.model_type.endswith("_swiftkv"):
+        model_class = student_classes(model_config.model_type.removesuffix("_swiftkv")).causal_lm
     else:
-        model = load_dense(directory, dtype=None if config.dtype == "auto" else getattr(torch, config.dtype))
+        model_class, model_config = dense_model(directory)
+    model: PreTrainedModel
+    if ranks is None:
+        model = model_class.from_pretrained(directory, config=model_config, dtype=config.dtype)
+    else:
+        model = load_shard(directory, model_class, model_config, dtype=config.dtype, ranks=ranks, device=ranks.device)
     model.eval()
     return model
 

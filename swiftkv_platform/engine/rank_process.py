@@ -21,6 +21,7 @@ def main() -> None:
     config = EngineConfig(**fields)
     ranks = join(rank, port, config)
     loaded = load_model(path, config, ranks)
+    connection.send(rank)  # it is loaded
     loaded.model.set_attn_implementation(PAGED)
     with torch.inference_mode():
         follow(connection, loaded.model, lambda blocks: make_cache(loaded, config, num_blocks=blocks), ranks)

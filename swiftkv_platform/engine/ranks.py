@@ -17,8 +17,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
@@ -35,8 +34,6 @@ from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.specs.engine import EngineConfig
 
 _c10d: Any = dist  # its stubs lack the stores and groups
-LOAD_TIMEOUT = datetime.timedelta(hours=1)
-"""Longest wait of a rank for the ranks before it to have read the model."""
 SUM_TIMEOUT = datetime.timedelta(minutes=5)
 """Longest wait of a rank for the others' parts of a sum."""
 EXIT_TIMEOUT_S = 10.0
@@ -49,7 +46,6 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.device = device
-        self._store = store
         sums = _c10d.PrefixStore("sums", store)
         if device.type == "cuda":
             options = _c10d.ProcessGroupNCCL.Options()
@@ -69,14 +65,6 @@ class Ranks:
         x = x.contiguous()
         self._group.broadcast(x, 0).wait()
         return x
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Ranks pass one after another, so that the machine's memory holds one whole model at a time."""
-        if self.rank:
-            self._store.wait([f"read/{self.rank - 1}"], LOAD_TIMEOUT)
-        yield
-        self._store.set(f"read/{self.rank}", "")
 
 
 @dataclass(frozen=True)
@@ -172,6 +160,17 @@ class Leader:
         except BaseException:
             _dismiss(connections, processes)
             raise
+
+    def wait_until_loaded(self) -> None:
+        """Wait for the other ranks to have loaded their parts. Raises `OSError` if one of them is gone."""
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                connection.recv()
+            except (EOFError, ConnectionResetError) as error:
+                raise ConnectionError(
+                    f"rank {rank} of tensor_parallel_size {self.ranks.size} ended before it had loaded its part of the "
+                    "model; its own output says why"
+                ) from error
 
     def tell(self, message: Allocate | Pass) -> None:
         """Raises `OSError` if one of the others is gone."""

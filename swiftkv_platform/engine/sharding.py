@@ -9,6 +9,7 @@ do the embedding and the heads, which only rank 0 keeps.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -52,21 +53,59 @@ def check_divides(config: Any, size: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Dimension of a tensor that ranks divide among themselves."""
+
+    dim: int
+    num_blocks: int = 1
+    """Blocks of equal length along it of which each is divided: two where gates lie above what they gate."""
+
+    def indices(self, length: int, ranks: Ranks) -> list[tuple[slice, ...]]:
+        """Where a rank's own parts lie in the whole tensor, block by block; they make `length` along the dimension."""
+        own = length // self.num_blocks
+        starts = ((block * ranks.size + ranks.rank) * own for block in range(self.num_blocks))
+        return [(*[slice(None)] * self.dim, slice(start, start + own)) for start in starts]
+
+
+EXPERTS = {"gate_up_proj": Cut(1, num_blocks=2), "down_proj": Cut(2)}
+"""Cuts of all experts in one tensor: [num_experts, gate and up, hidden_size] and [num_experts, hidden_size, inner]."""
+
+
+def cut_of(name: str) -> Cut | None:
+    """The cut of a parameter of a whole model; None: every rank that has it keeps all of it."""
+    *_, module, leaf = name.split(".")
+    if leaf in EXPERTS:
+        return EXPERTS[leaf]
+    base = module.removesuffix("_swiftkv")
+    if base in INTO_PARTS:
+        return Cut(0)
+    return Cut(1) if base in OUT_OF_PARTS and leaf == "weight" else None
+
+
+def whole_name(name: str) -> str:
+    """The name in the whole model of a parameter of a sharded one."""
+    return name.replace(".part.", ".")
+
+
 def shard(model: Any, ranks: Ranks) -> None:
-    """Keep this rank's part of a causal language model of ours, in place.
+    """Keep this rank's part of a causal language model of ours, in place; it may be on the meta device.
 
     Raises:
         ModelError: heads or columns that cannot be cut into equal parts.
     """
     check_divides(model.config, ranks.size)
     for parent, name, child in list(_children(model.model.layers)):
-        base = name.removesuffix("_swiftkv")
-        if isinstance(child, nn.Linear) and base in INTO_PARTS:
-            setattr(parent, name, _into_parts(child, ranks))
-        elif isinstance(child, nn.Linear) and base in OUT_OF_PARTS:
-            setattr(parent, name, _Summed(_out_of_parts(child, ranks), ranks, child.bias))
-        elif isinstance(getattr(child, "gate_up_proj", None), nn.Parameter):
-            _cut_experts(child, ranks)
+        cuts = {leaf: cut for leaf, _ in child.named_parameters(recurse=False) if (cut := cut_of(f"{name}.{leaf}"))}
+        if not cuts:
+            continue
+        for leaf, cut in cuts.items():
+            _keep_own(child, leaf, cut, ranks)
+        if isinstance(child, nn.Linear):
+            child.out_features, child.in_features = child.weight.shape
+        else:
+            child.intermediate_dim = child.down_proj.shape[2]  # experts
+        if not isinstance(child, nn.Linear) or name.removesuffix("_swiftkv") in OUT_OF_PARTS:
             setattr(parent, name, _Summed(child, ranks))
     if ranks.rank > 0:
         _drop_vocabulary(model)
@@ -75,10 +114,13 @@ def shard(model: Any, ranks: Ranks) -> None:
 class _Summed(nn.Module):
     """A module of whose output each rank makes a part."""
 
-    def __init__(self, part: nn.Module, ranks: Ranks, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, part: Any, ranks: Ranks) -> None:
         super().__init__()
         self.part = part
-        self.bias = bias
+        self.bias: torch.Tensor | None = None
+        if isinstance(part, nn.Linear):
+            self.bias = part.bias
+            part.register_parameter("bias", None)
         self._ranks = ranks
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -87,40 +129,18 @@ class _Summed(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
-def _children(root: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def _children(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for parent in root.modules():
         for name, child in parent.named_children():
             yield parent, name, child
 
 
-def _own(x: torch.Tensor, dim: int, ranks: Ranks) -> torch.Tensor:
-    """Return this rank's part, in memory of its own, so that the whole can be freed."""
-    return x.detach().chunk(ranks.size, dim)[ranks.rank].clone()
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    out_features, in_features = weight.shape
-    made = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
-    return made
-
-
-def _into_parts(whole: nn.Linear, ranks: Ranks) -> nn.Linear:
-    return _linear(_own(whole.weight, 0, ranks), None if whole.bias is None else _own(whole.bias, 0, ranks))
-
-
-def _out_of_parts(whole: nn.Linear, ranks: Ranks) -> nn.Linear:
-    return _linear(_own(whole.weight, 1, ranks), None)
-
-
-def _cut_experts(experts: Any, ranks: Ranks) -> None:
-    """Weights of all experts in one: [num_experts, gate and up, hidden_size] and [num_experts, hidden_size, inner]."""
-    parts = [_own(part, 1, ranks) for part in experts.gate_up_proj.chunk(2, dim=1)]
-    experts.gate_up_proj = nn.Parameter(torch.cat(parts, dim=1), requires_grad=False)
-    experts.down_proj = nn.Parameter(_own(experts.down_proj, 2, ranks), requires_grad=False)
-    experts.intermediate_dim = experts.gate_up_proj.shape[1] // 2
+def _keep_own(module: nn.Module, leaf: str, cut: Cut, ranks: Ranks) -> None:
+    """Keep this rank's part of a parameter, in memory of its own, so that the whole can be freed."""
+    whole = module.get_parameter(leaf).detach()
+    indices = cut.indices(whole.shape[cut.dim] // ranks.size, ranks)
+    own = torch.cat([whole[index] for index in indices], cut.dim)
+    setattr(module, leaf, nn.Parameter(own, requires_grad=False))
 
 
 def _drop_vocabulary(model: Any) -> None:

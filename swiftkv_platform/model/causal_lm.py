@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,13 +13,14 @@ from transformers.modeling_utils import slice_logits_to_keep
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.adapters import readable
-from swiftkv_platform.model.checkpoint import hub_arguments
+from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments
 from swiftkv_platform.model.decoder import SwiftKVDecoderMixin
 from swiftkv_platform.model.exits import ExitStep, ThresholdExits
 from swiftkv_platform.model.generation import SwiftKVGenerationMixin
-from swiftkv_platform.model.loading import load_checked
+from swiftkv_platform.model.loading import load_checked, open_checked
 from swiftkv_platform.model.masks import can_select
 from swiftkv_platform.model.selection import TokenSelection
+from swiftkv_platform.model.teacher_weights import TeacherWeights
 
 
 class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
@@ -143,9 +145,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
         config.swiftkv = True
         with readable(source, kwargs) as (directory, checkpoint):
             if checkpoint is not None:
-                stored = {name.rpartition(".")[0] for name in checkpoint.shards}
-                teacher = cls.teacher_modules(config)
-                config.swiftkv_teacher_weights = not teacher or not stored.isdisjoint(teacher)
+                config.swiftkv_teacher_weights = cls._has_teacher(config, checkpoint)
             _check_mode(config, enabled)
             family: Any = super()
             loaded = load_checked(family.from_pretrained, cls, config, directory, checkpoint, *args, **kwargs)
@@ -154,6 +154,29 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
             model.config.name_or_path = model.name_or_path = str(source)
         model.swiftkv(enabled)
         return loaded
+
+    @classmethod
+    def without_weights(
+        cls, directory: str | Path, *, config: Any, dtype: torch.dtype | str = "auto"
+    ) -> tuple[Any, TeacherWeights]:
+        """The model that `from_pretrained` would load of a directory that is no adapter, on the meta device, and where
+        its weights are read. Names and shapes of all tensors are checked first.
+
+        Raises:
+            ModelError: as `from_pretrained`.
+        """
+        config = copy.deepcopy(config)
+        config.swiftkv = True
+        checkpoint = Checkpoint.open(directory)
+        config.swiftkv_teacher_weights = cls._has_teacher(config, checkpoint)
+        return open_checked(cls, config, checkpoint, dtype=dtype)
+
+    @classmethod
+    def _has_teacher(cls, config: Any, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint has what only the teacher runs, which an export may lack."""
+        teacher = cls.teacher_modules(config)
+        stored = {name.rpartition(".")[0] for name in checkpoint.shards}
+        return not teacher or not stored.isdisjoint(teacher)
 
 
 def _check_mode(config: Any, enabled: bool) -> None:

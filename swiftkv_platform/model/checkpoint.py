@@ -37,6 +37,9 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+Part = slice | tuple[slice, ...]
+"""Rows of a tensor, or a range of each of its first dimensions."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -120,11 +123,11 @@ class Checkpoint:
                 raise _unusable(self.source, f"its index says that {shard} holds {name}, which it does not")
         return {name: found[name][1] for name in self.shards}
 
-    def tensors(self, names: Iterable[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
+    def tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
         """Some tensors, read into memory of their own: nothing of the files stays mapped.
 
         Args:
-            rows: reads no more than these of each, along the first dimension.
+            part: reads no more than this of each.
         """
         by_shard: dict[str, list[str]] = {}
         for name in names:
@@ -132,7 +135,7 @@ class Checkpoint:
         read: dict[str, torch.Tensor] = {}
         for shard, wanted in by_shard.items():
             with _opened(self.path(shard), self.source) as file:
-                read |= {name: _read(file, name, rows) for name in wanted}
+                read |= {name: _read(file, name, part) for name in wanted}
         return read
 
 
@@ -181,6 +184,12 @@ class StoredTensors(LazyTensors):
         return len(self._files)
 
 
+def ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:
+    """The range of each dimension of a tensor that is in `part`; None: the whole tensor."""
+    given = part if isinstance(part, tuple) else (slice(None) if part is None else part,)
+    return (*given, *[slice(None)] * (num_dims - len(given)))
+
+
 def stored_checkpoint(directory: Path) -> Checkpoint:
     """The tensors of all safetensors files in a directory, whatever the files' names. Raises `ModelError`."""
     shards: dict[str, str] = {}
@@ -222,8 +231,8 @@ def _opened(path: str | Path, source: str | Path) -> Iterator[Any]:
         yield opened
 
 
-def _read(file: Any, name: str, rows: slice | None) -> torch.Tensor:
-    tensor: torch.Tensor = file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
+def _read(file: Any, name: str, part: Part | None) -> torch.Tensor:
+    tensor: torch.Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
     return tensor.clone()
 
 

@@ -96,11 +96,16 @@ def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: 
     Raises:
         ModelError: unreadable model, unknown family, or a student that was exported without its teacher.
     """
-    dense = read_config(path, revision)
-    classes = student_classes(dense.model_type.removesuffix("_swiftkv"))
-    is_student = isinstance(dense, classes.causal_lm.config_class)
-    dense = dense_config(dense) if is_student else classes.config_from(dense)
-    return classes.causal_lm.from_pretrained(path, config=dense, revision=revision, dtype=dtype or "auto")
+    model_class, config = dense_model(path, revision)
+    return model_class.from_pretrained(path, config=config, revision=revision, dtype=dtype or "auto")
+
+
+def dense_model(path: str | Path, revision: str | None = None) -> tuple[type[Any], Any]:
+    """The class and the configuration of what `load_dense` loads. Raises `ModelError`."""
+    config = read_config(path, revision)
+    classes = student_classes(config.model_type.removesuffix("_swiftkv"))
+    is_student = isinstance(config, classes.causal_lm.config_class)
+    return classes.causal_lm, dense_config(config) if is_student else classes.config_from(config)
 
 
 def dense_config(student: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.checkpoint import Checkpoint, Part, ranges
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale", "_scale_inv")
@@ -55,20 +55,20 @@ def is_scale(name: str, checkpoint: Checkpoint) -> bool:
 
 
 def read_tensors(
-    checkpoint: Checkpoint, names: list[str] | tuple[str, ...], rows: slice | None = None
+    checkpoint: Checkpoint, names: list[str] | tuple[str, ...], part: Part | None = None
 ) -> dict[str, torch.Tensor]:
     """Some tensors by name; float8 ones times their scales, in float32.
 
     Args:
-        rows: reads no more than these of each, along the first dimension; scales are read whole.
+        part: reads no more than this of each; scales are read whole.
 
     Raises:
         ModelError: float8 without scales, or scales that do not fit.
     """
     scales = {name: found for name in names if (found := _scale_of(name, checkpoint)) is not None}
-    read = checkpoint.tensors(names, rows)
+    read = checkpoint.tensors(names, part)
     grids = checkpoint.tensors(scales.values())
-    return {name: _dequantize(checkpoint, name, read[name], grids.get(scales.get(name, "")), rows) for name in names}
+    return {name: _dequantize(checkpoint, name, read[name], grids.get(scales.get(name, "")), part) for name in names}
 
 
 def read_all(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -100,26 +100,23 @@ def _scale_of(name: str, checkpoint: Checkpoint) -> str | None:
 
 
 def _dequantize(
-    checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor | None, kept: slice | None
+    checkpoint: Checkpoint, name: str, weight: torch.Tensor, scale: torch.Tensor | None, part: Part | None
 ) -> torch.Tensor:
-    """`weight`, the rows `kept` of a tensor, times the scales of the whole of it."""
+    """`weight`, a `part` of a tensor, times the scales of the whole of it."""
     if weight.dtype not in FP8_DTYPES:
         return weight
     if scale is None:
         raise _misfit(checkpoint, f"{name} is float8 and has no {name}_scale or {name}_scale_inv beside it")
-    shape = weight.shape if kept is None else checkpoint.headers[name].shape
-    rows, columns = shape
+    rows, columns = shape = weight.shape if part is None else checkpoint.headers[name].shape
     grid = scale.float()
     grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(len(grid), -1)
     if len(grid) > rows or grid.shape[1] > columns:
         raise _misfit(checkpoint, f"{name} is {rows} x {columns} and its scales {tuple(scale.shape)}")
-    # Blocks are of equal size, but for the last, which the weight may cut short.
-    height, width = (_block(size, count) for size, count in zip(shape, grid.shape, strict=True))
-    first, last, _ = (kept or slice(None)).indices(rows)
-    which = torch.arange(first, last) // height  # the row of the grid that each row of the weight has
-    grid = grid[which]
-    if grid.shape[1] > 1:
-        grid = grid.repeat_interleave(width, dim=1)[:, :columns]
+    for dim, (size, kept) in enumerate(zip(shape, ranges(part, 2), strict=True)):
+        if grid.shape[dim] > 1:
+            # Blocks are of equal size, but for the last, which the weight may cut short.
+            block = torch.arange(size)[kept] // _block(size, grid.shape[dim])
+            grid = grid.index_select(dim, block)
     return weight.float() * grid
 
 

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_all
+from swiftkv_platform.model.teacher_weights import TeacherWeights
 
 _SHOWN = 3
 """Names of tensors in a message."""
@@ -70,9 +71,53 @@ def load_checked(
     del config.quantization_config
     weights = read_all(checkpoint, dtype)
     model = load(None, *args, config=config, state_dict=weights, dtype=dtype, **kwargs)
-    if (generation := checkpoint.find("generation_config.json")) is not None:
-        model.generation_config = GenerationConfig.from_pretrained(generation.parent)
+    _take_generation_config(model, checkpoint)
     return model
+
+
+def open_checked(
+    model_class: Any, config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype | str | None = None
+) -> tuple[Any, TeacherWeights]:
+    """The model that `load_checked` would load, without its weights, and where they are read.
+
+    Raises:
+        ModelError: as `load_checked`, and as `build_empty`.
+    """
+    fp8 = is_fp8(config)
+    dtype = _compute_dtype(dtype, config, torch.bfloat16 if fp8 else first_dtype(checkpoint))
+    weights = TeacherWeights(checkpoint, config, dtype)
+    config = copy.deepcopy(config)
+    if fp8:
+        del config.quantization_config
+    model = build_empty(lambda: model_class._from_config(config, dtype=dtype), checkpoint)
+    check_tensors(checkpoint, model, fp8=fp8)
+    return model, weights
+
+
+def build_empty(build: Callable[[], Any], checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Any:
+    """A model on the meta device, but for its positional buffers, with the generation defaults of `checkpoint`.
+
+    Args:
+        build: makes the model; called on the meta device.
+        device: device of the buffers.
+
+    Raises:
+        ModelError: buffers that no file holds.
+    """
+    with torch.device("meta"):
+        model = build()
+    model.tie_weights()
+    # Made anew: its buffers are on the meta device too, and are stored nowhere.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
+    _take_generation_config(model, checkpoint)
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
+        raise ModelError(
+            f"{checkpoint.source} has buffers that no file holds: {', '.join(empty[:_SHOWN])}",
+            field="model.name_or_path",
+            value=checkpoint.source,
+        )
+    return model.eval()
 
 
 def check_tensors(checkpoint: Checkpoint, model: Any, *, fp8: bool = False) -> None:
@@ -125,13 +170,24 @@ def _is_ignored(name: str, model: Any) -> bool:
     return tied or bool(_HARMLESS.search(name)) or any(re.search(pattern, name) for pattern in patterns)
 
 
-def _compute_dtype(wanted: Any, config: Any) -> torch.dtype:
+def first_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the type that transformers takes where a configuration names none: that of the first floating tensor."""
+    found = (info.dtype for info in checkpoint.headers.values())
+    return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
+
+
+def _compute_dtype(wanted: Any, config: Any, default: torch.dtype = torch.bfloat16) -> torch.dtype:
     if isinstance(wanted, torch.dtype):
         return wanted
     if isinstance(wanted, str) and wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    return config.dtype if isinstance(config.dtype, torch.dtype) else default
+
+
+def _take_generation_config(model: Any, checkpoint: Checkpoint) -> None:
+    if (generation := checkpoint.find("generation_config.json")) is not None:
+        model.generation_config = GenerationConfig.from_pretrained(generation.parent)
 
 
 def _count(names: list[str]) -> str:

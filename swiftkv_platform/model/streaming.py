@@ -34,7 +34,7 @@ from swiftkv_platform.model.directories import (
 from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8, read_tensors, without_swiftkv
 from swiftkv_platform.model.initialization import copied_start
-from swiftkv_platform.model.loading import check_tensors
+from swiftkv_platform.model.loading import check_tensors, first_dtype
 from swiftkv_platform.model.tokenizers import check_tokenizer
 from swiftkv_platform.planning import Sharing
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
@@ -105,7 +105,7 @@ def convert_checkpoint(
         check_tensors(checkpoint, FAMILIES[teacher.model_type].teacher_class("ForCausalLM")(teacher), fp8=fp8)
         student = student_classes(teacher.model_type).causal_lm(config)
     check_tokenizer(directory, config.vocab_size)
-    config.dtype = config.dtype or _first_dtype(checkpoint)
+    config.dtype = config.dtype or first_dtype(checkpoint)
     if calibration is None:
         tensors = _copied(student, checkpoint, config.dtype)
     else:
@@ -169,12 +169,6 @@ def _place_shards(checkpoint: Checkpoint, target: Path, files: Files) -> dict[st
     for shard, name in names.items():
         place(checkpoint.path(shard), target / name, files)
     return {tensor: names[shard] for tensor, shard in checkpoint.shards.items()}
-
-
-def _first_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the type that transformers takes where a configuration names none: that of the first floating tensor."""
-    found = (info.dtype for info in checkpoint.headers.values())
-    return next((dtype for dtype in found if dtype is not None and dtype.is_floating_point), torch.float32)
 
 
 def _fields(quantization: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A teacher's weights under the names and in the shapes that they have in memory, tensor by tensor or some rows of one.
+"""A model's weights under the names and in the shapes that they have in memory, tensor by tensor or a part of one.
 
 Families that fuse experts in memory store them one by one, and FP8 checkpoints store numbers with scales: either is put
 together here from no more of the files than what is asked for. It knows transformers' table of conversions, no student.
@@ -14,9 +14,15 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
-from swiftkv_platform.model.checkpoint import Checkpoint
+from swiftkv_platform.model.checkpoint import Checkpoint, Part, ranges
 from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_tensors
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -35,17 +41,22 @@ class _Stored:
         self.sources.setdefault(pattern or "", []).append(name)
 
     @property
-    def stacks(self) -> bool:
-        """Whether rows are whole tensors of the checkpoint: experts."""
-        first = None if self.converter is None else self.converter.operations[0]
-        return isinstance(first, MergeModulelist) and first.dim == 0
+    def blocks(self) -> list[list[str]] | None:
+        """Experts that are stacked, rows of one block (gates) above those of the next; None: made otherwise."""
+        if self.converter is None:
+            return None
+        merge, *concatenate = self.converter.operations
+        stacked = isinstance(merge, MergeModulelist) and merge.dim == 0
+        if not stacked or not all(isinstance(each, Concatenate) and each.dim == 1 for each in concatenate):
+            return None
+        return [self.sources[pattern] for pattern in self.converter.source_patterns]
 
 
 class TeacherWeights:
-    """Reads the tensors of a teacher.
+    """Reads the tensors of a teacher, or of a student, whose conversions are its teacher's.
 
     Args:
-        config: the teacher's configuration.
+        config: the model's configuration.
         dtype: dtype to read in; None keeps what is stored.
     """
 
@@ -73,31 +84,51 @@ class TeacherWeights:
         """The weights of the teacher at `path`. Raises `ModelError`."""
         return cls(Checkpoint.open(path, revision=revision), config, dtype)
 
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+    def __contains__(self, name: str) -> bool:
+        """Whether the checkpoint stores a tensor under a name of its own."""
+        return name in self._stored
+
+    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """A tensor by its name in memory.
 
         Args:
-            rows: reads no more than these, along the first dimension.
+            part: reads no more than this. Of what has to be converted as a whole, the rest is read and let go of.
         """
         if name == _HEAD and name not in self._stored:
             name = _EMBEDDING  # a tied head is stored once
         stored = self._stored[name]
         if stored.converter is None:
             (source,) = stored.sources[""]
-            return self._tensors([source], rows)[0]
-        return self._convert(name, stored, stored.converter, rows)
+            return self._tensors([source], part)[0]
+        if (blocks := stored.blocks) is not None:
+            return self._stack(blocks, part)
+        made = self._convert(name, stored, stored.converter)
+        return made if part is None else made[part].clone()
 
-    def _convert(self, name: str, stored: _Stored, converter: WeightConverter, rows: slice | None) -> torch.Tensor:
+    def _stack(self, blocks: list[list[str]], part: Part | None) -> torch.Tensor:
+        """Experts [num_experts, rows, columns], the rows of all blocks one above the other."""
+        experts, rows, columns = ranges(part, 3)
+        heights = [self.checkpoint.headers[block[0]].shape[0] for block in blocks]
+        first, last, _ = rows.indices(sum(heights))
+        read, start = [], 0
+        for block, height in zip(blocks, heights, strict=True):
+            own = slice(max(first - start, 0), min(last - start, height))
+            if own.start < own.stop:
+                read.append(torch.stack(self._tensors(block[experts], (own, columns))))
+            start += height
+        return read[0] if len(read) == 1 else torch.cat(read, dim=1)
+
+    def _convert(self, name: str, stored: _Stored, converter: WeightConverter) -> torch.Tensor:
         for pattern, sources in stored.sources.items():
-            for tensor in self._tensors(sources[rows] if rows and stored.stacks else sources):
+            for tensor in self._tensors(sources):
                 converter.add_tensor(name, name, pattern, tensor)  # type: ignore[arg-type]  # a tensor does as well
         made: torch.Tensor = converter.convert(name, config=self._config)[name]
-        return made if rows is None or stored.stacks else made[rows].clone()
+        return made
 
-    def _tensors(self, names: Sequence[str], rows: slice | None = None) -> list[torch.Tensor]:
+    def _tensors(self, names: Sequence[str], part: Part | None = None) -> list[torch.Tensor]:
         read = []
         for name in names:
-            tensor = read_tensors(self.checkpoint, [name], rows)[name]
+            tensor = read_tensors(self.checkpoint, [name], part)[name]
             read.append(tensor if self._dtype is None else tensor.to(self._dtype))
         return read
 

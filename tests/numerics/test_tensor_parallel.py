@@ -20,8 +20,10 @@ from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, Sampling
 from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.memory import layer_shapes
+from swiftkv_platform.engine.ranks import Leader
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model import convert
+from swiftkv_platform.model import convert, export_adapter
+from swiftkv_platform.model.adapters import check_base
 from tests.engine_schedules import Subject, check_outputs, random_arrivals, run
 from tests.tiny_models import disturb, family_teacher, random_teacher
 
@@ -97,6 +99,37 @@ def test_every_kind_of_layer_is_shared(tmp_path: Path, family: str) -> None:
         engine.check()
         assert sum(output.num_cached_tokens for output in found) > 0
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+
+
+def test_an_adapter_is_put_together_once_for_all_ranks(tmp_path: Path) -> None:
+    base = saved(random_teacher(seed=4), tmp_path / "base")
+    full = saved(disturb(convert(base, **STUDENT)), tmp_path / "full")
+    export_adapter(full, tmp_path / "adapter", base=base)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    expected = LLMEngine.from_pretrained(full, EngineConfig(**SMALL)).generate(prompts(258), params)
+    with (
+        patch("swiftkv_platform.model.adapters.check_base", wraps=check_base) as checked,
+        sharing(tmp_path / "adapter", **SMALL) as engine,
+    ):
+        found = engine.generate(prompts(258), params)
+        assert checked.call_count == 1
+        assert engine._blocks._fingerprint.startswith(load_model(tmp_path / "adapter", EngineConfig()).digest)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+
+
+def test_a_rank_that_dies_while_it_loads_fails_the_start(tiny_teacher: Path) -> None:
+    processes: list[Any] = []
+
+    def start(*arguments: Any) -> Leader:
+        leader = real_start(*arguments)
+        processes.extend(leader._processes)
+        processes[0].kill()
+        return leader
+
+    real_start = Leader.start
+    with patch.object(Leader, "start", start), pytest.raises(OSError, match="rank 1 of tensor_parallel_size 2"):
+        LLMEngine.from_pretrained(tiny_teacher, EngineConfig(tensor_parallel_size=2))
+    assert [process.poll() is not None for process in processes] == [True]
 
 
 @pytest.mark.parametrize(

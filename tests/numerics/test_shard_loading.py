@@ -1,0 +1,244 @@
+"""A tensor-parallel rank reads its own part of a checkpoint, and holds what it would have kept of the whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import Transpose, WeightConverter
+
+from swiftkv_platform.engine import EngineConfig
+from swiftkv_platform.engine.loading import _read_model
+from swiftkv_platform.engine.sharding import shard, whole_name
+from swiftkv_platform.errors import ModelError
+from swiftkv_platform.model import checkpoint, convert, convert_checkpoint, export, teacher_weights
+from swiftkv_platform.model.checkpoint import stored_checkpoint
+from swiftkv_platform.model.teacher_weights import TeacherWeights
+from tests.checkpoints import BLOCKS, ROWS, TENSORS, rewrite, save, save_fp8
+from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher
+
+STUDENT: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
+SIZE = 2
+
+
+@dataclass(frozen=True)
+class OneOfRanks:
+    """A rank that only loads."""
+
+    rank: int
+    size: int = SIZE
+    device = torch.device("cpu")
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("loading sums nothing")
+
+
+@contextmanager
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of every tensor, or part of one, that comes out of checkpoint files."""
+    read, sizes = checkpoint._read, []
+
+    def count(*arguments: Any) -> torch.Tensor:
+        tensor = read(*arguments)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_read", count)
+        yield sizes
+
+
+def check(directory: Path, monkeypatch: pytest.MonkeyPatch, *, also_read: int = 0, **config: Any) -> list[Any]:
+    """Compare every rank's part of the whole model with what it reads from the files; return the latter.
+
+    Args:
+        also_read: bytes that rank 0 may read beside what it keeps.
+    """
+    engine = EngineConfig(tensor_parallel_size=SIZE, **config)
+    loaded = []
+    for rank in range(SIZE):
+        kept: Any = _read_model(directory, engine, None)
+        shard(kept, OneOfRanks(rank))
+        with counted_reads(monkeypatch) as sizes:
+            model = _read_model(directory, engine, OneOfRanks(rank))  # type: ignore[arg-type]
+        check_same(model, kept)
+        assert 0 < sum(sizes) <= stored_bytes(kept, directory) + (rank == 0) * also_read
+        loaded.append(model)
+    return loaded
+
+
+def check_same(model: Any, kept: Any) -> None:
+    actual, expected = (dict(one.named_parameters(remove_duplicate=False)) for one in (model, kept))
+    assert actual.keys() == expected.keys()
+    for name, parameter in expected.items():
+        if name == "model.embed_tokens.weight" and parameter.shape == (1, 1):
+            continue  # stands for what rank 0 has
+        found = actual[name]
+        assert found.dtype == parameter.dtype, name
+        assert found.shape == parameter.shape, name
+        assert torch.equal(found.view(torch.uint8), parameter.contiguous().view(torch.uint8)), name
+    for (name, buffer), (_, other) in zip(model.named_buffers(), kept.named_buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+    tied = [one.model.embed_tokens.weight is getattr(one.lm_head, "weight", None) for one in (model, kept)]
+    assert tied[0] == tied[1]
+    linear = [
+        {
+            name: (one.in_features, one.out_features)
+            for name, one in root.named_modules()
+            if type(one) is torch.nn.Linear
+        }
+        for root in (model, kept)
+    ]
+    assert linear[0] == linear[1]
+    assert type(model) is type(kept)
+    assert model.training is kept.training is False
+    assert model.dtype == kept.dtype
+    assert model.config.to_diff_dict() == kept.config.to_diff_dict()
+    assert model.generation_config.to_dict() == kept.generation_config.to_dict()
+
+
+def stored_bytes(kept: Any, directory: Path) -> int:
+    """Bytes of what a rank keeps as the files have it, scales of FP8 weights whole."""
+    headers = stored_checkpoint(directory).headers
+    total = sum(info.num_bytes for name, info in headers.items() if name.endswith(("_scale", "_scale_inv")))
+    for name, parameter in kept.named_parameters():
+        if parameter.shape == (1, 1):
+            continue
+        info = headers.get(whole_name(name))
+        dtype = next(iter(headers.values())).dtype if info is None else info.dtype  # experts are stored one by one
+        assert dtype is not None
+        total += parameter.numel() * dtype.itemsize
+    return total
+
+
+@pytest.mark.parametrize("mode", ["student", "teacher", "dense"])
+@pytest.mark.parametrize("family", FAMILY_CONFIGS)
+def test_every_family(family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = family_teacher(family)
+    model = teacher if mode == "dense" else disturb(convert(teacher, **STUDENT))
+    save(model, tmp_path, max_shard_size="100KB")
+    check(tmp_path, monkeypatch, swiftkv=mode != "teacher")
+
+
+def with_biases(directory: Path) -> None:
+    save(disturb(convert(random_teacher(attention_bias=True, mlp_bias=True), **STUDENT)), directory)
+
+
+def with_heads_of_its_own(directory: Path) -> None:
+    save(disturb(convert(random_teacher(), **STUDENT, sharing="mha")), directory)
+
+
+def without_teacher(directory: Path) -> None:
+    export(disturb(convert(family_teacher("qwen3"), **STUDENT)), directory)
+
+
+def streamed(directory: Path) -> None:
+    convert_checkpoint(save(family_teacher("mixtral"), directory.parent / "teacher"), directory, **STUDENT)
+
+
+def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    save(family_teacher("llama"), directory)
+    rewrite(directory, change)
+
+
+def with_head_alone(directory: Path) -> None:
+    change_tensors(directory, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+
+
+def with_equal_head(directory: Path) -> None:
+    change_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+
+
+def with_other_head(directory: Path) -> None:
+    change_tensors(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+
+
+def with_fused_experts(directory: Path) -> None:
+    model = family_teacher("qwen3_moe")
+    save(model, directory)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_dtype(directory: Path) -> None:
+    """A configuration that leaves the dtype to the files."""
+    save(random_teacher().to(torch.bfloat16), directory)
+    config = json.loads((directory / "config.json").read_bytes())
+    assert config.pop("dtype") == "bfloat16"
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+CHECKPOINTS = (with_biases, with_heads_of_its_own, without_teacher, streamed, with_head_alone)
+CHECKPOINTS += (with_fused_experts, without_dtype)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("write", CHECKPOINTS)
+def test_every_checkpoint(
+    write: Callable[[Path], None], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "model")
+    check(tmp_path / "model", monkeypatch, dtype=dtype)
+
+
+@pytest.mark.parametrize(("write", "tied"), [(with_equal_head, True), (with_other_head, False)])
+def test_a_tied_head_that_is_stored_as_well(
+    write: Callable[[Path], None], tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    head = load_file(tmp_path / "model.safetensors")["lm_head.weight"].nbytes
+    first, _ = check(tmp_path, monkeypatch, also_read=head * tied)
+    assert (first.lm_head.weight is first.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize("student", [False, True])
+@pytest.mark.parametrize("quantization", [ROWS, TENSORS, BLOCKS], ids=["rows", "tensors", "blocks"])
+def test_fp8(quantization: dict[str, Any], student: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_fp8(tmp_path / "teacher", quantization)
+    if student:
+        convert_checkpoint(tmp_path / "teacher", tmp_path / "student", **STUDENT)
+    for dtype in ("auto", "float32"):
+        check(tmp_path / ("student" if student else "teacher"), monkeypatch, dtype=dtype)
+
+
+def test_a_range_of_every_dimension_of_stacked_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = family_teacher("mixtral")
+    weights = TeacherWeights.open(save(model, tmp_path), model.config)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = model.get_parameter(name)
+    for rows in (slice(10, 20), slice(90, 102), slice(100, 150)):  # of the gates, of both, of what they gate
+        part = (slice(1, 3), rows, slice(5, 9))
+        with counted_reads(monkeypatch) as sizes:
+            assert torch.equal(weights.read(name, part), whole[part])
+        assert sum(sizes) == whole[part].nbytes
+
+
+def test_a_part_of_what_is_converted_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family of ours has such a conversion; the tensor is read whole, and its part kept."""
+    model = random_teacher()
+    transposed = WeightConverter("up_proj.weight", "up_proj.weight", operations=[Transpose(0, 1)])
+    monkeypatch.setattr(teacher_weights, "get_checkpoint_conversion_mapping", lambda _: [transposed])
+    weights = TeacherWeights.open(save(model, tmp_path), model.config)
+    name, part = "model.layers.1.mlp.up_proj.weight", (slice(8, 24), slice(30, 90))
+    with counted_reads(monkeypatch) as sizes:
+        found = weights.read(name, part)
+    whole = model.get_parameter(name)
+    assert torch.equal(found, whole.T[part])
+    assert found.untyped_storage().nbytes() == found.nbytes, "the rest is let go of"
+    assert sizes == [whole.nbytes]
+
+
+def test_heads_that_do_not_divide_are_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(random_teacher(), tmp_path)
+    with counted_reads(monkeypatch) as sizes, pytest.raises(ModelError, match="num_key_value_heads 2"):
+        _read_model(tmp_path, EngineConfig(tensor_parallel_size=4), OneOfRanks(0, 4))  # type: ignore[arg-type]
+    assert sizes == []

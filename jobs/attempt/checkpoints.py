@@ -19,6 +19,7 @@ from swiftkv_platform.distillation.course import chosen_step
 from swiftkv_platform.distillation.uploads import Progress
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import (
+    StoredDirectory,
     delete_directory,
     fetch_directory,
     is_complete,
@@ -99,6 +100,9 @@ class AttemptCheckpoints:
 
     def fetch(self, key: str, directory: Path) -> None:
         fetch_directory(self._store, key, directory)
+
+    def open(self, key: str) -> StoredDirectory:
+        return StoredDirectory(self._store, key)
 
     def _complete(self) -> Iterator[str]:
         """Keys of the complete checkpoints, newest first: names begin with the step."""

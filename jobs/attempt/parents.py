@@ -1,14 +1,15 @@
-"""The model or checkpoint that a job continues from, on this machine. Knows keys and files, little of their content."""
+"""The model or checkpoint that a job continues from, as workers read it. Knows keys and files, no tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftkv_platform.contract.parents import Parent
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
-from swiftkv_platform.storage.artifacts import fetch_directory
+from swiftkv_platform.storage.artifacts import StoredDirectory, fetch_directory
 from swiftkv_platform.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
@@ -21,8 +22,33 @@ def fetch_parent(store: ObjectStore, parent: Parent, directory: Path) -> None:
     Raises:
         ModelError: it is gone.
     """
-    try:
+    with _there(parent):
         fetch_directory(store, parent.key, directory)
+
+
+def open_parent(store: ObjectStore, parent: Parent, directory: Path, *, fetches: bool) -> StoredDirectory:
+    """A parent's files, to read parts of.
+
+    Args:
+        directory: gets the index of a checkpoint.
+        fetches: whether this worker fetches that for its machine.
+
+    Raises:
+        ModelError: it is gone.
+    """
+    with _there(parent):
+        files = StoredDirectory(store, parent.key)
+        if fetches and parent.kind == "checkpoint":
+            from swiftkv_platform.distillation.pieces import INDEX
+
+            files.fetch(INDEX, directory)
+        return files
+
+
+@contextmanager
+def _there(parent: Parent) -> Iterator[None]:
+    try:
+        yield
     except ObjectNotFoundError as error:
         raise ModelError(
             f"training.from is {parent.name!r}, whose files are not in the object store any more; another model or "
@@ -32,12 +58,20 @@ def fetch_parent(store: ObjectStore, parent: Parent, directory: Path) -> None:
         ) from error
 
 
-def trained_tensors(parent: Parent, directory: Path) -> Mapping[str, Tensor]:
-    """The tensors of a downloaded parent, by the student's names, each read when it is asked for."""
+def trained_tensors(parent: Parent, directory: Path, files: StoredDirectory | None = None) -> Mapping[str, Tensor]:
+    """The tensors of a parent, by the student's names, each read when it is asked for.
+
+    Args:
+        files: what `open_parent` returned, to read them from; None: they are downloaded.
+    """
     if parent.kind == "checkpoint":
         from swiftkv_platform.distillation.checkpoint import TrainedTensors
 
-        return TrainedTensors(directory)
+        return TrainedTensors(directory, None if files is None else files.read)
+    if files is not None:
+        from swiftkv_platform.distillation.ranged_tensors import RangedTensors
+
+        return RangedTensors({name: file.size for name, file in files.manifest.files.items()}, files.read)
     from swiftkv_platform.model.checkpoint import StoredTensors
 
     return StoredTensors(directory)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,8 @@ from swiftkv_platform.sources import Access
 from swiftkv_platform.sources.licences import licence_of
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import fetch_file_of, publish_directory, read_manifest
-from swiftkv_platform.storage.object_store import ObjectStore, join_key
+from swiftkv_platform.storage.artifacts import StoredDirectory, publish_directory
+from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.storage.publishing import CARD
 from swiftkv_platform.traces import spans_of_jobs
 
@@ -159,10 +158,11 @@ class _Student:
     def load(cls, spec: JobSpec, access: Access, workspace: Workspace, store: ObjectStore, checkpoint: str) -> _Student:
         workers = Workers()
         path = teacher_path(spec.model, workspace.path, access=access, fetch=workspace.fetches)
+        files = StoredDirectory(store, checkpoint)
         if workspace.fetches:
-            fetch_file_of(store, checkpoint, INDEX, workspace.path)
+            files.fetch(INDEX, workspace.path)
         workers.gather(None)  # the others wait
-        progress = read_manifest(store, checkpoint).lineage
+        progress = files.manifest.lineage
         return cls(
             spec=spec,
             access=access,
@@ -170,7 +170,7 @@ class _Student:
             lazy=open_lazy(spec, path, device=task_device(spec)),
             tokenizer=load_tokenizer(spec, path),
             workspace=workspace,
-            trained=TrainedTensors(workspace.path, partial(_read_range, store, checkpoint)),
+            trained=TrainedTensors(workspace.path, files.read),
             licence=licence_of(Path(path)),
             training=_training(progress),
             tokens_trained=int(progress["tokens"]),
@@ -258,10 +258,6 @@ class _Student:
         model.generation_config.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
         return {} if adapter is None else {ADAPTER_LINEAGE: adapter.base.digest}
-
-
-def _read_range(store: ObjectStore, checkpoint: str, name: str, start: int, stop: int) -> bytes:
-    return b"".join(store.stream(join_key(checkpoint, name), start=start, stop=stop))
 
 
 def _findable(name: str) -> str:

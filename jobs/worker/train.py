@@ -25,7 +25,7 @@ from jobs.attempt.control import ControlWatcher, told_to_leave
 from jobs.attempt.curve import Curve
 from jobs.attempt.downloads import access_of, teacher_path
 from jobs.attempt.events import MetricsBuffer, Reporter
-from jobs.attempt.parents import check_all_there, fetch_parent, trained_tensors
+from jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
 from jobs.attempt.places import say_placed
 from jobs.attempt.preparation import StoredPreparation
 from jobs.attempt.tracking import TrackedRun
@@ -36,7 +36,13 @@ from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.parents import Parent
 from swiftkv_platform.contract.stop_requests import StopRequest
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, from_rank_0, load_whole_state
+from swiftkv_platform.distillation.checkpoint import (
+    Checkpointer,
+    Progress,
+    from_rank_0,
+    load_whole_state,
+    on_all_workers,
+)
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork, compile_layers, load_trained
 from swiftkv_platform.distillation.parallel import Parallel, parallelize
@@ -46,6 +52,7 @@ from swiftkv_platform.errors import StorageError, TrainingError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import StoredDirectory
 from swiftkv_platform.storage.object_store import ObjectStore
 from swiftkv_platform.traces import NO_SPANS, spans_of_jobs
 
@@ -117,14 +124,22 @@ def _fetch_start(worker: WorkerConfig, stored: StoredPreparation, path: str, row
 def _start_from_parent(
     parallel: Parallel, worker: WorkerConfig, parent: Parent, directory: Path, local_rank: int
 ) -> None:
-    """Start from what the job continues from: its values, and its optimizer state where the spec asks for that."""
-    if local_rank == 0:
-        fetch_parent(open_store(worker.store_uri), parent, directory)
-    dist.barrier()
+    """Start from what the job continues from: its values, and its optimizer state where the spec asks for that. Workers
+    that need all of it read it from a copy on their machine, others their parts from the store."""
+    store, first = open_store(worker.store_uri), local_rank == 0
+
+    def bring() -> StoredDirectory | None:
+        if parallel.loads_parts:
+            return open_parent(store, parent, directory, fetches=first)
+        if first:
+            fetch_parent(store, parent, directory)
+        return None
+
+    files = on_all_workers(bring)
     if worker.request.spec.training.load_optimizer_state:
-        load_whole_state(parallel, directory)
+        load_whole_state(parallel, directory, None if files is None else files.read)
     else:
-        check_all_there(parent, parallel.load_trained(trained_tensors(parent, directory)))
+        check_all_there(parent, parallel.load_trained(trained_tensors(parent, directory, files)))
 
 
 def _spread(spec: JobSpec, path: str, start: Mapping[str, Tensor] | None) -> Parallel:

@@ -13,29 +13,30 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import TypeVar, cast
 from uuid import uuid4
-from zipfile import BadZipFile, ZipFile
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from swiftkv_platform.distillation.course import Course
 from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.distillation.parallel.base import STUDENT
+from swiftkv_platform.distillation.parallel.base import STUDENT, State
+from swiftkv_platform.distillation.pieces import INDEX, Piece, RangeReader, ReadRange, read_pieces
 from swiftkv_platform.distillation.uploads import CheckpointStore, Progress, Retries, Uploader
-from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError
+from swiftkv_platform.errors import ArtifactCorruptError, ObjectNotFoundError, StorageError, SwiftKVError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.checkpoint import LazyTensors
 
 __all__ = [
+    "INDEX",
     "CheckpointStore",
     "Checkpointer",
     "Progress",
@@ -43,11 +44,10 @@ __all__ = [
     "TrainedTensors",
     "from_rank_0",
     "load_whole_state",
+    "on_all_workers",
 ]
 
 T = TypeVar("T")
-INDEX = ".metadata"
-"""File that says where each tensor of a checkpoint is, in which pieces."""
 
 
 class Checkpointer:
@@ -121,61 +121,73 @@ class Checkpointer:
 
     def _load(self, keys: Sequence[str]) -> Progress:
         """Load the first of `keys` that can be read."""
+        for key in keys[:-1]:
+            try:
+                return self._load_one(key)
+            except (ArtifactCorruptError, ObjectNotFoundError) as error:  # on every worker alike
+                get_logger().warning("checkpoint_damaged", key=key, error=error.message)
+        return self._load_one(keys[-1])
+
+    def _load_one(self, key: str) -> Progress:
         directory = Path(tempfile.gettempdir()) / from_rank_0(lambda: f"checkpoint-{uuid4().hex}")
         try:
-            self._fetch_first(keys, directory)
+            reader = on_all_workers(lambda: self._open(key, directory))
             step, tokens = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-            load({"progress": {"step": step, "tokens": tokens}}, storage_reader=FileSystemReader(directory))
-            course = _load_course(directory)
-            load_whole_state(self._parallel, directory)
+            _load_state({"progress": {"step": step, "tokens": tokens}}, reader)
+            course = _load_course(reader)
+            self._parallel.load_state(lambda state: _load_state(state, reader))
             dist.barrier()
         finally:
             if self._local_rank == 0:
                 shutil.rmtree(directory, ignore_errors=True)
         return Progress(int(step), int(tokens), course)
 
-    def _fetch_first(self, keys: Sequence[str], directory: Path) -> None:
-        """Download the first of `keys` that comes whole to every machine."""
-        for key in keys:
-            failure: StorageError | None = None
+    def _open(self, key: str, directory: Path) -> FileSystemReader:
+        """A checkpoint that every worker needs all of is downloaded once a machine, else its index alone is."""
+        if not self._parallel.loads_parts:
             if self._local_rank == 0:
-                try:
-                    self._store.fetch(key, directory)
-                except (ArtifactCorruptError, ObjectNotFoundError) as error:
-                    failure = error
-            failures: list[StorageError | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(failures, failure)
-            damage = next((one for one in failures if one is not None), None)
-            if damage is None:
-                return
-            get_logger().warning("checkpoint_damaged", key=key, error=damage.message)
-            if key == keys[-1]:
-                raise damage
-            if self._local_rank == 0:
-                shutil.rmtree(directory, ignore_errors=True)
-            dist.barrier()
+                self._store.fetch(key, directory)
+            return FileSystemReader(directory)
+        files = self._store.open(key)
+        if self._local_rank == 0:
+            files.fetch(INDEX, directory)
+        return RangeReader(directory, files.read)
 
 
-def _load_course(directory: Path) -> Course:
+def _load_course(reader: FileSystemReader) -> Course:
     """The course of a checkpoint; one of a version before has none, or not all of its numbers."""
-    stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    stored = reader.read_metadata().state_dict_metadata
     numbers = {
         name: torch.tensor(value, dtype=torch.float64)
         for name, value in Course().numbers().items()
         if f"progress.course.{name}" in stored
     }
     if numbers:
-        load({"progress": {"course": numbers}}, storage_reader=FileSystemReader(directory))
+        _load_state({"progress": {"course": numbers}}, reader)
     return Course.of({name: float(value) for name, value in numbers.items()})
 
 
-def load_whole_state(parallel: Parallel, directory: Path) -> None:
-    """Take over trained parameters and optimizer state of a downloaded checkpoint. Collective."""
-    parallel.load_state(lambda state: load(state, storage_reader=FileSystemReader(directory)))
+def load_whole_state(parallel: Parallel, directory: Path, read_range: ReadRange | None = None) -> None:
+    """Take over trained parameters and optimizer state of a checkpoint. Collective.
+
+    Args:
+        directory: has the checkpoint's index, `INDEX`.
+        read_range: reads the other files; None: they are in `directory` as well.
+    """
+    reader = FileSystemReader(directory) if read_range is None else RangeReader(directory, read_range)
+    parallel.load_state(lambda state: _load_state(state, reader))
 
 
-ReadRange = Callable[[str, int, int], bytes]
-"""Bytes of a checkpoint's file, by its name, from the first number up to the second."""
+def _load_state(state: State, reader: FileSystemReader) -> None:
+    """Overwrite the tensors of `state`. Collective; a failure of the store at any worker is raised on all of them."""
+    try:
+        load(state, storage_reader=reader)
+    except CheckpointException as error:
+        failures = (failure for failure, _ in error.failures.values())
+        failure = next((each for each in failures if isinstance(each, StorageError)), None)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 class TrainedTensors(LazyTensors):
@@ -189,12 +201,11 @@ class TrainedTensors(LazyTensors):
 
     def __init__(self, directory: Path, read_range: ReadRange | None = None) -> None:
         self._read_range = read_range or partial(_read_file, directory)
-        index = FileSystemReader(directory).read_metadata()
-        self._places = index.storage_data
+        self._index = FileSystemReader(directory).read_metadata()
         prefix = f"model.{STUDENT}"
         self._entries = {
             name.removeprefix(prefix): (name, entry)
-            for name, entry in index.state_dict_metadata.items()
+            for name, entry in self._index.state_dict_metadata.items()
             if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
@@ -202,28 +213,19 @@ class TrainedTensors(LazyTensors):
         stored, entry = self._entries[name]
         first, last, _ = (slice(None) if rows is None else rows).indices(entry.size[0])
         tensor = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
+        places, wanted = [], []
+        for number, chunk in enumerate(entry.chunks):
             begin, *columns = (
                 slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
             )
             low, high = max(begin.start, first), min(begin.stop, last)
             if low < high:
-                piece = self._piece(MetadataIndex(stored, chunk.offsets))
-                tensor[slice(low - first, high - first), *columns] = piece[low - begin.start : high - begin.start]
+                places.append((slice(low - first, high - first), *columns))
+                own = slice(low - begin.start, high - begin.start)
+                wanted.append((Piece.of(self._index, stored, number), own))
+        for number, values in read_pieces(wanted, self._read_range):
+            tensor[places[number]] = values
         return tensor
-
-    def _piece(self, index: MetadataIndex) -> Tensor:
-        place = self._places[index]
-        data = self._read_range(place.relative_path, place.offset, place.offset + place.length)
-        try:
-            with ZipFile(BytesIO(data)) as archive:  # torch leaves its checksums unread
-                damaged = archive.testzip()
-        except BadZipFile as error:
-            raise _damaged(place.relative_path, index.fqn) from error
-        if damaged is not None:
-            raise _damaged(place.relative_path, index.fqn)
-        piece: Tensor = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
-        return piece
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -241,12 +243,20 @@ def _read_file(directory: Path, name: str, start: int, stop: int) -> bytes:
         return file.read(stop - start)
 
 
-def _damaged(file: str, name: str) -> ArtifactCorruptError:
-    return ArtifactCorruptError(
-        f"{file!r} of a checkpoint does not hold {name} as it was saved; another checkpoint of the job would do",
-        field="file",
-        value=file,
-    )
+def on_all_workers(function: Callable[[], T]) -> T:
+    """Return what `function` returns, once it has returned on every worker. Collective; an error of this project that
+    any worker meets is raised on all of them."""
+    failure: SwiftKVError | None = None
+    try:
+        result = function()
+    except SwiftKVError as error:
+        failure = error
+    failures: list[SwiftKVError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    first = next((each for each in failures if each is not None), None)
+    if first is not None:
+        raise first
+    return result
 
 
 def from_rank_0(make: Callable[[], T]) -> T:

@@ -32,6 +32,16 @@ class Progress:
     course: Course = field(default_factory=Course)
 
 
+class CheckpointFiles(Protocol):
+    """Files of a complete checkpoint, each of the size that its manifest says."""
+
+    def fetch(self, name: str, destination: Path) -> None:
+        """Download one of them into the directory `destination`."""
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes of one of them, all that are asked for."""
+
+
 class CheckpointStore(Protocol):
     """Store of checkpoints; one is complete or invisible. Uploads come from a thread of their own."""
 
@@ -53,6 +63,9 @@ class CheckpointStore(Protocol):
 
     def fetch(self, key: str, directory: Path) -> None:
         """Download a complete checkpoint to `directory`, which does not exist yet."""
+
+    def open(self, key: str) -> CheckpointFiles:
+        """A complete checkpoint, to read parts of."""
 
 
 @dataclass(frozen=True)

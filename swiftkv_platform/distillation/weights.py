@@ -15,17 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint, read_rows
 from swiftkv_platform.model.conversion import make_student_config, read_config
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
-from swiftkv_platform.model.loading import check_tensors
+from swiftkv_platform.model.loading import build_empty, check_tensors
 from swiftkv_platform.model.teacher_weights import TeacherWeights
 
 _KEPT = "kept_teacher."
@@ -88,23 +86,15 @@ class LazyStudent:
             check_tensors(checkpoint, whole, fp8=fp8)
             if fp8:
                 del config.quantization_config  # the student holds what the FP8 weights stand for
-            model = student_classes(teacher.model_type).causal_lm(config)
-        model.tie_weights()
         if dtype is not None:
-            model.to(dtype)
             config.dtype = dtype
-        # Made anew: its buffers are on the meta device too, and are stored nowhere.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
-        if (generation := checkpoint.find("generation_config.json")) is not None:
-            model.generation_config = GenerationConfig.from_pretrained(generation.parent)
-        empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-        if empty:
-            raise ModelError(
-                f"{path} has buffers that no file holds: {', '.join(empty[:3])}",
-                field="model.name_or_path",
-                value=str(path),
-            )
-        return cls(model.eval(), TeacherWeights(checkpoint, teacher, dtype), start, device=device)
+
+        def build() -> Any:
+            student = student_classes(teacher.model_type).causal_lm(config)
+            return student if dtype is None else student.to(dtype)
+
+        model = build_empty(build, checkpoint, device)
+        return cls(model, TeacherWeights(checkpoint, teacher, dtype), start, device=device)
 
     @property
     def base(self) -> Checkpoint:

@@ -164,20 +164,53 @@ def fetch_directory(store: ObjectStore, prefix: str, destination: Path) -> Manif
     return manifest
 
 
-def fetch_file_of(store: ObjectStore, prefix: str, name: str, destination: Path) -> None:
-    """Download one file of the complete directory at `prefix` into `destination`, checked on the way.
+class StoredDirectory:
+    """A complete directory in an object store, of whose files a process reads what it needs.
 
-    Raises as `fetch_directory`.
+    Held to the manifest are the size of every file, when the directory is opened, and the length of every range that is
+    read. SHA-256 is a whole file's, and checked of what `fetch` downloads alone: whether the bytes of a range are those
+    that were written is for their reader to say.
+
+    Raises `ObjectNotFoundError` if it is incomplete, `ArtifactCorruptError` if a file is missing or has another size.
     """
-    manifest, key = read_manifest(store, prefix), join_key(prefix, name)
-    if name not in manifest.files:
-        raise _corrupt(store, key, "it is not named there")
-    try:
-        fetch_file(store, key, destination / name, manifest.files[name])
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {destination}: {error}", field="destination", value=str(destination)
-        ) from error
+
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+        self.manifest = read_manifest(store, prefix)
+        sizes = {info.key: info.size for info in store.list(prefix)}
+        for name, file in self.manifest.files.items():
+            key = join_key(prefix, name)
+            if key not in sizes:
+                raise _missing(store, key, file)
+            if sizes[key] != file.size:
+                raise _corrupt(store, key, f"expected {file.size} bytes, found {sizes[key]} bytes")
+
+    def fetch(self, name: str, destination: Path) -> None:
+        """Download one file into `destination`, checked on the way. Raises as `fetch_file`."""
+        key, file = self._named(name)
+        try:
+            fetch_file(self._store, key, destination / name, file)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {destination}: {error}", field="destination", value=str(destination)
+            ) from error
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes of one file from `start` up to `stop`. Raises `ArtifactCorruptError` if it does not have them all."""
+        key, file = self._named(name)
+        try:
+            data = b"".join(self._store.stream(key, start=start, stop=stop))
+        except ObjectNotFoundError as error:
+            raise _missing(self._store, key, file) from error
+        if len(data) != stop - start:
+            raise _corrupt(self._store, key, f"expected {stop - start} bytes from byte {start} on, found {len(data)}")
+        return data
+
+    def _named(self, name: str) -> tuple[str, ManifestFile]:
+        key = join_key(self._prefix, name)
+        if name not in self.manifest.files:
+            raise _corrupt(self._store, key, "it is not named there")
+        return key, self.manifest.files[name]
 
 
 @contextmanager
@@ -243,7 +276,7 @@ def fetch_file(store: ObjectStore, key: str, path: Path, expected: ManifestFile)
                 while (left := size - file.tell()) and (chunk := file.read(min(left, CHUNK_SIZE))):
                     digest.update(chunk)
     except ObjectNotFoundError as error:
-        raise _corrupt(store, key, f"it is missing, its manifest says {expected.size} bytes") from error
+        raise _missing(store, key, expected) from error
     if ManifestFile(size=size, sha256=digest.hexdigest()) != expected:
         raise _corrupt(
             store,
@@ -260,6 +293,10 @@ def _fetch_part(store: ObjectStore, key: str, path: Path, start: int, stop: int 
         for chunk in store.stream(key, start=start, stop=stop):
             file.write(chunk)
         return file.tell() - start
+
+
+def _missing(store: ObjectStore, key: str, expected: ManifestFile) -> ArtifactCorruptError:
+    return _corrupt(store, key, f"it is missing, its manifest says {expected.size} bytes")
 
 
 def _corrupt(store: ObjectStore, key: str, difference: str) -> ArtifactCorruptError:

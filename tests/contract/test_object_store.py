@@ -20,7 +20,13 @@ from swiftkv_platform.errors import (
     StorageError,
 )
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import fetch_directory, is_complete, publish_directory, upload_files
+from swiftkv_platform.storage.artifacts import (
+    StoredDirectory,
+    fetch_directory,
+    is_complete,
+    publish_directory,
+    upload_files,
+)
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
 from tests.s3_servers import RcloneServer, S3Server, client_environment, free_port, run_rclone
@@ -264,6 +270,38 @@ def test_a_flipped_byte_is_refused(store: ObjectStore, source: Path, tmp_path: P
         fetch_directory(store, "art", tmp_path / "out")
     assert caught.value.message.count("sha256") == 2
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "store", ".out.lock"}
+
+
+def test_parts_of_an_artifact_are_read_without_the_rest(store: ObjectStore, source: Path, tmp_path: Path) -> None:
+    publish(store, source)
+    directory = StoredDirectory(store, "art")
+    whole = (source / "nested" / "weights.bin").read_bytes()
+    for start, stop in ((0, 1), (300, 70_000), (len(whole) - 9, len(whole)), (0, len(whole))):
+        assert directory.read("nested/weights.bin", start, stop) == whole[start:stop]
+    directory.fetch("config.json", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+    for name, start, stop in (("nested/weights.bin", 9, len(whole) + 1), ("other", 0, 1)):
+        with pytest.raises(ArtifactCorruptError, match=f"art/{name}"):
+            directory.read(name, start, stop)
+
+
+@pytest.mark.parametrize("change", [-1, 1, None], ids=["short", "long", "missing"])
+def test_an_artifact_with_a_file_of_another_size_is_not_opened(
+    store: ObjectStore, source: Path, change: int | None
+) -> None:
+    publish(store, source)
+    key = "art/nested/weights.bin"
+    directory, data = StoredDirectory(store, "art"), store.get_bytes(key)
+    if change is None:
+        store.delete(key)
+    else:
+        store.put_bytes(key, data[:-1] if change < 0 else data + b"x")
+    with pytest.raises(ArtifactCorruptError, match=r"art/nested/weights\.bin.*manifest") as caught:
+        StoredDirectory(store, "art")
+    assert caught.value.value == key
+    if change != 1:  # opened before
+        with pytest.raises(ArtifactCorruptError, match=r"art/nested/weights\.bin"):
+            directory.read("nested/weights.bin", len(data) - 9, len(data))
 
 
 def test_a_half_uploaded_artifact_is_invisible(store: ObjectStore, source: Path, tmp_path: Path) -> None:

@@ -239,15 +239,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
         assert second.trained[name].equal(tensor), name
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(process_group: None, tmp_path: Path) -> None:
-    whole = run(_run(tmp_path, "whole"))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    process_group: None, tmp_path: Path, strategy: str
+) -> None:
+    changes = {"sharding": {"strategy": strategy}}
+    whole = run(_run(tmp_path, "whole", spec=changes))
     checkpoints = tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix
-    run(_run(tmp_path, "s", spec={"checkpoint": {"every_steps": 1}}, stop_after=3))
+    run(_run(tmp_path, "s", spec={**changes, "checkpoint": {"every_steps": 1}}, stop_after=3))
     (newest,) = checkpoints.glob("step-00000002-*")  # that of step 3 is not begun
     (damaged,) = newest.glob("*.distcp")
     damaged.write_bytes(damaged.read_bytes()[::-1])
 
-    second = run(_run(tmp_path, "s"))
+    second = run(_run(tmp_path, "s", spec=changes))
 
     assert [m.step for m in second.steps] == [2, 3, 4]
     for name, tensor in whole.trained.items():
@@ -256,7 +260,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(process_group: N
         for file in directory.glob("*.distcp"):
             file.write_bytes(b"")
     with pytest.raises(ArtifactCorruptError):
-        run(_run(tmp_path, "s"))
+        run(_run(tmp_path, "s", spec=changes))
 
 
 @pytest.mark.parametrize("stop_request", [StopRequest.LEAVE, StopRequest.STOP, StopRequest.PAUSE])

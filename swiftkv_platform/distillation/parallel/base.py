@@ -45,6 +45,8 @@ class Parallel(ABC):
     """
 
     module: nn.Module
+    loads_parts = False
+    """Whether a worker loads its own part of a state alone, and not what the others load."""
 
     def __init__(self, fork: Fork, *, device: torch.device) -> None:
         self.rank = dist.get_rank()

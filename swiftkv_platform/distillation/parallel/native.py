@@ -151,6 +151,8 @@ class FullySharded(_Native):
     parameter.
     """
 
+    loads_parts = True
+
     def __init__(
         self, fork: Fork, spec: JobSpec, weights: Weights | None, *, dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -13,7 +13,7 @@ from swiftkv_platform.contract.attempts import ManifestFile
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
-from swiftkv_platform.distillation.uploads import Progress, Retries, Uploader
+from swiftkv_platform.distillation.uploads import CheckpointFiles, Progress, Retries, Uploader
 from swiftkv_platform.errors import LossNotFiniteError, StorageError
 from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import group_of_one
@@ -31,15 +31,15 @@ class Store:
     """Takes checkpoints when it may, and fails as often as it is told to."""
 
     def __init__(self, *, failures: int = 0, error: type[Exception] = StorageError) -> None:
-        self.open = threading.Event()
-        self.open.set()
+        self.reachable = threading.Event()
+        self.reachable.set()
         self.failures = failures
         self.error = error
         self.committed: list[str] = []
         self.lost: list[str] = []
 
     def upload(self, directory: Path, name: str) -> dict[str, ManifestFile]:
-        self.open.wait()
+        self.reachable.wait()
         if self.failures > 0:
             self.failures -= 1
             raise self.error("away")
@@ -61,6 +61,9 @@ class Store:
     def fetch(self, key: str, directory: Path) -> None:
         raise NotImplementedError
 
+    def open(self, key: str) -> CheckpointFiles:
+        raise NotImplementedError
+
 
 def staged(tmp_path: Path, name: str) -> Path:
     directory = tmp_path / name
@@ -71,13 +74,13 @@ def staged(tmp_path: Path, name: str) -> Path:
 
 def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Path) -> None:
     store = Store()
-    store.open.clear()
+    store.reachable.clear()
     uploader = Uploader(store, AT_ONCE)
     directory = staged(tmp_path, "a")
 
     uploader.start(directory, "a", Progress(1))
     assert store.committed == []  # `start` came back all the same
-    store.open.set()
+    store.reachable.set()
     uploader.finish()
 
     assert store.committed == ["a"]

@@ -1,0 +1,287 @@
+"""Bytes of a checkpoint that workers read when they go on from it, counted at the store."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from jobs.attempt.checkpoints import AttemptCheckpoints
+from jobs.attempt.parents import open_parent, trained_tensors
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.parents import Parent
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, load_whole_state
+from swiftkv_platform.distillation.fork import Fork
+from swiftkv_platform.distillation.parallel import Parallel, parallelize
+from swiftkv_platform.distillation.pieces import INDEX
+from swiftkv_platform.distillation.uploads import Retries
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.model import convert
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifacts import publish_directory
+from swiftkv_platform.storage.object_store import CHUNK_SIZE, ObjectStore
+from tests.numerics.distillation_worker import job_spec
+from tests.numerics.spawning import run_in_group
+from tests.s3_servers import run_moto
+from tests.tiny_models import random_teacher
+
+pytestmark = pytest.mark.timeout(900)
+
+SAVED_BY = 2
+PREFIX = AttemptId("j", 1).checkpoints_prefix
+
+
+@dataclass(frozen=True)
+class Case:
+    """A store, and what workers do with the checkpoints in it."""
+
+    uri: str
+    environment: Mapping[str, str]
+    strategy: str = "fsdp2"
+    parent: Parent | None = None
+    with_optimizer: bool = False
+    directory: str = ""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A restored state, and how every worker came by it."""
+
+    digests: dict[str, str]
+    """SHA-256 of each tensor of the state, whole."""
+    read: list[dict[str, int]]
+    """Bytes that each worker read, by file."""
+    step: int | None = None
+    errors: list[str] | None = None
+
+    @property
+    def read_of_pieces(self) -> list[int]:
+        return [sum(size for name, size in read.items() if not name.endswith(INDEX)) for read in self.read]
+
+
+class CountingStore:
+    """An object store that counts what is read of each object."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.read: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def stream(
+        self, key: str, chunk_size: int = CHUNK_SIZE, *, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
+        for chunk in self._store.stream(key, chunk_size, start=start, stop=stop):
+            self.read[key] = self.read.get(key, 0) + len(chunk)
+            yield chunk
+
+
+def _student() -> Any:
+    """A student with weights beside which the heads of their pieces are small."""
+    teacher = random_teacher(hidden_size=256, intermediate_size=384, num_hidden_layers=5)
+    return convert(teacher, num_key_value_layers=2, key_value_group_size=2)
+
+
+def _build(case: Case) -> tuple[Parallel, CountingStore, Checkpointer]:
+    os.environ.update(case.environment)
+    spec = job_spec({"sharding": {"strategy": case.strategy}, "distillation": {"trainable": "tail"}})
+    fork = Fork(_student(), spec.distillation, dtype=torch.float32)
+    parallel = parallelize(fork, spec, dtype=torch.float32, device=torch.device("cpu"))
+    request, store = AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="r"), CountingStore(open_store(case.uri))
+    checkpoints = AttemptCheckpoints(store, request, keep=9)  # type: ignore[arg-type]
+    retries = Retries(tries=1)
+    return parallel, store, Checkpointer(parallel, checkpoints, local_rank=dist.get_rank(), retries=retries)
+
+
+def save_two(case: Case) -> Restored:
+    """Two checkpoints, a step apart; the digests are of the second."""
+    parallel, _, checkpointer = _build(case)
+    for step in (1, 2):
+        for parameter in parallel.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = parameter.detach().clone()
+        parallel.update(1e-3)
+        checkpointer.save(Progress(step, 10 * step))
+    checkpointer.finish()
+    return Restored(_digests(parallel), [])
+
+
+def restore(case: Case) -> Restored:
+    """Go on from the newest checkpoint."""
+    parallel, store, checkpointer = _build(case)
+    step = error = None
+    try:
+        step = checkpointer.restore().step
+    except StorageError as failure:
+        error = failure.message
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return Restored(_digests(parallel), _gathered(store), step, errors)
+
+
+def go_back(case: Case) -> Restored:
+    """Go back to the first checkpoint."""
+    parallel, store, checkpointer = _build(case)
+    checkpointer.go_back(1)
+    return Restored(_digests(parallel), _gathered(store))
+
+
+def start_from_parent(case: Case) -> Restored:
+    """Start from a parent, as the train loop does where workers load parts."""
+    parallel, store, _ = _build(case)
+    assert case.parent is not None
+    directory = Path(case.directory) / str(dist.get_world_size())
+    files = open_parent(store, case.parent, directory, fetches=dist.get_rank() == 0)  # type: ignore[arg-type]
+    dist.barrier()
+    if case.with_optimizer:
+        load_whole_state(parallel, directory, files.read)
+    else:
+        assert parallel.load_trained(trained_tensors(case.parent, directory, files)) == []
+    return Restored(_digests(parallel), _gathered(store))
+
+
+def _gathered(store: CountingStore) -> list[dict[str, int]]:
+    read: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(read, store.read)
+    return read
+
+
+def _digests(parallel: Parallel) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, each in value.items():
+                add(f"{name}.{key}", each)
+        elif isinstance(value, Tensor):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found[name] = hashlib.sha256(whole.detach().contiguous().numpy().tobytes()).hexdigest()
+
+    add("", parallel.state())
+    return found
+
+
+def _run(function: Any, case: Case, world_size: int, path: Path) -> Restored:
+    restored: Restored = run_in_group(function, (case,), world_size, path / f"{function.__name__}-{world_size}")
+    return restored
+
+
+@dataclass(frozen=True)
+class Saved:
+    case: Case
+    digests: dict[str, str]
+    size: int
+    """Bytes of the newest checkpoint's pieces."""
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("moto", marks=pytest.mark.integration)])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
+    path = tmp_path_factory.mktemp("saved")
+    serving: AbstractContextManager[Any] = run_moto() if request.param == "moto" else nullcontext()
+    with serving as server, pytest.MonkeyPatch.context() as patch:
+        environment = {} if server is None else server.environment
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        case = Case(str(path / "store") if server is None else server.uri("restores"), environment)
+        before = _run(save_two, case, SAVED_BY, path)
+        newest = _newest(open_store(case.uri))
+        pieces = [info.size for info in open_store(case.uri).list(newest) if info.key.endswith(".distcp")]
+        yield Saved(case, before.digests, sum(pieces))
+
+
+def _newest(store: ObjectStore) -> str:
+    return f"{PREFIX}/{store.list_directories(PREFIX)[-1]}"
+
+
+@pytest.mark.parametrize("world_size", [SAVED_BY, 3, 4])
+def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int, tmp_path: Path) -> None:
+    """Pieces were saved by two workers: of each, three and four workers read rows."""
+    restored = _run(restore, saved.case, world_size, tmp_path)
+
+    assert restored.step == 2
+    assert restored.digests == saved.digests
+    assert max(restored.read_of_pieces) < 1.2 * saved.size / world_size
+    assert [any(name.endswith(INDEX) for name in read) for read in restored.read] == [True] + [False] * (world_size - 1)
+
+
+def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path) -> None:
+    back = _run(go_back, saved.case, SAVED_BY, tmp_path)
+
+    assert back.digests.keys() == saved.digests.keys()
+    assert back.digests != saved.digests
+    assert max(back.read_of_pieces) < 1.2 * saved.size / SAVED_BY
+
+
+def test_of_what_all_workers_need_one_copy_comes_to_a_machine(saved: Saved, tmp_path: Path) -> None:
+    restored = _run(restore, replace(saved.case, strategy="ddp"), SAVED_BY, tmp_path)
+
+    assert restored.digests == saved.digests
+    assert restored.read_of_pieces == [saved.size, 0]
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_worker_reads_its_own_part_of_a_parent(saved: Saved, with_optimizer: bool, tmp_path: Path) -> None:
+    key = _newest(open_store(saved.case.uri))
+    parent = Parent(name="job_a:2", kind="checkpoint", key=key, job_id="j", sha256="")
+    case = replace(saved.case, parent=parent, with_optimizer=with_optimizer, directory=str(tmp_path / "parent"))
+    started = _run(start_from_parent, case, 4, tmp_path)
+
+    expected = {name: digest for name, digest in saved.digests.items() if with_optimizer or "optimizer" not in name}
+    assert {name: started.digests[name] for name in expected} == expected
+    share = saved.size if with_optimizer else saved.size / 3
+    assert max(started.read_of_pieces) < 1.2 * share / 4
+
+
+def test_a_worker_reads_its_own_part_of_a_model(saved: Saved, tmp_path: Path) -> None:
+    student = _student()
+    student.save_pretrained(tmp_path / "model", max_shard_size="2MB")
+    store = open_store(saved.case.uri)
+    publish_directory(store, tmp_path / "model", "model", kind="artifact", lineage={}, metrics={})
+    size = sum(info.size for info in store.list("model") if info.key.endswith(".safetensors"))
+    parent = Parent(name="mdl_a", kind="model", key="model", job_id="j", sha256="")
+    started = _run(start_from_parent, replace(saved.case, parent=parent), 4, tmp_path)
+
+    for name, tensor in student.state_dict().items():
+        if (digest := started.digests.get(f".model.student.{name}")) is not None:
+            assert digest == hashlib.sha256(tensor.numpy().tobytes()).hexdigest(), name
+    assert max(sum(read.values()) for read in started.read) < 1.2 * size / 4
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
+def test_a_damaged_checkpoint_is_passed_over_by_all_workers_and_the_last_one_refused(
+    saved: Saved, damage: str, tmp_path: Path
+) -> None:
+    """One file of the newest checkpoint, then of both; a store of its own, as it is damaged."""
+    source, case = open_store(saved.case.uri), replace(saved.case, uri=str(tmp_path / "store"))
+    store = open_store(case.uri)
+    for info in source.list(PREFIX):
+        store.put_bytes(info.key, source.get_bytes(info.key))
+    older, newest = store.list_directories(PREFIX)
+    for name in (newest, older):
+        key = f"{PREFIX}/{name}/__1_0.distcp"
+        data = bytearray(store.get_bytes(key))
+        data[len(data) // 2] ^= 1
+        if damage == "missing":
+            store.delete(key)
+        else:
+            store.put_bytes(key, bytes(data) if damage == "flipped" else bytes(data[:-1]))
+        (tmp_path / name).mkdir()
+        restored = _run(restore, case, SAVED_BY, tmp_path / name)
+        if name == newest:
+            assert restored.step == 1
+    assert restored.step is None
+    assert restored.errors is not None
+    assert len(set(restored.errors)) == 1, "all workers say the same"
+    assert "__1_0.distcp" in restored.errors[0]

@@ -1,6 +1,6 @@
 """Plans of the shipped recipes beside their dry runs: the tables of docs/recipes.md.
 
-    python -m benchmarks.recipes --dry-run [--recipe llama-3.1-8b]     # minutes to an hour of a core each
+    python -m benchmarks.recipes --dry-run [--recipe llama-3.1-8b]     # one to three minutes of a core each
     python -m benchmarks.recipes --write                               # the tables, from plans and stored dry runs
 
 A dry run takes a recipe's whole depth, so its figures are stored (`benchmarks/dry_runs.json`): each is written when it

@@ -19,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
-from swiftkv_platform.distillation import losses
+from swiftkv_platform.distillation import fork, losses
+from swiftkv_platform.distillation.packed_operator import AttentionImplementation, attention_head_dim
 from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.flash import flash_refusal_of_heads
+from swiftkv_platform.model.packed_attention import VarlenOperator
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import JobSpec
 
@@ -66,6 +69,21 @@ class _FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, *_ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Attention of all samples at once, [num_tokens, num_heads, dim] from queries, keys and values of that shape."""
+    output: Tensor = _FusedAttention.apply(query, key, value, None)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _choose_operator(
+    implementation: AttentionImplementation, config: Any, _: torch.device, dtype: torch.dtype
+) -> VarlenOperator | None:
+    """The operator of a GPU that FlashAttention runs on."""
+    if implementation == "sdpa" or flash_refusal_of_heads(dtype, attention_head_dim(config)) is not None:
+        return None
+    return _attend_varlen
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
@@ -116,6 +134,11 @@ class Fakes:
                 known = self._tied[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         return known
 
+    def forget(self, filled: nn.Parameter) -> None:
+        """Let go of a parameter that `fill` has made, though another module still waits for a tied one."""
+        for empty in [empty for empty, known in self._tied.items() if known is filled]:
+            del self._tied[empty]
+
     def rows(self, num_rows: int) -> PackedRows:
         """Full rows; packed ones of samples of a usual length."""
         data = self._spec.data
@@ -141,6 +164,7 @@ def faked(spec: JobSpec) -> Iterator[Fakes]:
             if spec.resources.gpus_per_worker:
                 patched.enter_context(patch.object(losses, "LOGITS_PER_CHUNK_ON_CPU", losses.LOGITS_PER_CHUNK))
                 patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
+                patched.enter_context(patch.object(fork, "choose_operator", _choose_operator))
             patched.enter_context(
                 patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen)
             )
@@ -183,6 +207,7 @@ class FakeWeights:
             for leaf, parameter in part._parameters.items():
                 if parameter is not None:
                     part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                    self._fakes.forget(parameter)
 
 
 class FakeWorkers(Workers):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -14,19 +15,39 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from jobs.dry_run.figures import Collective
 
 
+class _NoModules:
+    """Stand-in for torch's tracker of modules, whose hooks around each one cost more than all that is counted here."""
+
+    is_bw = False
+    parents: frozenset[str] = frozenset()
+
+    def register_user_hooks(self, *_: Any) -> None:
+        """Call none."""
+
+    def clear_user_hooks(self) -> None:
+        """There are none."""
+
+    def __enter__(self) -> None:
+        """Watch nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Watch nothing."""
+
+
 class Tracker(MemTracker):
     """Bytes alive at the peak, and collectives. Torch's tracker without its figures by module, which allow one forward
-    pass a module and copy a snapshot of each with every operator."""
+    pass a module, and without a copy of all figures at every new peak."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._mod_tracker = cast("Any", _NoModules())
         self._calls: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
-        """No figures by module."""
-
-    _post_fw_hook = _pre_bw_hook = _post_bw_hook = cast("Any", lambda *_: None)
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        del peak_state
+        for device, snapshot in self._curr_mem_snap.items():
+            self._peak_mem[device] = max(self._peak_mem.get(device, 0), snapshot["Total"])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and func.overloadpacket.__name__ != "wait_tensor":
@@ -37,22 +58,17 @@ class Tracker(MemTracker):
 
     def restart(self) -> None:
         """Forget the peak so far, and the collectives."""
-        self._peak_mem, self._peak_mem_snap = {}, {}
+        self._peak_mem.clear()
         self._calls.clear()
         self._bytes.clear()
 
     @property
     def alive(self) -> int:
-        return self._total("current")
+        return _on_device({device: snapshot["Total"] for device, snapshot in self._curr_mem_snap.items()})
 
     @property
     def peak(self) -> int:
-        return self._total("peak")
-
-    def _total(self, kind: Literal["current", "peak"]) -> int:
-        """Bytes on the device: tensors on the meta device, which a layer that was let go of becomes, have none."""
-        snapshots: dict[torch.device, dict[str, int]] = self.get_tracker_snapshot(kind)
-        return sum(snapshot["Total"] for device, snapshot in snapshots.items() if device.type != "meta")
+        return _on_device(self._peak_mem)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -60,6 +76,11 @@ class Tracker(MemTracker):
             Collective(name=name, calls=calls, num_bytes=self._bytes[name])
             for name, calls in sorted(self._calls.items())
         )
+
+
+def _on_device(totals: Mapping[torch.device, int]) -> int:
+    """Bytes on the device: tensors on the meta device, which a layer that was let go of becomes, have none."""
+    return sum(total for device, total in totals.items() if device.type != "meta")
 
 
 def _tensors(tree: Any) -> list[Tensor]:

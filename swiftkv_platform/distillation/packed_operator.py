@@ -24,7 +24,7 @@ def choose_operator(
     Raises:
         InvalidInputError: `varlen_attn` is asked for, and the device cannot run it.
     """
-    return _choose(implementation, _head_dim(config), device, dtype)
+    return _choose(implementation, attention_head_dim(config), device, dtype)
 
 
 @cache  # asked in every pass, and said once
@@ -46,7 +46,7 @@ def _choose(
     return None
 
 
-def _head_dim(config: Any) -> int:
+def attention_head_dim(config: Any) -> int:
     """Numbers of a query's head."""
     if hasattr(config, "kv_lora_rank"):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim)

@@ -15,6 +15,11 @@ def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     capability = torch.cuda.get_device_capability(device)
     if capability < FLASH_CAPABILITY:
         return f"the GPU has compute capability {capability}; {FLASH_CAPABILITY} or more is needed"
+    return flash_refusal_of_heads(dtype, head_dim)
+
+
+def flash_refusal_of_heads(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Reason that FlashAttention cannot compute such heads on any GPU; None: it can on those that it runs on."""
     if dtype not in FLASH_DTYPES:
         return f"the model computes in {dtype}; float16 or bfloat16 is needed"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % FLASH_HEAD_DIM_MULTIPLE:

@@ -39,6 +39,7 @@ _FETCHED_DATA = "downloads of data sources"
 _ANSWERS = "answers to tasks, needles and continuations"
 _EPOCHS = "steps, which data and epochs decide"
 _ROLLBACKS = "going back to the best state, for which every node fetches its checkpoint"
+_ROLLBACKS_IN_PARTS = "going back to the best state, for which every worker fetches its part of a checkpoint"
 
 
 def plan_job(
@@ -181,7 +182,7 @@ class _Job:
 
     def train(self) -> PhasePlan:
         """Every step, with trials of rates before the first, measurements, and a checkpoint now and then; a run that
-        goes on, or back, fetches one to each node."""
+        goes on, or back, fetches one to each node, or with FSDP2 its part to each worker, which no disk holds."""
         own, memory, steps = self.volumes, self.memory["train"], self._steps
         calibrated = "calibrate" in self.memory
         fetched = _Fetched(self.num_nodes)
@@ -194,20 +195,23 @@ class _Job:
         saved = 1 if schedule is None else schedule.num_saves
         # Of a checkpoint every worker writes its share, but with ZeRO the first one all of it.
         written = own.checkpoint // (1 if self.spec.sharding.strategy == "deepspeed" else self.num_nodes)
+        loads_parts = self.spec.sharding.strategy == "fsdp2"
+        # Of a restored one, else of one that is uploaded while the next is written.
+        on_disk = min(own.checkpoint, 2 * written) if loads_parts else own.checkpoint
         whole = None if steps is None else self._seconds(steps * self._flops_per_step)
         steering = None if schedule is None else self._seconds(self._steering_flops(schedule))
         # All but the last are uploaded while steps are taken.
         beside = (whole or 0.0) * self.machines.store_bytes_per_second
         left_out = (_DATA,) if self.inputs.tokens is None else ()
         if self.spec.training.guard is not None and self.spec.training.validation is not None:
-            left_out = (*left_out, _ROLLBACKS)
+            left_out = (*left_out, _ROLLBACKS_IN_PARTS if loads_parts else _ROLLBACKS)
         return self._phase(
             "train",
             device=memory.device,
             host=memory.in_host_memory,
             disk=max(
                 DiskUse.of(cache=self._on_node),
-                DiskUse.of(cache=kept, checkpoints=own.checkpoint),
+                DiskUse.of(cache=kept, checkpoints=on_disk),
                 key=lambda use: use.total,
             ),
             store=DiskUse.of(cache=own.rows + own.start, checkpoints=(self._num_kept + 1) * own.checkpoint),

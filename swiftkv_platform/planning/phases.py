@@ -117,14 +117,17 @@ def _evaluation(
     """Rows through teacher and student, with the student's keys and values of all groups."""
     num_tokens = max(_TOKENS_PER_FORWARD // setup.sequence_length, 1) * setup.sequence_length
     states, layer = layer_buffers(model, setup, num_tokens=num_tokens)
+    embedded = 2 * narrow * model.hidden_size * num_tokens
     cached = sum(entry.heads * entry.size for entry in model.shared_attention.entries)
     states += narrow * cached * len(layer_map.leaders) * num_tokens
     weights = narrow * parameters.total
     if not sharded:
         return weights + states + layer
-    gathering = gathered_weights(parameters, narrow, units=3)
-    running = gathered_weights(parameters, narrow, units=2) + layer
-    return weights // setup.num_workers + states + max(gathering, running)
+    gathering = states + gathered_weights(parameters, narrow, units=3)
+    running = states + gathered_weights(parameters, narrow, units=2) + layer
+    # Beside the first layer, the buffer in which embedding and head came together is still there.
+    beginning = embedded + gathered_weights(parameters, narrow, units=2) + narrow * parameters.root
+    return weights // setup.num_workers + max(gathering, running, beginning)
 
 
 def refuse_what_cannot_fit(

@@ -168,8 +168,9 @@ def layer_buffers(model: Architecture, setup: TrainingSetup, *, num_tokens: int)
     own, hidden = model.shared_attention, model.hidden_size
     mask = setup.sequence_length
     attending = narrow * (2 * own.num_heads * (own.query_size + own.value_size) + setup.sequence_length)
-    widest = max(narrow * _inner_features(model, layer) for layer in model.layers)
-    return (_STATES * narrow * hidden + mask) * num_tokens, max(widest, attending) * num_tokens
+    # Of each expert that a token meets its input, its output, and that times its score.
+    inner = max(_inner_features(model, layer) + 3 * _routed_features(model, layer) for layer in model.layers)
+    return (_STATES * narrow * hidden + mask) * num_tokens, max(narrow * inner, attending) * num_tokens
 
 
 def _gradients_of_activations(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
@@ -188,6 +189,11 @@ def _inner_features(model: Architecture, layer: Layer) -> int:
     )
 
 
+def _routed_features(model: Architecture, layer: Layer) -> int:
+    """Features of a token's hidden state, once for each expert that it meets."""
+    return sum(linear.active * model.hidden_size for linear in layer.mlp if linear.copies > 1) // 3
+
+
 def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int, *, has_gradient: bool) -> int:
     """Bytes a token of one student layer, its K and V left out."""
     own, hidden = model.shared_attention, model.hidden_size
@@ -195,7 +201,7 @@ def _layer(model: Architecture, layer: Layer, setup: TrainingSetup, narrow: int,
     query = narrow * sum(linear.in_features for linear in own.query)
     attention = narrow * own.num_heads * (own.query_size + own.value_size) + WIDE * own.num_heads
     inner = _inner_features(model, layer)
-    routed = sum(linear.active * hidden for linear in layer.mlp if linear.copies > 1) // 3
+    routed = _routed_features(model, layer)
     tail = narrow * (2 * hidden + inner // 3) if setup.trainable != "qkv" else 0
     return norms + query + attention + narrow * (inner + routed) + tail
 

@@ -49,6 +49,26 @@ def sample_counts(length: int, number: int = 1) -> tuple[tuple[int, int], ...]:
     return (length // 3, number), (length - length // 3, number)
 
 
+def two_rows(
+    vocab_size: int, spec: DistillationSpec, counted_share: float, *, early_exit: bool = False
+) -> tuple[dict[str, torch.Tensor], TrainingSetup]:
+    """A micro-batch of two packed rows of 24 tokens, of which a share counts, and its description."""
+    batch = make_batch(vocab_size, 2, 24, packed=True)
+    batch["loss_mask"][:] = torch.arange(24) < counted_share * 24
+    setup = TrainingSetup(
+        sequence_length=24,
+        samples=sample_counts(24, 2),
+        counted_share=counted_share,
+        micro_batch_size=2,
+        dtype="float32",
+        early_exit=early_exit,
+        trainable=spec.trainable,
+        objective=spec.objective,
+        hidden_loss=spec.hidden_loss_weight > 0,
+    )
+    return batch, setup
+
+
 def count_step(fork: Fork, batch: dict[str, torch.Tensor]) -> int:
     counter = FlopCounterMode(display=False)
     with sdpa_kernel(SDPBackend.MATH), counter:
@@ -69,19 +89,7 @@ def squares(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: float) -> None:
     spec = DistillationSpec(**SPECS[name])
     student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3, early_exit=early_exit)
-    batch = make_batch(student.config.vocab_size, 2, 24, packed=True)
-    batch["loss_mask"][:] = torch.arange(24) < counted_share * 24
-    setup = TrainingSetup(
-        sequence_length=24,
-        samples=sample_counts(24, 2),
-        counted_share=counted_share,
-        micro_batch_size=2,
-        dtype="float32",
-        early_exit=early_exit,
-        trainable=spec.trainable,
-        objective=spec.objective,
-        hidden_loss=spec.hidden_loss_weight > 0,
-    )
+    batch, setup = two_rows(student.config.vocab_size, spec, counted_share, early_exit=early_exit)
     counted = count_step(Fork(student, spec, dtype=torch.float32), batch)
     assert counted == pytest.approx(
         48 * plan_training(student.config.to_dict(), setup).flops_per_token.total, rel=1e-12
@@ -94,18 +102,7 @@ def test_flops_are_those_of_a_step(name: str, early_exit: bool, counted_share: f
 def test_flops_are_those_of_a_measurement(name: str, counted_share: float) -> None:
     spec = DistillationSpec(**SPECS[name])
     student = convert(random_teacher(), num_key_value_layers=2, key_value_group_size=3)
-    batch = make_batch(student.config.vocab_size, 2, 24, packed=True)
-    batch["loss_mask"][:] = torch.arange(24) < counted_share * 24
-    setup = TrainingSetup(
-        sequence_length=24,
-        samples=sample_counts(24, 2),
-        counted_share=counted_share,
-        micro_batch_size=2,
-        dtype="float32",
-        trainable=spec.trainable,
-        objective=spec.objective,
-        hidden_loss=spec.hidden_loss_weight > 0,
-    )
+    batch, setup = two_rows(student.config.vocab_size, spec, counted_share)
     counter, model = FlopCounterMode(display=False), read_architecture(student.config.to_dict())
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         Fork(student, spec, dtype=torch.float32)(**batch, measures=True)

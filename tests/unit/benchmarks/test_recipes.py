@@ -39,6 +39,11 @@ def test_a_stored_dry_run_is_near_its_plan(name: str) -> None:
     planned = estimate(spec, teacher_config(spec), ())
     assert (found.num_parameters, found.num_trained_parameters) == (planned.parameters, planned.trained_parameters)
     assert planned.memory_per_worker == pytest.approx(found.train.peak, rel=0.1)
+    on_gpus = {each.phase: each.device_bytes for each in planned.phases if each.device_bytes is not None}
+    if on_gpus:
+        assert found.calibrate is not None
+        assert on_gpus["calibrate"] == pytest.approx(found.calibrate.peak, rel=0.1)
+        assert on_gpus["evaluate"] == pytest.approx(found.evaluate.peak, rel=0.1)
 
 
 def test_collectives_are_told_apart() -> None:

@@ -96,6 +96,16 @@ def test_checkpoints_are_counted() -> None:
     assert phases(job(training=UNMEASURED, optimizer={"name": "muon"}))["train"].store.checkpoints == 3 * 8 * TRAINED
 
 
+def test_a_node_holds_a_whole_checkpoint_only_where_every_worker_loads_all_of_it() -> None:
+    """32 workers on four nodes."""
+    many = {**GPUS, "num_workers": 32}
+    found = {name: phases(job(resources=many, sharding={"strategy": name}))["train"] for name in ("ddp", "fsdp2")}
+    assert found["ddp"].node_disk.checkpoints == 12 * TRAINED
+    assert found["fsdp2"].node_disk.checkpoints == 2 * (12 * TRAINED // 4), "one is uploaded while another is written"
+    assert any("every node fetches" in left for left in found["ddp"].left_out)
+    assert any("every worker fetches its part" in left for left in found["fsdp2"].left_out)
+
+
 def test_checkpoints_of_bests_are_counted() -> None:
     found = phases(job())
     train = found["train"]

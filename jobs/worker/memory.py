@@ -1,7 +1,8 @@
-"""Memory that a worker finds, and what it shares with other workers of its machine. Knows no model."""
+"""Memory that a worker finds and gives back, and what it shares with other workers of its machine. Knows no model."""
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import socket
 import tempfile
@@ -15,6 +16,18 @@ import psutil
 import torch
 
 from swiftkv_platform.model.workers import Workers
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_MAPPED_BYTES = 8 << 20
+"""Least size of a tensor that gets a mapping of its own. glibc's bound rises to 32 MiB as soon as a tensor of that size
+is freed; what was gathered of each layer then stays in its heap, and a worker holds twice what it uses."""
+
+
+def give_back_freed_tensors() -> None:
+    """Have glibc return a large tensor's memory to the system once it is freed; other C libraries stay as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def free_bytes(device: torch.device, num_local: int) -> float:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
 from jobs.values import Plan
+from jobs.worker.memory import give_back_freed_tensors
 from jobs.worker.telemetry import training_flops_per_token
 from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.data.packing import total_steps
@@ -193,7 +194,8 @@ def task_device(spec: JobSpec) -> torch.device:
 
 
 def set_up_process(spec: JobSpec) -> None:
-    """Use the cores this process was given (threads of processes that share a core slow each other down fiftyfold), and
-    draw no progress bars into its log."""
+    """Use the cores this process was given (threads of processes that share a core slow each other down fiftyfold),
+    keep no memory that it does not use, and draw no progress bars into its log."""
+    give_back_freed_tensors()
     torch.set_num_threads(max(1, int(spec.resources.cpus_per_worker)))
     transformers.utils.logging.disable_progress_bar()

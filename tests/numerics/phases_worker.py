@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jobs.worker.evaluate as evaluation
 import jobs.worker.measure as measure
+import swiftkv_platform.distillation.weights as weights
 from jobs.attempt.checkpoints import AttemptCheckpoints
 from jobs.attempt.parts import StoredParts
 from jobs.attempt.preparation import Prepared
 from jobs.worker.calibrate import calibrate
 from jobs.worker.evaluate import evaluate_and_publish
 from jobs.worker.memory import shared_workspace
-from jobs.worker.prepare import compute_dtype, load_tokenizer, open_lazy
+from jobs.worker.prepare import compute_dtype, load_tokenizer, open_lazy, set_up_process
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows
@@ -40,7 +42,9 @@ from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.quality import evaluate
 from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.model.workers import Workers
+from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from tests.numerics.distillation_worker import tiny_rows
@@ -60,6 +64,8 @@ class Case:
     num_samples: int = 60
     prefill_rounds: int = 5
     """Forward passes that the prefill's time is the median of."""
+    max_file_bytes: int = MAX_SHARD_BYTES
+    """Most of a weight file, which is held as it is written."""
     killed_after: str | None = None
     """Part of the evaluation after which the first worker is killed."""
     spec: dict[str, Any] = field(default_factory=dict)
@@ -153,6 +159,7 @@ def run_phases(case: Case) -> Outcome:
 def run_training(case: Case) -> Outcome:
     """Calibration and training, which a job's workers do in the same processes."""
     request, directory = case.request, Path(case.directory)
+    set_up_process(request.spec)
     spec, workers, memory = request.spec, Workers(), AnonymousMemory()
     rows = tiny_rows(case.num_samples)
     with memory.watched("calibrate"):
@@ -189,6 +196,7 @@ def run_evaluation(case: Case) -> Outcome:
     workers, memory = Workers(), AnonymousMemory()
     evaluation.MODEL_SHARE = 0.0 if case.sharded else 1.0
     measure._PREFILL_ROUNDS = case.prefill_rounds
+    weights.write_model_shards = partial(write_model_shards, max_shard_bytes=case.max_file_bytes)
     prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
     newest = AttemptCheckpoints(store, request, keep=1).newest() if workers.is_first else None
     checkpoint = workers.from_first(newest)

@@ -161,7 +161,8 @@ def test_a_prompt_is_scored_without_an_answer(model_dir: Path, config: dict[str,
     [answered] = engine.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=2))
     for output in scored.samples or (scored,):
         assert (output.token_ids, output.text, output.finish_reason) == ([], "", "length")
-        assert output.prompt_logprobs is not None and answered.prompt_logprobs is not None
+        assert output.prompt_logprobs is not None
+        assert answered.prompt_logprobs is not None
         # How many rows a product has, so how it rounds, depends on whether the last position is answered.
         for found, expected in zip(output.prompt_logprobs, answered.prompt_logprobs, strict=True):
             assert found == (None if expected is None else pytest.approx(expected, abs=1e-5))

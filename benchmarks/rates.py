@@ -22,32 +22,14 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from benchmarks.reports import benchmark_parser, conditions, write_report
-from jobs.attempt.checkpoints import AttemptCheckpoints
-from jobs.attempt.downloads import teacher_path
-from jobs.worker.calibrate import calibrate
-from jobs.worker.measure import Evaluation
-from jobs.worker.prepare import compute_dtype, load_student, open_lazy, prepare
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.stop_requests import StopRequest
-from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors
-from swiftkv_platform.distillation.course import CourseNote
-from swiftkv_platform.distillation.fork import Fork, load_trained
-from swiftkv_platform.distillation.measured import MeasuredStudent
-from swiftkv_platform.distillation.parallel import parallelize
-from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
-from swiftkv_platform.model.checkpoint import StoredTensors
+from benchmarks.training_runs import TrainingRuns, one_worker
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER, JobSpec
-from swiftkv_platform.storage.addresses import open_store
 
 TRAINABLE = ("qkv", "all")
 SMALL_LAYERS = 6
@@ -58,88 +40,20 @@ TOLERANCE = 0.002
 Row = dict[str, Any]
 
 
-class _Notes:
-    """Keeps what the trainer tells of the run's course."""
-
-    def __init__(self) -> None:
-        self.notes: list[CourseNote] = []
-        self.tokens = 0
-
-    def on_start(self, progress: Progress) -> None:
-        """A run begins at step 0 here."""
-
-    def on_course(self, note: CourseNote) -> None:
-        self.notes.append(note)
-        print(f"  {note.message}", flush=True)
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        self.tokens = metrics.tokens
-        if metrics.held_out_kl is not None:
-            print(f"  step {metrics.step}: held-out KL {metrics.held_out_kl:.4f}, lr {metrics.lr:.2e}", flush=True)
-
-    def stop_request(self) -> StopRequest:
-        return StopRequest.NONE
-
-
-class Model:
-    """One teacher with its rows and calibrated start; its runs differ in what is trained, and by which optimizer."""
-
-    def __init__(self, name: str, spec: JobSpec, directory: Path) -> None:
-        directory.mkdir()
-        self.name, self._spec, self._directory = name, spec, directory
-        self._path = teacher_path(spec.model, directory)
-        plan, self._data = prepare(spec, directory / "rows")
-        (directory / "start").mkdir()
-        calibrate(plan.spec, self._path, self._data.train, directory / "start", device="cpu")
-        self._start = StoredTensors(directory / "start")
-
-    def run(self, trainable: str, optimizer: str) -> Row:
-        """Train with defaults and measure before and after, on all that the evaluation takes."""
-        print(f"{self.name}: {trainable}, {optimizer}", flush=True)
-        document = self._spec.model_dump(exclude_unset=True)
-        document |= {"distillation": {"trainable": trainable}, "optimizer": {"name": optimizer}}
-        plan, _ = prepare(JobSpec.model_validate(document), self._directory / "rows")
-        notes = _Notes()
-        with tempfile.TemporaryDirectory(dir=self._directory) as name:
-            trained = self._train(plan.spec, plan.total_steps, Path(name), notes)
-            end = self._kl(plan.spec, trained)
-        rate = next((note.data for note in notes.notes if note.data["action"] == "rate"), None)
-        last = notes.notes[-1].data
-        row: Row = {"model": self.name, "trainable": trainable, "optimizer": optimizer, "tokens": notes.tokens}
-        row |= {"start_kl": self._kl(plan.spec, self._start), "end_kl": end, "chosen_step": last["chosen_step"]}
-        row |= {"default_rate": plan.spec.optimizer.learning_rate, "rate": rate and rate["learning_rate"]}
-        row["tried"] = rate["tried"] if rate else []
-        row["rollbacks"] = sum(note.data["action"] == "rollback" for note in notes.notes)
-        print(json.dumps(row), flush=True)
-        return row
-
-    def _train(self, spec: JobSpec, total_steps: int, directory: Path, notes: _Notes) -> Mapping[str, Tensor]:
-        student, dtype = load_student(spec, self._path), compute_dtype(spec)
-        load_trained(student, self._start)
-        fork = Fork(student, spec.distillation, dtype=dtype)
-        parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"))
-        request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
-        checkpoints = AttemptCheckpoints(open_store(str(directory)), request, keep=1)
-        checkpointer = Checkpointer(parallel, checkpoints, local_rank=0)
-        Trainer(
-            parallel,
-            self._data.train,
-            checkpointer,
-            spec,
-            total_steps=total_steps,
-            listener=notes,
-            held_out=self._data.held_out,
-        ).run()
-        key = checkpoints.model()
-        assert key is not None, "a run that ends has saved its last step"
-        return TrainedTensors(directory / key)
-
-    def _kl(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> float:
-        lazy = open_lazy(spec, self._path)
-        measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=torch.device("cpu"))
-        measured.start_from(tensors)
-        totals = measured(lambda student: Evaluation(student, self._data.held_out, spec.evaluation).compare(""))
-        return float(totals.student.kl)
+def run(runs: TrainingRuns, name: str, spec: JobSpec, trainable: str, optimizer: str) -> Row:
+    """Train with defaults and measure before and after, on all that the evaluation takes."""
+    print(f"{name}: {trainable}, {optimizer}", flush=True)
+    document = spec.model_dump(exclude_unset=True)
+    document |= {"distillation": {"trainable": trainable}, "optimizer": {"name": optimizer}}
+    found = runs.run(JobSpec.model_validate(document))
+    rate = next((note.data for note in found.notes if note.data["action"] == "rate"), None)
+    row: Row = {"model": name, "trainable": trainable, "optimizer": optimizer, "tokens": found.tokens}
+    row |= {"start_kl": found.start_kl, "end_kl": found.end_kl, "chosen_step": found.notes[-1].data["chosen_step"]}
+    row |= {"default_rate": found.spec.optimizer.learning_rate, "rate": rate and rate["learning_rate"]}
+    row["tried"] = rate["tried"] if rate else []
+    row["rollbacks"] = sum(note.data["action"] == "rollback" for note in found.notes)
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def verdicts(rows: Sequence[Row]) -> list[Row]:
@@ -214,12 +128,12 @@ def main() -> int:
     args.optimizers = args.optimizers or (["adamw"] if args.short else ["adamw", "muon"])
     with tempfile.TemporaryDirectory(prefix="bench-rates-") as name:
         directory = Path(name)
-        dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
         rows = []
-        for number, (model, spec) in enumerate(model_specs(args, directory).items()):
-            runs = Model(model, spec, directory / str(number))
-            rows += [runs.run(trainable, optimizer) for optimizer in args.optimizers for trainable in TRAINABLE]
-        dist.destroy_process_group()
+        with one_worker(directory):
+            for number, (model, spec) in enumerate(model_specs(args, directory).items()):
+                runs = TrainingRuns(spec, directory / str(number))
+                for optimizer in args.optimizers:
+                    rows += [run(runs, model, spec, trainable, optimizer) for trainable in TRAINABLE]
     found = verdicts(rows)
     for line in found:
         print(json.dumps(line), flush=True)

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation import fork, losses
 from swiftkv_platform.distillation.packed_operator import AttentionImplementation, attention_head_dim
+from swiftkv_platform.model import calibration_heads
 from swiftkv_platform.model.families import student_classes
 from swiftkv_platform.model.flash import flash_refusal_of_heads
 from swiftkv_platform.model.packed_attention import VarlenOperator
@@ -84,6 +85,11 @@ def _choose_operator(
     if implementation == "sdpa" or flash_refusal_of_heads(dtype, attention_head_dim(config)) is not None:
         return None
     return _attend_varlen
+
+
+def _assign_heads(lost: Tensor) -> list[int]:
+    """Any order costs the same."""
+    return list(range(len(lost)))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
@@ -165,6 +171,7 @@ def faked(spec: JobSpec) -> Iterator[Fakes]:
                 patched.enter_context(patch.object(losses, "LOGITS_PER_CHUNK_ON_CPU", losses.LOGITS_PER_CHUNK))
                 patched.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attend))
                 patched.enter_context(patch.object(fork, "choose_operator", _choose_operator))
+            patched.enter_context(patch.object(calibration_heads, "assign_heads", _assign_heads))
             patched.enter_context(
                 patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagate_unseen)
             )

@@ -150,6 +150,7 @@ def student_shape(spec: JobSpec) -> dict[str, Any]:
         "key_value_group_size": spec.swiftkv.key_value_group_size,
         "early_exit": spec.swiftkv.early_exit,
         "sharing": spec.swiftkv.sharing,
+        "own_output_projection": spec.swiftkv.own_output_projection,
     }
 
 

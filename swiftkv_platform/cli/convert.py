@@ -48,6 +48,9 @@ def convert(
         typer.Option(help="KV heads of later layers: the teacher's, one, or one for each query head."),
     ] = "gqa",
     early_exit: Annotated[bool, typer.Option("--early-exit", help="Add an exit head at layer l.")] = False,
+    own_output_projection: Annotated[
+        bool, typer.Option("--own-output-projection", help="Give later layers an output projection of their own.")
+    ] = False,
     calibration: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Text to calibrate the start on; repeatable. Loads the teacher."),
@@ -76,6 +79,7 @@ def convert(
             key_value_group_size=key_value_group_size,
             sharing=sharing,
             early_exit=early_exit,
+            own_output_projection=own_output_projection,
             calibration=read_calibration_text(path, calibration, calibration_tokens) if calibration else None,
             files="copy" if copy else "link",
             progress=report,
@@ -214,6 +218,7 @@ def _describe(converted: Converted) -> dict[str, Any]:
         "kv_bytes_ratio": sum(cached) / (config.num_hidden_layers * heads),
         "equal_cache_group_size": equal,
         "early_exit": config.early_exit,
+        "own_output_projection": config.own_output_projection,
         "new_tensors": converted.num_new_tensors,
         "new_bytes": converted.new_bytes,
     }

@@ -59,6 +59,7 @@ class AdapterShape(FrozenModel):
     key_value_group_size: int
     num_key_value_heads_swiftkv: int | None = None
     early_exit: bool = False
+    own_output_projection: bool = False
 
     @classmethod
     def of(cls, config: Any) -> AdapterShape:

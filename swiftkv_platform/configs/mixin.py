@@ -2,6 +2,7 @@
 
 Keys (shared with the reference implementation): `swiftkv`, `num_key_value_layers`, `key_value_group_size`,
 `num_key_value_heads_swiftkv`. Absent keys mean: every layer computes its own KV; groups of one; the teacher's heads.
+Ours: `early_exit`, `own_output_projection`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ class SwiftKVConfigMixin:
     """Key-value heads of layers >= l; None means the teacher's (paper, appendix C)."""
     early_exit: bool = False
     """Whether the checkpoint carries `exit_norm` and `exit_head`."""
+    own_output_projection: bool = False
+    """Whether layers >= l have an `o_proj_swiftkv`, and the student's heads leave through it."""
     swiftkv_teacher_weights: bool = True
-    """Whether layers >= l keep the teacher's own q, k and v projections."""
+    """Whether layers >= l keep the projections that only the teacher runs."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]  # the other base is a transformers configuration

@@ -44,11 +44,12 @@ class SwiftKVAttentionMixin(nn.Module):
     scaling: float
     attention_dropout: float
     o_proj: nn.Module
+    o_proj_swiftkv: nn.Module
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # the family's own projections
         self.shared_heads = None
-        twins = self.query_modules(config)
+        twins = self.own_modules(config)
         if layer_idx in config.layer_map.leaders:
             twins += self.key_value_modules
         for name in twins:
@@ -58,8 +59,23 @@ class SwiftKVAttentionMixin(nn.Module):
 
     @classmethod
     def query_modules(cls, config: Any, /) -> tuple[str, ...]:
-        """The teacher's modules that every layer >= l has a twin of, in the order the hidden state runs through."""
+        """The teacher's modules that make queries, in the order the hidden state runs through."""
         raise NotImplementedError
+
+    @classmethod
+    def own_modules(cls, config: Any, /) -> tuple[str, ...]:
+        """The teacher's modules that every layer >= l has a twin of."""
+        return cls.query_modules(config) + (("o_proj",) if config.own_output_projection else ())
+
+    @classmethod
+    def teacher_modules(cls, config: Any, /) -> tuple[str, ...]:
+        """Names of the modules that only the teacher has a use for."""
+        return cls.own_modules(config) + cls.key_value_modules
+
+    @property
+    def output_projection(self) -> nn.Module:
+        """Projection that the student's heads leave through."""
+        return self.o_proj_swiftkv if self.config.own_output_projection else self.o_proj
 
     @property
     def input_projections(self) -> Sequence[nn.Linear]:
@@ -97,17 +113,13 @@ class SwiftKVAttentionMixin(nn.Module):
         """A leader's norms that the keys of its whole group go through, and the teacher's in this layer."""
         return []
 
-    def teacher_modules(self) -> tuple[str, ...]:
-        """Names of the modules that only the teacher has a use for."""
-        return self.query_modules(self.config) + self.key_value_modules
-
     def idle_modules(self) -> tuple[str, ...]:
         """Names of the modules that the student does not run."""
-        return self.teacher_modules()
+        return self.teacher_modules(self.config)
 
     def drop_teacher(self) -> None:
         """Delete what only the teacher runs."""
-        for name in self.teacher_modules():
+        for name in self.teacher_modules(self.config):
             delattr(self, name)
 
     def forward(
@@ -147,7 +159,7 @@ class SwiftKVAttentionMixin(nn.Module):
             sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
             **kwargs,
         )  # [batch, num_tokens, num_heads, dim]
-        return self.o_proj(output.flatten(-2).contiguous()), weights
+        return self.output_projection(output.flatten(-2).contiguous()), weights
 
 
 class _SharedHeads(nn.Module):

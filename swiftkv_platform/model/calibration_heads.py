@@ -10,8 +10,11 @@ are merged into one K and one V.
 - Heads. With other key-value heads than the teacher's (paper, appendix C) the same merge decides: where one head stands
   for several, they join the group as if they were layers; where the teacher's are repeated, each copy is fitted to the
   query heads that read it.
-- Values. o_proj is frozen, so the shared value minimises the sum over layers of |O_i (v_i - v)|^2:
+- Values. Where o_proj is frozen, the shared value minimises the sum over layers of |O_i (v_i - v)|^2:
   v = (sum M_i)^-1 sum M_i v_i with M_i = O_i^T O_i, per key-value head.
+- Output projections of the student's own. Then a layer may read the shared value in its own way, and only what does not
+  fit into head_dim dimensions is lost: v and O'_i are the best approximation of that rank to all O_i v_i. And a layer's
+  heads may join the group in another order, which its q_proj and o_proj take up: the one that loses least of the keys.
 
 It knows no tokens.
 """
@@ -19,11 +22,20 @@ It knows no tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.optimize import linear_sum_assignment
 
-from swiftkv_platform.model.calibration_statistics import RIDGE, CalibrationStatistics, Method, Regression, assign
+from swiftkv_platform.model.calibration_statistics import (
+    RIDGE,
+    CalibrationStatistics,
+    Method,
+    Regression,
+    assign,
+    root_and_inverse,
+)
 from swiftkv_platform.model.initialization import share_heads
 
 
@@ -32,30 +44,92 @@ def _sum_of_squares(queries: torch.Tensor) -> torch.Tensor:
     return queries.square().sum(0)
 
 
+@dataclass
+class _Layer:
+    """A layer's attention as it joins its group: by one member, or by several where a shared head stands for several of
+    its own."""
+
+    attention: Any
+    num_heads: int
+    """Shared key-value heads."""
+    keys: list[torch.Tensor]
+    """Predicted from h, [inputs, num_heads * head_dim] a member, as `values`."""
+    values: list[torch.Tensor]
+    queries: list[torch.Tensor]
+    """Summed squared queries, [query heads, head_dim] a member."""
+    query: torch.Tensor
+    """The teacher's q_proj, weight and bias, [query heads * head_dim, inputs (+ 1)]."""
+    output: torch.Tensor
+    """The teacher's o_proj, [hidden_size, num_heads, members, query heads of each * head_dim]."""
+
+    @classmethod
+    def of(cls, attention: Any, i: int, statistics: CalibrationStatistics, regression: Regression) -> _Layer:
+        config = attention.config
+        num_heads: int = config.num_key_value_heads_swiftkv or config.num_key_value_heads
+        merged = max(config.num_key_value_heads // num_heads, 1)
+        keys, values = (
+            _members(regression.solve(statistics.cross[i, name]), config.num_key_value_heads, num_heads)
+            for name in ("k_proj", "v_proj")
+        )
+        by_head = statistics.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
+        teacher = attention.q_proj
+        return cls(
+            attention,
+            num_heads,
+            keys,
+            values,
+            queries=[heads.flatten(0, 1) for heads in by_head],
+            query=torch.cat((teacher.weight, *([] if teacher.bias is None else [teacher.bias[:, None]])), 1).double(),
+            output=attention.o_proj.weight.double().unflatten(1, (num_heads, merged, -1)),
+        )
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Have head `order[n]` join the shared head n. For a layer of one member."""
+        for tensors, dim in ((self.keys, 1), (self.values, 1), (self.queries, 0)):
+            tensors[:] = [_reordered(tensor, dim, order) for tensor in tensors]
+        self.query, self.output = _reordered(self.query, 0, order), self.output[:, order]
+
+    def turn_query(self, factor: torch.Tensor) -> None:
+        """Set q_proj_swiftkv to the teacher's queries times conj(factor) [key-value heads, head_dim / 2]."""
+        head_dim, student = self.attention.head_dim, self.attention.q_proj_swiftkv
+        by_head = factor.conj().repeat_interleave(len(self.query) // head_dim // len(factor), dim=0)
+        # score = Re(q conj(k)) with k = factor * shared, hence q takes conj(factor).
+        assign(student, _real(_complex(self.query.T, head_dim) * by_head).T)
+
+    def assign_output(self, members: Sequence[torch.Tensor]) -> None:
+        """Set o_proj_swiftkv, of which a member's part is [hidden_size, num_heads, its query heads * head_dim]."""
+        self.attention.o_proj_swiftkv.weight.copy_(torch.stack(list(members), dim=2).flatten(1))
+
+
 def _fit(
     attentions: Sequence[Any], layers: Sequence[int], statistics: CalibrationStatistics, regression: Regression
 ) -> None:
     leader, config = attentions[0], attentions[0].config
-    num_heads: int = config.num_key_value_heads_swiftkv or config.num_key_value_heads
-    merged = max(config.num_key_value_heads // num_heads, 1)  # heads of the teacher that one shared head stands for
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    queries, outputs = [], []
-    for attention, i in zip(attentions, layers, strict=True):
-        keys += _members(regression.solve(statistics.cross[i, "k_proj"]), config.num_key_value_heads, num_heads)
-        values += _members(regression.solve(statistics.cross[i, "v_proj"]), config.num_key_value_heads, num_heads)
-        by_head = statistics.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
-        queries += [heads.flatten(0, 1) for heads in by_head]
-        outputs += attention.o_proj.weight.unflatten(1, (num_heads, merged, -1)).unbind(2)
+    group = [_Layer.of(attention, i, statistics, regression) for attention, i in zip(attentions, layers, strict=True)]
+    num_heads, merged = group[0].num_heads, len(group[0].keys)
+    if config.own_output_projection and not leader.normalises_heads and num_heads == config.num_key_value_heads:
+        firsts = [(layer.keys[0], layer.queries[0]) for layer in group]
+        for layer, order in zip(group, match_heads(firsts, regression.gram, num_heads), strict=True):
+            layer.reorder(order)
+    keys = [key for layer in group for key in layer.keys]
+    values = [value for layer in group for value in layer.values]
+    outputs = [output for layer in group for output in layer.output.unbind(2)]
     if leader.normalises_heads:  # a factor on the query would be lost in its norm
         shared = torch.stack(keys).mean(0)
     else:
+        queries = [query for layer in group for query in layer.queries]
         shared, factors = merge_keys(keys, queries, regression.gram, num_heads)
-        for n, attention in enumerate(attentions):
+        for n, layer in enumerate(group):
             of_layer = torch.stack(factors[n * merged : (n + 1) * merged], dim=1)
-            _turn_query(attention, of_layer.flatten(0, 1))
+            layer.turn_query(of_layer.flatten(0, 1))
     assign(leader.k_proj_swiftkv, shared.T)
-    assign(leader.v_proj_swiftkv, merge_values(values, outputs, num_heads).T)
+    if config.own_output_projection and len(values) > 1:
+        value, outputs = share_values(values, outputs, regression.gram, num_heads)
+        for n, layer in enumerate(group):
+            layer.assign_output(outputs[n * merged : (n + 1) * merged])
+    else:
+        value = merge_values(values, outputs, num_heads)
+    assign(leader.v_proj_swiftkv, value.T)
 
 
 HEADS = Method(recorded=("k_proj", "v_proj"), query_statistic=_sum_of_squares, fit=_fit)
@@ -66,6 +140,12 @@ def _members(projection: torch.Tensor, num_heads: int, num_shared: int) -> list[
     if num_shared >= num_heads:
         return [share_heads(projection.T, num_heads, num_shared).T]
     return [part.flatten(1) for part in projection.unflatten(1, (num_shared, num_heads // num_shared, -1)).unbind(2)]
+
+
+def _reordered(x: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
+    """`x`, whose dimension `dim` is heads of equal size, with head `order[n]` in the place n."""
+    heads: torch.Tensor = x.unflatten(dim, (len(order), -1))
+    return heads.index_select(dim, torch.tensor(order, device=x.device)).flatten(dim, dim + 1)
 
 
 def _complex(x: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -93,11 +173,7 @@ def merge_keys(
     """
     head_dim = queries[0].shape[1]
     predicted = torch.stack([_complex(w, head_dim) for w in keys])  # [group, inputs, kv_heads, frequencies]
-    energy = []
-    for q in queries:  # a key meets every query head of its group of heads, and both halves of its pair
-        real, imaginary = q.unflatten(0, (num_key_value_heads, -1)).sum(1).chunk(2, dim=-1)
-        energy.append((real + imaginary).clamp_min(1e-30).sqrt())
-    scale = torch.stack(energy)  # [group, kv_heads, frequencies]
+    scale = torch.stack([_query_norms(q, num_key_value_heads) for q in queries])  # [group, kv_heads, frequencies]
     scale = scale / scale.mean(0)
     weighted = predicted * scale[:, None]
     images = torch.einsum("nm,gmhf->gnhf", gram.to(weighted.dtype), weighted)
@@ -111,12 +187,97 @@ def merge_keys(
     return _real(shared * size), list(factors / size)
 
 
+def _query_norms(squares: torch.Tensor, num_key_value_heads: int) -> torch.Tensor:
+    """Norms of the queries that a key meets, by head and frequency, [num_key_value_heads, head_dim / 2].
+
+    It meets every query head of its group of heads, and both halves of its pair.
+    """
+    real, imaginary = squares.unflatten(0, (num_key_value_heads, -1)).sum(1).chunk(2, dim=-1)
+    norms: torch.Tensor = (real + imaginary).clamp_min(1e-30).sqrt()
+    return norms
+
+
+def match_heads(
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]], gram: torch.Tensor, num_key_value_heads: int
+) -> list[list[int]]:
+    """By layer of a group, its head that joins each shared head: the first layer's in their order, those of each layer
+    behind it so that `merge_keys` loses least.
+
+    Args:
+        layers: predicted keys and summed squared queries, as `merge_keys` takes them.
+    """
+    orders = [list(range(num_key_value_heads))]
+    joined: list[tuple[torch.Tensor, torch.Tensor]] = []  # weighted keys and gram @ them, in the heads' new order
+    for keys, queries in layers:
+        weighted = _complex(keys, queries.shape[1]) * _query_norms(queries, num_key_value_heads)
+        image = torch.einsum("nm,mhf->nhf", gram.to(weighted.dtype), weighted)
+        if joined:
+            orders.append(assign_heads(_lost_energy(joined, weighted, image)))
+        joined.append((weighted[:, orders[-1]], image[:, orders[-1]]))
+    return orders
+
+
+def assign_heads(lost: torch.Tensor) -> list[int]:
+    """For each shared head (row) the head that joins it (column), so that the sum of `lost` is least."""
+    columns: list[int] = linear_sum_assignment(lost.cpu().numpy())[1].tolist()
+    return columns
+
+
+def _lost_energy(
+    joined: Sequence[tuple[torch.Tensor, torch.Tensor]], weighted: torch.Tensor, image: torch.Tensor
+) -> torch.Tensor:
+    """Energy outside the principal component where the shared head (row) is joined by a layer's head (column)."""
+    members = torch.stack([keys for keys, _ in joined])
+    inner = torch.einsum("anhf,bnhf->hfab", members.conj(), torch.stack([images for _, images in joined]))
+    outer = torch.einsum("anhf,nkf->hkfa", members.conj(), image)
+    own = torch.einsum("nkf,nkf->kf", weighted.conj(), image)
+    inner = inner[:, None].expand(-1, len(own), -1, -1, -1)
+    rows = torch.cat((inner, outer[..., None]), dim=-1)
+    last = torch.cat((outer.conj(), own[None, :, :, None].expand(len(own), -1, -1, 1)), dim=-1)
+    energies = torch.linalg.eigvalsh(torch.cat((rows, last[..., None, :]), dim=-2))  # ascending
+    lost: torch.Tensor = energies[..., :-1].sum((-1, -2))
+    return lost
+
+
+def share_values(
+    values: list[torch.Tensor], outputs: list[torch.Tensor], gram: torch.Tensor, num_key_value_heads: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One value projection for a group, and by layer the output projection that reads it.
+
+    Args:
+        values: by layer, the regression of its values on h, [inputs, num_key_value_heads * head_dim].
+        outputs: by layer, its o_proj, [hidden_size, num_key_value_heads, query heads of each * head_dim].
+
+    Returns:
+        The shared projection, shaped like one of `values`, and projections shaped like `outputs`.
+    """
+    head_dim = values[0].shape[1] // num_key_value_heads
+    by_head = [output.unflatten(2, (-1, head_dim)) for output in outputs]
+    # In the basis of the root of O^T O an error counts the same in every direction.
+    roots = [root_and_inverse(torch.einsum("okqd,okqe->kde", output, output)) for output in by_head]
+    split = [value.unflatten(1, (num_key_value_heads, -1)) for value in values]
+    weighted = torch.cat([torch.einsum("nkd,kde->nke", v, root) for v, (root, _) in zip(split, roots, strict=True)], -1)
+    images = torch.einsum("nm,mkd->nkd", gram, weighted)
+    _, vectors = torch.linalg.eigh(torch.einsum("nkd,nke->kde", weighted, images))  # ascending
+    principal = vectors[..., -head_dim:]  # [kv_heads, group * head_dim, head_dim]
+    by_layer = principal.unflatten(1, (len(values), head_dim)).unbind(1)
+    # Any basis of the components would do; this rotation and size leave the projections closest to what they were.
+    agreement = torch.stack([u.mT @ root for u, (root, _) in zip(by_layer, roots, strict=True)]).sum(0)
+    left, _, right = torch.linalg.svd(agreement)
+    rotation = left @ right
+    maps = torch.stack([inverse @ u @ rotation for u, (_, inverse) in zip(by_layer, roots, strict=True)])
+    size = (maps.square().sum((-1, -2)).mean(0) / head_dim).sqrt()[:, None, None]
+    shared = torch.einsum("nkd,kde->nke", weighted, principal @ (rotation * size))
+    read = [torch.einsum("okqd,kde->okqe", o, m).flatten(2) for o, m in zip(by_head, maps / size, strict=True)]
+    return shared.flatten(1), read
+
+
 def merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_key_value_heads: int) -> torch.Tensor:
     """One value projection for a group, [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
     head_dim = values[0].shape[1] // num_key_value_heads
     metrics = []
     for weight in outputs:  # [hidden_size, num_key_value_heads, query heads of each * head_dim]
-        heads = weight.double().unflatten(2, (-1, head_dim))
+        heads = weight.unflatten(2, (-1, head_dim))
         metrics.append(torch.einsum("okqd,okqe->kde", heads, heads))
     metric = torch.stack(metrics)  # [group, kv_heads, head_dim, head_dim]
     total = metric.sum(0)
@@ -129,14 +290,3 @@ def merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_ke
     deviation = torch.linalg.solve(total, weighted.transpose(1, 2)).permute(2, 0, 1)
     merged: torch.Tensor = mean + deviation
     return merged.flatten(1)
-
-
-def _turn_query(attention: Any, factor: torch.Tensor) -> None:
-    """Set q_proj_swiftkv to the teacher's queries times conj(factor) [key-value heads, head_dim / 2]."""
-    teacher, student, head_dim = attention.q_proj, attention.q_proj_swiftkv, attention.head_dim
-    num_heads = teacher.out_features // head_dim
-    by_head = factor.conj().repeat_interleave(num_heads // len(factor), dim=0)
-    # score = Re(q conj(k)) with k = factor * shared, hence q takes conj(factor).
-    student.weight.copy_(_real(_complex(teacher.weight.double().T, head_dim) * by_head).T)
-    if teacher.bias is not None:
-        student.bias.copy_(_real(_complex(teacher.bias.double(), head_dim) * by_head))

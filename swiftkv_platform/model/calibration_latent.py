@@ -7,7 +7,8 @@ latent basis of its own; what its layers have in common is what they expand thei
   Per head the shared key is the leading qk_nope_head_dim components of the layers' predicted keys, each weighted by the
   second moment Q_i of the queries that will meet it: k_i = F_i k_shared, and layer i's queries become F_i^T q_i.
 - Rotary key. As by head: one complex factor a frequency, here the same for all heads.
-- Values. As by head: merged in the metric of what each layer's o_proj makes of them.
+- Values. As by head: merged in the metric of what each layer's o_proj makes of them, or shared with output projections
+  of the student's own.
 - Latent. The shared keys and values together are a linear map of h; its best approximation of rank kv_lora_rank, keys
   and values counting alike, splits into the down projection (the component scores, as large as the layers' latents) and
   the up projection. The norm between them is taken for its mean over tokens.
@@ -23,11 +24,14 @@ from typing import Any
 
 import torch
 
-from swiftkv_platform.model.calibration_heads import merge_keys, merge_values
-from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Method, Regression, assign
-
-_FLOOR = 1e-3
-"""Least eigenvalue of a metric that is inverted, as a share of the mean one."""
+from swiftkv_platform.model.calibration_heads import merge_keys, merge_values, share_values
+from swiftkv_platform.model.calibration_statistics import (
+    CalibrationStatistics,
+    Method,
+    Regression,
+    assign,
+    root_and_inverse,
+)
 
 
 def _second_moments(queries: torch.Tensor) -> torch.Tensor:
@@ -66,7 +70,7 @@ def _fit(
     keys, maps = _merge_plain_keys(
         [y[..., :plain] for y in expanded], [q[:, :plain, :plain] for q in queries], regression
     )
-    values = _merge_weighted_values([y[..., plain:] for y in expanded], attentions)
+    values = _merge_weighted_values([y[..., plain:] for y in expanded], attentions, regression)
     down, up = _factorise(keys, values, rank, statistics.num_tokens, regression)
     down = down * torch.stack([_size(w[:, :rank], statistics, regression) for w in compressed]).mean()
 
@@ -90,7 +94,7 @@ def _merge_plain_keys(
         moments: by layer, second moments of the queries, [num_attention_heads, dim, dim].
     """
     dim = keys[0].shape[-1]
-    roots = [_root(moment) for moment in moments]
+    roots = [root_and_inverse(moment) for moment in moments]
     weighted = torch.cat([torch.einsum("nhd,hde->nhe", k, root) for k, (root, _) in zip(keys, roots, strict=True)], -1)
     images = torch.einsum("nm,mhd->nhd", regression.gram, weighted)
     _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", weighted, images))  # ascending
@@ -105,13 +109,19 @@ def _merge_plain_keys(
     return _Weighted(torch.einsum("nhd,hde->nhe", weighted, principal), rotation * size), list(maps / size)
 
 
-def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any]) -> _Weighted:
+def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any], regression: Regression) -> _Weighted:
     """One value by head for a group; an error counts by what the layers' o_proj make of it."""
     num_heads, dim = values[0].shape[1:]
     outputs = [attention.o_proj.weight.double().unflatten(1, (num_heads, dim)) for attention in attentions]
-    merged = merge_values([v.flatten(1) for v in values], outputs, num_heads).unflatten(1, (num_heads, dim))
-    root, inverse = _root(torch.stack([torch.einsum("ohd,ohe->hde", o, o) for o in outputs]).sum(0))
-    return _Weighted(torch.einsum("nhd,hde->nhe", merged, root), inverse)
+    flat = [value.flatten(1) for value in values]
+    if attentions[0].config.own_output_projection:
+        merged, outputs = share_values(flat, outputs, regression.gram, num_heads)
+        for attention, output in zip(attentions, outputs, strict=True):
+            attention.o_proj_swiftkv.weight.copy_(output.flatten(1))
+    else:
+        merged = merge_values(flat, outputs, num_heads)
+    root, inverse = root_and_inverse(torch.stack([torch.einsum("ohd,ohe->hde", o, o) for o in outputs]).sum(0))
+    return _Weighted(torch.einsum("nhd,hde->nhe", merged.unflatten(1, (num_heads, dim)), root), inverse)
 
 
 def _factorise(
@@ -152,13 +162,6 @@ def _turn_query(attention: Any, linear: torch.Tensor, factor: torch.Tensor) -> N
     turned = torch.complex(real.contiguous(), imaginary.contiguous()) * factor.conj()
     rotary = _pairs(torch.cat((turned.real, turned.imag), dim=-1)).mT
     student.weight.copy_(torch.cat((linear.mT @ plain, rotary), dim=1).flatten(0, 1))
-
-
-def _root(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric square root of [..., dim, dim] and its inverse."""
-    values, vectors = torch.linalg.eigh(metric)
-    values = values.clamp_min(0) + _FLOOR * values.mean(-1, keepdim=True).clamp_min(1e-30)
-    return vectors * values.sqrt()[..., None, :] @ vectors.mT, vectors * values.rsqrt()[..., None, :] @ vectors.mT
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

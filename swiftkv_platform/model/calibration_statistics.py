@@ -11,6 +11,8 @@ from torch import nn
 
 RIDGE = 1e-4
 """Ridge penalty as a share of the mean diagonal of the Gram matrix."""
+_FLOOR = 1e-3
+"""Least eigenvalue of a metric that is inverted, as a share of the mean one."""
 
 
 @dataclass
@@ -60,6 +62,13 @@ def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
         gram + penalty * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     )
     return factor
+
+
+def root_and_inverse(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric square root of [..., dim, dim] and its inverse."""
+    values, vectors = torch.linalg.eigh(metric)
+    values = values.clamp_min(0) + _FLOOR * values.mean(-1, keepdim=True).clamp_min(1e-30)
+    return vectors * values.sqrt()[..., None, :] @ vectors.mT, vectors * values.rsqrt()[..., None, :] @ vectors.mT
 
 
 class Regression:

@@ -121,8 +121,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
     @classmethod
     def teacher_modules(cls, config: Any) -> list[str]:
         """Names of the modules of layers >= l that only the teacher runs."""
-        attention = cls.decoder_class.layer_class.attention_class
-        modules = attention.query_modules(config) + attention.key_value_modules
+        modules = cls.decoder_class.layer_class.attention_class.teacher_modules(config)
         layers = range(config.num_key_value_layers, config.num_hidden_layers)
         return [f"model.layers.{i}.self_attn.{module}" for i in layers for module in modules]
 

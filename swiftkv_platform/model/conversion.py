@@ -33,6 +33,7 @@ def convert(
     key_value_group_size: int = 1,
     early_exit: bool = False,
     sharing: Sharing = "gqa",
+    own_output_projection: bool = False,
     calibration: Iterable[TokenBatch] | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
@@ -49,6 +50,8 @@ def convert(
         sharing: key-value heads of layers >= l (paper, appendix C): the teacher's (`gqa`), one (`mqa`: the mean of the
             teacher's) or one for each query head (`mha`: the teacher's, repeated). `planning.equal_cache_group_size`
             is the g at which the cache is as large as another's.
+        own_output_projection: give layers >= l an output projection of their own, which a calibrated start fits to the
+            values that layers share; copied, it is the teacher's.
         calibration: batches of token ids [batch, num_tokens] for the calibrated start; None copies the teacher's
             projections (k and v: the mean over the group).
         dtype: dtype to load a path in; None keeps the checkpoint's.
@@ -66,6 +69,7 @@ def convert(
         key_value_group_size=key_value_group_size,
         early_exit=early_exit,
         sharing=sharing,
+        own_output_projection=own_output_projection,
     )
     if isinstance(teacher, str | Path):
         if is_fp8(config):
@@ -112,7 +116,7 @@ def dense_config(student: Any) -> Any:
     """A student's configuration with every layer computing its own KV, as its teacher does."""
     dense = copy.deepcopy(student)
     dense.num_key_value_layers, dense.key_value_group_size = dense.num_hidden_layers, 1
-    dense.num_key_value_heads_swiftkv, dense.early_exit = None, False
+    dense.num_key_value_heads_swiftkv, dense.early_exit, dense.own_output_projection = None, False, False
     return dense
 
 
@@ -153,6 +157,7 @@ def make_student_config(
     key_value_group_size: int,
     early_exit: bool,
     sharing: Sharing,
+    own_output_projection: bool = False,
 ) -> Any:
     """The student's configuration from its teacher's. Raises what `convert` raises of a configuration alone."""
     if isinstance(teacher, SwiftKVConfigMixin):
@@ -182,6 +187,7 @@ def make_student_config(
         key_value_group_size=layer_map.key_value_group_size,
         num_key_value_heads_swiftkv=heads,
         early_exit=early_exit,
+        own_output_projection=own_output_projection,
     )
 
 

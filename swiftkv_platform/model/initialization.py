@@ -1,6 +1,6 @@
 """The copied start, tensor by tensor: which teacher tensors each new tensor of a student is made from.
 
-    q_*_swiftkv   the layer's own q_*             norm_swiftkv  layer l's input_layernorm
+    q_*, o_proj   the layer's own                 norm_swiftkv  layer l's input_layernorm
     k_*, v_*, ... the mean over the group's       exit_norm, exit_head  the teacher's final norm and head
 
 Source: paper, sections 3.1 and 3.2; with other key-value heads than the teacher's, appendix C. It knows names and
@@ -67,7 +67,7 @@ def copied_start(student: Any) -> Iterator[StartingTensor]:
         if match is None or _SUFFIX not in name:
             continue
         layer, tensor = int(match[1]), match[2].replace(_SUFFIX, "")
-        shared = not tensor.startswith("self_attn.q_")
+        shared = not tensor.startswith(("self_attn.q_", "self_attn.o_"))
         layers = layer_map.group(layer) if shared else (layer,)
         sources = tuple(f"model.layers.{i}.{tensor}" for i in layers)
         yield StartingTensor(name, sources, heads if shared else None)

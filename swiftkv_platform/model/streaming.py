@@ -66,6 +66,7 @@ def convert_checkpoint(
     key_value_group_size: int = 1,
     early_exit: bool = False,
     sharing: Sharing = "gqa",
+    own_output_projection: bool = False,
     calibration: Iterable[TokenBatch] | None = None,
     revision: str | None = None,
     files: Files = "link",
@@ -96,6 +97,7 @@ def convert_checkpoint(
         "key_value_group_size": key_value_group_size,
         "early_exit": early_exit,
         "sharing": sharing,
+        "own_output_projection": own_output_projection,
     }
     config = make_student_config(teacher, **shape)
     fp8 = is_fp8(teacher)

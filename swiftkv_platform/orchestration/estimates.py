@@ -19,7 +19,7 @@ from swiftkv_platform.planning.architecture import Architecture
 from swiftkv_platform.planning.job_plan import calibration_tokens, plan_job
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.machines import Machines
-from swiftkv_platform.planning.parameters import Parameters, student_parameters
+from swiftkv_platform.planning.parameters import Parameters
 from swiftkv_platform.planning.phase_plans import Assumptions, JobPlan, PhasePlan
 from swiftkv_platform.planning.phases import PhaseMemory, plan_phases, refuse_what_cannot_fit
 from swiftkv_platform.planning.training import plan_training
@@ -176,7 +176,7 @@ class _Student:
     def of(cls, spec: JobSpec, config: dict[str, Any]) -> _Student:
         model, setup = read_architecture(config), training_setup(spec)
         layer_map = LayerMap(len(model.layers), _num_key_value_layers(spec, config), spec.swiftkv.key_value_group_size)
-        parameters = student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable)
+        parameters = setup.student_parameters(model, layer_map)
         return cls(model, layer_map, parameters, setup)
 
     @property

@@ -213,6 +213,11 @@ def check_parent(spec: JobSpec, found: FoundParent, *, num_hidden_layers: int | 
         ("swiftkv.key_value_group_size", spec.swiftkv.key_value_group_size, theirs.swiftkv.key_value_group_size),
         ("swiftkv.sharing", spec.swiftkv.sharing, theirs.swiftkv.sharing),
         ("swiftkv.early_exit", spec.swiftkv.early_exit, theirs.swiftkv.early_exit),
+        (
+            "swiftkv.own_output_projection",
+            spec.swiftkv.own_output_projection,
+            theirs.swiftkv.own_output_projection,
+        ),
     ):
         if ours != needed:
             raise _unlike(field, ours, needed, parent)

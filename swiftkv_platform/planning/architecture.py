@@ -72,6 +72,10 @@ class Attention:
     def key_value_parameters(self) -> int:
         return sum(linear.parameters for linear in (*self.key_value, *self.expansion)) + self.key_norms
 
+    @property
+    def output_parameters(self) -> int:
+        return sum(linear.parameters for linear in self.output)
+
 
 @dataclass(frozen=True)
 class Layer:

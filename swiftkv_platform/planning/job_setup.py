@@ -23,6 +23,7 @@ def training_setup(spec: JobSpec) -> TrainingSetup:
         gradient_checkpointing=spec.training.gradient_checkpointing,
         compiled=spec.training.compile,
         early_exit=spec.swiftkv.early_exit,
+        own_output_projection=spec.swiftkv.own_output_projection,
         trainable=spec.distillation.trainable,
         objective=spec.distillation.objective,
         hidden_loss=spec.distillation.hidden_loss_weight > 0,

@@ -21,7 +21,8 @@ class Parameters:
     root: int
     """Parameters outside the layers: embeddings, heads, norms."""
     largest_layer: int
-    """Parameters of the largest layer as it is gathered: with the student's queries, without its keys and values."""
+    """Parameters of the largest layer as it is gathered: with the student's own queries and output projection, without
+    its keys and values."""
     shared_key_value: int
     """Parameters of the K and V projections that are gathered at once: of as many groups as are no larger than a
     layer."""
@@ -41,18 +42,26 @@ def dense_parameters(model: Architecture) -> int:
 
 
 def student_parameters(
-    model: Architecture, layer_map: LayerMap, *, early_exit: bool = False, trainable: Trainable = "qkv"
+    model: Architecture,
+    layer_map: LayerMap,
+    *,
+    early_exit: bool = False,
+    own_output_projection: bool = False,
+    trainable: Trainable = "qkv",
 ) -> Parameters:
     """Count the parameters of a student that keeps its teacher's projections, as distillation holds it."""
     hidden, vocabulary = model.hidden_size, model.vocab_size * model.hidden_size
     upper = model.layers[layer_map.num_key_value_layers :]
-    query = len(upper) * model.shared_attention.query_parameters
+    own = model.shared_attention
+    of_output = own_output_projection * own.output_parameters
+    own_of_layer = own.query_parameters + of_output
+    twins = len(upper) * own_of_layer
     key_value = len(layer_map.leaders) * model.shared_attention.key_value_parameters
     exit_head = early_exit * (vocabulary + hidden)
-    added = query + key_value + hidden + exit_head
+    added = twins + key_value + hidden + exit_head
     total = dense_parameters(model) + added
     teacher_projections = sum(
-        layer.attention.query_parameters + layer.attention.key_value_parameters for layer in upper
+        layer.attention.query_parameters + layer.attention.key_value_parameters + of_output for layer in upper
     )
     trained = added
     if trainable != "qkv":
@@ -60,14 +69,13 @@ def student_parameters(
         # A layer that follows a leader has no keys of its own to normalise.
         idle_norms = upper[-1].attention.head_norms // 2 * (len(upper) - len(layer_map.leaders))
         trained += tail - teacher_projections - idle_norms
-        total += tail + query + key_value  # the teacher's copy is of whole layers, the student's projections with them
+        total += tail + twins + key_value  # the teacher's copy is of whole layers, the student's projections with them
     if trainable == "all":
         lower = sum(_layer(model, layer) for layer in model.layers[: layer_map.num_key_value_layers])
         trained += lower
         total += lower
-    own = model.shared_attention
     first = layer_map.num_key_value_layers
-    largest = max(_layer(model, layer) + (i >= first) * own.query_parameters for i, layer in enumerate(model.layers))
+    largest = max(_layer(model, layer) + (i >= first) * own_of_layer for i, layer in enumerate(model.layers))
     projecting = sum(linear.parameters for linear in own.key_value) + own.key_norms
     runs = split_by_size([projecting] * len(layer_map.leaders), largest)
     return Parameters(
@@ -76,7 +84,7 @@ def student_parameters(
         root=_embeddings(model) + 2 * hidden + exit_head,
         largest_layer=largest,
         shared_key_value=projecting * max((run.stop - run.start for run in runs), default=0),
-        trained_of_layer=own.query_parameters if trainable == "qkv" else largest,
+        trained_of_layer=own_of_layer if trainable == "qkv" else largest,
         largest_tensor=max(vocabulary, *(m.in_features * m.out_features * m.copies for m in upper[-1].mlp)),
     )
 
@@ -94,7 +102,7 @@ def _layer(model: Architecture, layer: Layer) -> int:
     """A teacher's layer."""
     attention = layer.attention
     projections = attention.query_parameters + attention.key_value_parameters + attention.head_norms
-    maps = sum(linear.parameters for linear in (*attention.output, *layer.mlp))
+    maps = attention.output_parameters + sum(linear.parameters for linear in layer.mlp)
     return projections + maps + 2 * model.hidden_size
 
 

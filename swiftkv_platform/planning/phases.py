@@ -101,7 +101,9 @@ def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup,
     recorded = _DOUBLE * tokens * (key_value + query)
     running = narrow * largest_teacher_layer(model) + states + layer + recorded
     # A projection of queries is turned in float64: itself, its complex parts, their product and its parts again.
-    turning = narrow * 2 * (own.query_parameters + own.key_value_parameters) + 4 * _DOUBLE * hidden * query
+    of_output = setup.own_output_projection * own.output_parameters
+    twins = narrow * 2 * (own.query_parameters + of_output + own.key_value_parameters)
+    turning = twins + 4 * _DOUBLE * max(hidden * query, of_output)
     return max(sums + running, sums + turning, narrow * model.vocab_size * hidden + states)
 
 

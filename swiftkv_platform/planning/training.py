@@ -13,7 +13,6 @@ from swiftkv_platform.planning.config import ConfigSource
 from swiftkv_platform.planning.families import read_architecture
 from swiftkv_platform.planning.flops import attention_pairs
 from swiftkv_platform.planning.layers import LayerMap
-from swiftkv_platform.planning.parameters import student_parameters
 from swiftkv_platform.planning.prefill import resolve_layer_map
 from swiftkv_platform.planning.training_memory import WorkerMemory, worker_memory
 from swiftkv_platform.planning.training_setup import TrainingSetup
@@ -80,7 +79,7 @@ def plan_training(
             value=setup.batch_size,
         )
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
-    parameters = student_parameters(model, layer_map, early_exit=setup.early_exit, trainable=setup.trainable)
+    parameters = setup.student_parameters(model, layer_map)
     flops = training_flops(model, layer_map, setup)
     total = None if num_tokens is None else num_tokens * flops.total
     seconds = None if total is None or flops_per_second is None else total / (flops_per_second * setup.num_workers)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from swiftkv_platform.planning.parameters import Trainable
+from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.layers import LayerMap
+from swiftkv_platform.planning.parameters import Parameters, Trainable, student_parameters
 
 SampleCounts = tuple[tuple[int, int], ...]
 """Number of samples by their length: (length, number)."""
@@ -32,6 +34,7 @@ class TrainingSetup:
     gradient_checkpointing: bool = False
     compiled: bool = False
     early_exit: bool = False
+    own_output_projection: bool = False
     trainable: Trainable = "qkv"
     objective: Literal["logits", "lm"] = "logits"
     hidden_loss: bool = False
@@ -62,3 +65,13 @@ class TrainingSetup:
     def tokens_per_pass(self) -> int:
         """Tokens of a pass of one worker."""
         return self.sequence_length // self.sequence_parallel_size * self.micro_batch_size
+
+    def student_parameters(self, model: Architecture, layer_map: LayerMap) -> Parameters:
+        """Count the parameters of the student that is trained."""
+        return student_parameters(
+            model,
+            layer_map,
+            early_exit=self.early_exit,
+            own_output_projection=self.own_output_projection,
+            trainable=self.trainable,
+        )

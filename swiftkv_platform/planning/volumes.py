@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from swiftkv_platform.planning.architecture import Architecture
+from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.kv_cache import DTYPE_BYTES
 from swiftkv_platform.planning.layers import LayerMap
-from swiftkv_platform.planning.parameters import served_parameters, student_parameters
+from swiftkv_platform.planning.parameters import served_parameters
 from swiftkv_platform.planning.prefill import dense_layer_map
 from swiftkv_platform.planning.serving import weights_bytes
 from swiftkv_platform.planning.training_memory import WIDE
@@ -69,12 +70,12 @@ def volumes(
 ) -> Volumes:
     """Bytes of a job whose defaults are resolved."""
     narrow = DTYPE_BYTES[spec.model.dtype]
-    early_exit, trainable = spec.swiftkv.early_exit, spec.distillation.trainable
-    own = student_parameters(model, layer_map, early_exit=early_exit)
-    trained = student_parameters(model, layer_map, early_exit=early_exit, trainable=trainable).trained
+    setup = training_setup(spec)
+    own = replace(setup, trainable="qkv").student_parameters(model, layer_map)
+    trained = setup.student_parameters(model, layer_map).trained
     exported = own.total
-    if trainable != "qkv":
-        exit_head = early_exit * (model.vocab_size + 1) * model.hidden_size
+    if setup.trainable != "qkv":
+        exit_head = setup.early_exit * (model.vocab_size + 1) * model.hidden_size
         exported = sum(served_parameters(model, layer_map)) + exit_head
     moments = 1 if spec.optimizer.name == "muon" else 2
     tokens = inputs.tokens or 0

@@ -61,6 +61,10 @@ class SwiftKVSpec(Spec):
     grows with them; the g of equal size is `planning.equal_cache_group_size`."""
     early_exit: bool = False
     """Train an exit head at layer l."""
+    own_output_projection: bool = False
+    """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
+    which is trained with q, k and v. It makes up for most of what a group loses, and costs nothing when it is served;
+    engines other than this project's do not know it."""
     initialization: Literal["calibrated", "copied"] = "calibrated"
     """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights."""
     calibration_tokens: Annotated[Count, Field(ge=1024)] = 16384

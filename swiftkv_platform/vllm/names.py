@@ -31,6 +31,8 @@ class StudentNames:
     expected: frozenset[str]
     """Names of the SwiftKV tensors that the configuration promises; none in teacher mode."""
     head_norms: bool
+    own_output: bool
+    """Whether layers >= l have an output projection of their own."""
 
     @classmethod
     def of(cls, family: Family, config: Any, layer_map: LayerMap) -> StudentNames:
@@ -39,9 +41,13 @@ class StudentNames:
         projections = [f"{layer}.self_attn.q_proj_swiftkv" for layer in layers]
         projections += [f"{leader}.self_attn.{part}_proj_swiftkv" for leader in layer_map.leaders for part in "kv"]
         expected = {f"model.layers.{name}.{kind}" for name in projections for kind in kinds}
+        own_output = bool(layer_map.leaders) and config.own_output_projection
+        if own_output:
+            of_output = ("weight", "bias") if family.output_bias(config) else ("weight",)
+            expected |= {f"model.layers.{i}.self_attn.o_proj_swiftkv.{kind}" for i in layers for kind in of_output}
         if layer_map.leaders:
             expected.add("model.norm_swiftkv.weight")
-        return cls(layer_map, frozenset(expected), family.head_norms)
+        return cls(layer_map, frozenset(expected), family.head_norms, own_output)
 
     def check(
         self, weights: Iterable[tuple[str, torch.Tensor]], spread: Callable[[torch.Tensor], torch.Tensor] | None
@@ -77,7 +83,8 @@ class StudentNames:
         leaders, first = self.layer_map.leaders, self.layer_map.num_key_value_layers
         if leaders:
             upper = "|".join(str(layer) for layer in range(first, self.layer_map.num_hidden_layers))
-            dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.[qkv]_proj\.")] = None
+            of_teacher = "qkvo" if self.own_output else "qkv"
+            dropped[re.compile(rf"^model\.layers\.({upper})\.self_attn\.[{of_teacher}]_proj\.")] = None
             for group, leader in enumerate(leaders):
                 for part, shard in (("k", group), ("v", len(leaders) + group)):
                     name = f"model.layers.{leader}.self_attn.{part}_proj_swiftkv."
@@ -86,7 +93,7 @@ class StudentNames:
             followers = "|".join(str(i) for i in range(first, self.layer_map.num_hidden_layers) if i not in leaders)
             if self.head_norms and followers:
                 dropped[re.compile(rf"^model\.layers\.({followers})\.self_attn\.k_norm\.")] = None
-            renamed[".q_proj_swiftkv."] = ".query."
+            renamed |= {".q_proj_swiftkv.": ".query.", ".o_proj_swiftkv.": ".o_proj."}
         else:
             dropped[re.compile(r"_swiftkv\.")] = None
         for part in "qkv":

@@ -57,26 +57,65 @@ def exit_divergence(student: Any, tokens: torch.Tensor) -> float:
 
 def test_layers_whose_keys_differ_by_a_rotation_share_one_key_exactly(tokens: torch.Tensor) -> None:
     """Layer 4's keys are layer 3's, turned and scaled per frequency: the mean loses them, the joint fit does not."""
-    teacher = random_teacher()
-    layers, config = teacher.model.layers, teacher.config
-    with torch.no_grad():
-        for layer in layers[3:]:  # upper layers that hardly move the residual stream: all see the same hidden state
-            layer.mlp.down_proj.weight.zero_()
-            layer.self_attn.o_proj.weight.mul_(1e-3)
-            layer.self_attn.q_proj.weight.mul_(3)  # sharp attention, which wrong keys mislead
-            layer.input_layernorm.weight.copy_(layers[3].input_layernorm.weight)
-        pairs = layers[3].self_attn.k_proj.weight.unflatten(0, (config.num_key_value_heads, 2, -1))
-        angle = torch.rand(config.num_key_value_heads, config.head_dim // 2, 1) * 6.28
-        size = 0.5 + torch.rand_like(angle)
-        first, second = pairs.unbind(1)
-        turned = (angle.cos() * first - angle.sin() * second, angle.sin() * first + angle.cos() * second)
-        layers[4].self_attn.k_proj.weight.copy_(torch.stack([size * part for part in turned], dim=1).flatten(0, 2))
-        layers[4].self_attn.v_proj.weight.copy_(layers[3].self_attn.v_proj.weight)
+    teacher = teacher_with_turned_keys()
     shape = {"num_key_value_layers": 3, "key_value_group_size": 2}
     copied = convert(copy.deepcopy(teacher), **shape)
     calibrated = convert(copy.deepcopy(teacher), **shape, calibration=[tokens])
     assert attention_error(copied, 4, tokens) > 0.1
     assert attention_error(calibrated, 4, tokens) < 0.02
+
+
+@torch.no_grad()
+def teacher_with_turned_keys() -> Any:
+    """A teacher whose layer 4 has layer 3's keys, turned and scaled per frequency, and its values."""
+    teacher = random_teacher()
+    layers, config = teacher.model.layers, teacher.config
+    for layer in layers[3:]:  # upper layers that hardly move the residual stream: all see the same hidden state
+        layer.mlp.down_proj.weight.zero_()
+        layer.self_attn.o_proj.weight.mul_(1e-3)
+        layer.self_attn.q_proj.weight.mul_(3)  # sharp attention, which wrong keys mislead
+        layer.input_layernorm.weight.copy_(layers[3].input_layernorm.weight)
+    pairs = layers[3].self_attn.k_proj.weight.unflatten(0, (config.num_key_value_heads, 2, -1))
+    angle = torch.rand(config.num_key_value_heads, config.head_dim // 2, 1) * 6.28
+    size = 0.5 + torch.rand_like(angle)
+    first, second = pairs.unbind(1)
+    turned = (angle.cos() * first - angle.sin() * second, angle.sin() * first + angle.cos() * second)
+    layers[4].self_attn.k_proj.weight.copy_(torch.stack([size * part for part in turned], dim=1).flatten(0, 2))
+    layers[4].self_attn.v_proj.weight.copy_(layers[3].self_attn.v_proj.weight)
+    return teacher
+
+
+@torch.no_grad()
+def test_layers_with_other_orders_of_heads_and_other_bases_of_values_share_both(tokens: torch.Tensor) -> None:
+    """Layer 4's heads are layer 3's in another order, each with its values in another basis: queries and output
+    projections of the student's own make up for both, and where the latter are frozen nothing does."""
+    teacher = teacher_with_turned_keys()
+    heads = teacher.config.num_key_value_heads
+    attention = teacher.model.layers[4].self_attn
+    for projection in (attention.k_proj, attention.v_proj):
+        by_head = projection.weight.unflatten(0, (heads, -1)).roll(1, 0)
+        if projection is attention.v_proj:
+            by_head = torch.randn(heads, by_head.shape[1], by_head.shape[1]) / by_head.shape[1] ** 0.5 @ by_head
+        projection.weight.copy_(by_head.flatten(0, 1))
+    shape: dict[str, Any] = {"num_key_value_layers": 3, "key_value_group_size": 2, "calibration": [tokens]}
+    frozen = convert(copy.deepcopy(teacher), **shape)
+    own = convert(copy.deepcopy(teacher), **shape, own_output_projection=True)
+    for layer in (3, 4):
+        assert attention_error(frozen, layer, tokens) > 0.1
+        assert attention_error(own, layer, tokens) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("family", "sharing"),
+    [("llama", "gqa"), ("llama", "mqa"), ("qwen2", "gqa"), ("qwen3", "gqa"), ("qwen3", "mqa"), ("deepseek_v2", "gqa")],
+)
+def test_output_projections_of_its_own_bring_a_student_nearer(family: str, sharing: Any, tokens: torch.Tensor) -> None:
+    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 3, "sharing": sharing}
+    shape["calibration"] = tokens[:24].split(8)
+    frozen = convert(family_teacher(family), **shape)
+    own = convert(family_teacher(family), **shape, own_output_projection=True)
+    assert divergence(own, tokens[24:]) < 0.95 * divergence(frozen, tokens[24:])
+    assert {name.split(".")[2] for name in own.swiftkv_parameters() if "o_proj_swiftkv" in name} == set("234")
 
 
 @torch.no_grad()

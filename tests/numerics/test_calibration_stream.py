@@ -40,14 +40,18 @@ def assert_close(streamed: dict[str, torch.Tensor], expected: dict[str, torch.Te
         assert (streamed[name].float() - tensor.float()).norm() <= 1e-5 * tensor.float().norm(), name
 
 
+@pytest.mark.parametrize("own_output_projection", [False, True])
 @pytest.mark.parametrize("name", [*FAMILY_CONFIGS, "fbgemm"])
-def test_streamed_equals_in_memory(name: str, batches: list[dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_streamed_equals_in_memory(
+    name: str, own_output_projection: bool, batches: list[dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    shape = SHAPE | {"own_output_projection": own_output_projection}
     if name == "fbgemm":
         save_fp8(tmp_path, ROWS)
     else:
         save(family_teacher(name), tmp_path, max_shard_size="100KB")
-    student = convert(tmp_path, **SHAPE, calibration=batches, dtype=torch.float32)
-    source = LazyStudent.open(tmp_path, {}, dtype=torch.float32, **SHAPE)
+    student = convert(tmp_path, **shape, calibration=batches, dtype=torch.float32)
+    source = LazyStudent.open(tmp_path, {}, dtype=torch.float32, **shape)
     spilled = 0 if name == "llama" else 1 << 20
     tensors = calibrate_streamed(source, batches, workers=Workers(), max_activation_bytes=spilled)
     streamed = {parameter: tensor.clone() for parameter, tensor in tensors}
@@ -67,7 +71,7 @@ def test_streamed_equals_in_memory(name: str, batches: list[dict[str, torch.Tens
 @pytest.mark.parametrize("sharing", ["mqa", "mha"])
 def test_other_heads(sharing: str, batches: list[dict[str, torch.Tensor]], tmp_path: Path) -> None:
     save(family_teacher("qwen2"), tmp_path)
-    shape = SHAPE | {"sharing": sharing}
+    shape = SHAPE | {"sharing": sharing, "own_output_projection": sharing == "mqa"}
     expected = convert(tmp_path, **shape, calibration=batches).swiftkv_parameters()
     source = LazyStudent.open(tmp_path, {}, **shape)
     assert_close(dict(calibrate_streamed(source, batches, workers=Workers())), expected)

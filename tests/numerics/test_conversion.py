@@ -55,6 +55,7 @@ def test_streamed_equals_in_memory(name: str, tmp_path: Path) -> None:
 def test_streamed_from_one_file_with_shared_heads(sharing: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     teacher = save(random_teacher(attention_bias=True, tie_word_embeddings=True).to(dtype), tmp_path / "teacher")
     shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 3, "sharing": sharing}
+    shape["own_output_projection"] = dtype == torch.float32
     convert(teacher, **shape, early_exit=True).save_pretrained(tmp_path / "in-memory")
     written = convert_checkpoint(teacher, tmp_path / "streamed", **shape, early_exit=True)
     assert_same_directory(tmp_path / "streamed", tmp_path / "in-memory")
@@ -148,12 +149,13 @@ print(highest - before)
     assert int(result.stdout.split()[-1]) < size // 6
 
 
+@pytest.mark.parametrize("own_output_projection", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
 def test_export_drops_the_teacher_and_nothing_else(
-    name: str, streamed: bool, prompt: torch.Tensor, tmp_path: Path
+    name: str, streamed: bool, own_output_projection: bool, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
-    student = convert(family_teacher(name), **SHAPE, early_exit=True)
+    student = convert(family_teacher(name), **SHAPE, early_exit=True, own_output_projection=own_output_projection)
     expected = student(prompt[None]).logits
     source = student
     if streamed:
@@ -163,7 +165,8 @@ def test_export_drops_the_teacher_and_nothing_else(
     whole, left = (set(model.state_dict()) for model in (student, exported))
     lost = {name.removeprefix("model.layers.") for name in whole - left}
     assert {name.split(".")[0] for name in lost} == {"2", "3", "4"}
-    assert {name.split(".")[2] for name in lost} == {"q_proj", "k_proj", "v_proj"}
+    of_output = {"o_proj"} if own_output_projection else set()
+    assert {name.split(".")[2] for name in lost} == {"q_proj", "k_proj", "v_proj"} | of_output
     assert torch.equal(exported(prompt[None]).logits, expected)
     with pytest.raises(ModelError, match="exported without"):
         exported.swiftkv(False)

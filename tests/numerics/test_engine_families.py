@@ -67,6 +67,7 @@ def test_students_with_their_own_number_of_heads_are_served(sharing: int, tmp_pa
         num_key_value_layers=2,
         key_value_group_size=2,
         sharing={1: "mqa", 8: "mha"}[sharing],
+        own_output_projection=sharing == 1,
     )
     disturb(student).save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()

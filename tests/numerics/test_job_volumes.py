@@ -85,8 +85,15 @@ def checkpoint(spec: JobSpec, path: Path) -> int:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v2"])
 @pytest.mark.parametrize(
     "sections",
-    [{}, {"swiftkv": {"early_exit": True}}, {"distillation": {"trainable": "tail"}}, {"optimizer": {"name": "muon"}}],
-    ids=["qkv", "exit", "tail", "muon"],
+    [
+        {},
+        {"swiftkv": {"early_exit": True}},
+        {"swiftkv": {"own_output_projection": True}},
+        {"distillation": {"trainable": "tail"}},
+        {"swiftkv": {"own_output_projection": True}, "distillation": {"trainable": "tail"}},
+        {"optimizer": {"name": "muon"}},
+    ],
+    ids=["qkv", "exit", "output", "tail", "output-tail", "muon"],
 )
 def test_a_job_writes_what_is_planned(family: str, sections: dict[str, Any], tmp_path: Path) -> None:
     path = save(family_teacher(family), tmp_path / "teacher")

@@ -125,12 +125,14 @@ def test_other_heads_above_layer_l(sharing: Any) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("trainable", ["qkv", "tail", "all"])
-def test_parameters_are_those_of_the_fork(name: str, trainable: Any) -> None:
+@pytest.mark.parametrize("own_output_projection", [False, True])
+def test_parameters_are_those_of_the_fork(name: str, trainable: Any, own_output_projection: bool) -> None:
     teacher = make_teacher(name)
     model = read_architecture(teacher.config.to_dict())
     assert dense_parameters(model) == sum(p.numel() for p in teacher.parameters())
-    student = convert(teacher, num_key_value_layers=2, key_value_group_size=2, early_exit=True)
+    shape: dict[str, Any] = {"early_exit": True, "own_output_projection": own_output_projection}
+    student = convert(teacher, num_key_value_layers=2, key_value_group_size=2, **shape)
     fork = Fork(student, DistillationSpec(trainable=trainable), dtype=torch.bfloat16)
-    planned = student_parameters(model, LayerMap(5, 2, 2), early_exit=True, trainable=trainable)
+    planned = student_parameters(model, LayerMap(5, 2, 2), **shape, trainable=trainable)
     trained = sum(p.numel() for p in fork.parameters() if p.requires_grad)
     assert (planned.trained, planned.total) == (trained, sum(p.numel() for p in fork.parameters()))

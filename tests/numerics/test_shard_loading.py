@@ -131,6 +131,10 @@ def with_biases(directory: Path) -> None:
     save(disturb(convert(random_teacher(attention_bias=True, mlp_bias=True), **STUDENT)), directory)
 
 
+def with_outputs_of_its_own(directory: Path) -> None:
+    save(disturb(convert(random_teacher(attention_bias=True), **STUDENT, own_output_projection=True)), directory)
+
+
 def with_heads_of_its_own(directory: Path) -> None:
     save(disturb(convert(random_teacher(), **STUDENT, sharing="mha")), directory)
 
@@ -175,7 +179,7 @@ def without_dtype(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config))
 
 
-CHECKPOINTS = (with_biases, with_heads_of_its_own, without_teacher, streamed, with_head_alone)
+CHECKPOINTS = (with_biases, with_outputs_of_its_own, with_heads_of_its_own, without_teacher, streamed, with_head_alone)
 CHECKPOINTS += (with_fused_experts, without_dtype)
 
 

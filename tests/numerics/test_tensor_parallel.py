@@ -60,7 +60,8 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def test_random_schedules_of_two_ranks_give_the_tokens_of_the_plain_forward(tmp_path: Path) -> None:
     """Chunks, prefix hits, exits, drafts of both kinds, prompt log-probabilities: as for one rank."""
-    student = convert(random_teacher(seed=1, attention_bias=True, mlp_bias=True), **STUDENT)
+    teacher = random_teacher(seed=1, attention_bias=True, mlp_bias=True)
+    student = convert(teacher, **STUDENT, own_output_projection=True)
     with torch.no_grad():
         for name, parameter in student.swiftkv_parameters().items():
             parameter.add_(torch.randn_like(parameter) * (0.4 if name.startswith("exit_head") else 0.05))

@@ -37,6 +37,9 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     [
         pytest.param({"num_key_value_layers": 1, "key_value_group_size": 1}, id="l1-g1"),
         pytest.param({"num_key_value_layers": 2, "key_value_group_size": 3}, id="l2-g3"),
+        pytest.param(
+            {"num_key_value_layers": 1, "key_value_group_size": 2, "own_output_projection": True}, id="l1-g2-output"
+        ),
         pytest.param({"num_key_value_layers": 4, "key_value_group_size": 1, "early_exit": True}, id="l4-g1-exit-head"),
     ],
 )

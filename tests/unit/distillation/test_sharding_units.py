@@ -20,7 +20,7 @@ DEEP = 24
 """Layers, of which two keep their own K and V: projections of 22 groups are larger than most layers."""
 
 
-def make_decoder(family: str, sharing: Sharing = "gqa") -> Any:
+def make_decoder(family: str, sharing: Sharing = "gqa", *, own_output_projection: bool = False) -> Any:
     teacher = copy.deepcopy(FAMILY_CONFIGS[family])
     config = make_student_config(
         type(teacher)(**{**teacher.to_dict(), "num_hidden_layers": DEEP, "layer_types": None}),
@@ -29,6 +29,7 @@ def make_decoder(family: str, sharing: Sharing = "gqa") -> Any:
         key_value_group_size=1,
         early_exit=False,
         sharing=sharing,
+        own_output_projection=own_output_projection,
     )
     with torch.device("meta"):
         return student_classes(teacher.model_type).causal_lm(config).model
@@ -59,11 +60,12 @@ def test_no_unit_is_larger_than_a_layer(family: str) -> None:
     assert max(shared) <= max(layers)
 
 
+@pytest.mark.parametrize("own_output_projection", [False, True])
 @pytest.mark.parametrize("family", FAMILY_CONFIGS)
-def test_units_are_those_that_memory_is_planned_with(family: str) -> None:
-    decoder = make_decoder(family)
+def test_units_are_those_that_memory_is_planned_with(family: str, own_output_projection: bool) -> None:
+    decoder = make_decoder(family, own_output_projection=own_output_projection)
     model, layer_map = read_architecture(decoder.config.to_dict()), decoder.layer_map
-    planned = student_parameters(model, layer_map)
+    planned = student_parameters(model, layer_map, own_output_projection=own_output_projection)
     seen: set[nn.Parameter] = set()
     shared, layers = (sizes(units, seen) for units in split(decoder))
     assert max(shared) == planned.shared_key_value

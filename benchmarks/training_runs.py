@@ -1,0 +1,143 @@
+"""Training runs in this process, on one teacher and one set of rows.
+
+They are the trainer's own, with rate search, guard and best state as in a job; held-out KL is measured at both ends.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from jobs.attempt.checkpoints import AttemptCheckpoints
+from jobs.attempt.downloads import teacher_path
+from jobs.worker.calibrate import calibrate
+from jobs.worker.measure import Evaluation
+from jobs.worker.prepare import compute_dtype, load_student, open_lazy, prepare
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors
+from swiftkv_platform.distillation.course import CourseNote
+from swiftkv_platform.distillation.fork import Fork, load_trained
+from swiftkv_platform.distillation.measured import MeasuredStudent
+from swiftkv_platform.distillation.parallel import parallelize
+from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.model.checkpoint import StoredTensors
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
+
+
+@contextmanager
+def one_worker(directory: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class _Notes:
+    """Keeps what the trainer tells of the run's course."""
+
+    notes: list[CourseNote] = field(default_factory=list)
+    tokens: int = 0
+
+    def on_start(self, progress: Progress) -> None:
+        """A run begins at step 0 here."""
+
+    def on_course(self, note: CourseNote) -> None:
+        self.notes.append(note)
+        print(f"  {note.message}", flush=True)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.tokens = metrics.tokens
+        if metrics.held_out_kl is not None:
+            print(f"  step {metrics.step}: held-out KL {metrics.held_out_kl:.4f}, lr {metrics.lr:.2e}", flush=True)
+
+    def stop_request(self) -> StopRequest:
+        return StopRequest.NONE
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run from its calibrated start to the model that a job would publish."""
+
+    spec: JobSpec
+    """With its defaults resolved."""
+    start_kl: float
+    """Held-out KL, nats, of all that the evaluation takes, as `end_kl`."""
+    end_kl: float
+    tokens: int
+    """Positions that the loss counted."""
+    notes: tuple[CourseNote, ...]
+
+
+class TrainingRuns:
+    """Runs that share their teacher and rows, and where their `swiftkv` sections are equal their start.
+
+    Args:
+        spec: the teacher and the data; the rest is each run's own.
+        directory: a new one.
+    """
+
+    def __init__(self, spec: JobSpec, directory: Path) -> None:
+        directory.mkdir()
+        self._directory = directory
+        self._path = teacher_path(spec.model, directory)
+        _, self._data = prepare(spec, directory / "rows")
+        self._starts: dict[str, StoredTensors] = {}
+
+    def run(self, spec: JobSpec) -> FinishedRun:
+        """Calibrate, train and measure."""
+        plan, _ = prepare(spec, self._directory / "rows")
+        start, notes = self._start(plan.spec), _Notes()
+        with tempfile.TemporaryDirectory(dir=self._directory) as name:
+            end_kl = self._kl(plan.spec, self._train(plan.spec, plan.total_steps, start, Path(name), notes))
+        return FinishedRun(plan.spec, self._kl(plan.spec, start), end_kl, notes.tokens, tuple(notes.notes))
+
+    def _start(self, spec: JobSpec) -> StoredTensors:
+        key = json.dumps([spec.swiftkv.model_dump(), spec.training.seed], sort_keys=True)
+        if key not in self._starts:
+            directory = self._directory / f"start-{len(self._starts)}"
+            directory.mkdir()
+            calibrate(spec, self._path, self._data.train, directory, device="cpu")
+            self._starts[key] = StoredTensors(directory)
+        return self._starts[key]
+
+    def _train(
+        self, spec: JobSpec, total_steps: int, start: StoredTensors, directory: Path, notes: _Notes
+    ) -> Mapping[str, Tensor]:
+        student, dtype = load_student(spec, self._path), compute_dtype(spec)
+        load_trained(student, start)
+        fork = Fork(student, spec.distillation, dtype=dtype)
+        parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"))
+        request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
+        checkpoints = AttemptCheckpoints(open_store(str(directory)), request, keep=1)
+        Trainer(
+            parallel,
+            self._data.train,
+            Checkpointer(parallel, checkpoints, local_rank=0),
+            spec,
+            total_steps=total_steps,
+            listener=notes,
+            held_out=self._data.held_out,
+        ).run()
+        key = checkpoints.model()
+        assert key is not None, "a run that ends has saved its last step"
+        return TrainedTensors(directory / key)
+
+    def _kl(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> float:
+        lazy = open_lazy(spec, self._path)
+        measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=torch.device("cpu"))
+        measured.start_from(tensors)
+        totals = measured(lambda student: Evaluation(student, self._data.held_out, spec.evaluation).compare(""))
+        return float(totals.student.kl)

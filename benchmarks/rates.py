@@ -1,4 +1,4 @@
-"""Defaults on models that nobody tuned them on: what q/k/v and all layers end with when a spec names neither rate nor
+"""Defaults on models that they were not tuned on: what q/k/v and all layers end with when a spec names neither rate nor
 warm-up, at equal tokens.
 
     python -m benchmarks.rates [--stories DIR] [--trained DIR] [--optimizers adamw muon] [--steps 500]

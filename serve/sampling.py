@@ -98,7 +98,7 @@ class SamplingFields(FrozenModel, strict=True):
     min_tokens: int = SamplingParams.min_tokens
     """Tokens before which no end of sequence, stop token or stop string ends the answer."""
     truncate_prompt_tokens: int | None = SamplingParams.truncate_prompt_tokens
-    """Keep the last so many tokens of a longer prompt; -1: as many as the context has beside the answer."""
+    """Keep this number of tokens of a longer prompt, the last; -1: as many as the context has beside the answer."""
     timeout_s: Annotated[float, Field(gt=0.0)] | None = None
     """Seconds from arrival, waiting included, after which the answer is given up: 504."""
     early_exit: str | dict[str, Any] | None = None

@@ -161,7 +161,7 @@ def names_without_effect(
         ignored: fields that the operator has set to be ignored; `ANY`: all unknown ones.
 
     Raises:
-        InvalidInputError: a field that would change the answer, or that nobody knows.
+        InvalidInputError: a field that would change the answer, or an unknown one.
     """
     known = fields_of(route)
     for name, value in extra.items():

@@ -59,7 +59,7 @@ class OpenAIFields(SamplingFields, extra="allow"):
         """Names of the fields that were given in vain; `ignored`: those that the operator sets to be.
 
         Raises:
-            InvalidInputError: a field that would change the answer, or that nobody knows.
+            InvalidInputError: a field that would change the answer, or an unknown one.
         """
         unknown_options = (self.stream_options and self.stream_options.model_extra) or {}
         return names_without_effect(route, self.model_extra or {}, unknown_options, self.n, ignored)

@@ -37,7 +37,7 @@ def upload(
 
 @files_app.command("list")
 def list_files(
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")] = 20,
     url: Url = None,
     json: Json = False,
 ) -> None:

@@ -130,7 +130,7 @@ def validate(
 @jobs_app.command("list")
 def list_jobs(
     status: Annotated[str | None, typer.Option(help="Only jobs of this status.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")] = 20,
     url: Url = None,
     json: Json = False,
 ) -> None:
@@ -173,7 +173,7 @@ def watch(job_id: JobId, url: Url = None, json: Json = False) -> None:
 def logs(
     job_id: JobId,
     follow_: Annotated[bool, typer.Option("--follow", help="Go on as lines are written.")] = False,
-    tail: Annotated[int | None, typer.Option(min=1, help="Only so many lines, the newest attempt's last.")] = None,
+    tail: Annotated[int | None, typer.Option(min=1, help="Most lines to show, the newest attempt's last.")] = None,
     url: Url = None,
     json: Json = False,
 ) -> None:

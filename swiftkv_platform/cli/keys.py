@@ -136,7 +136,7 @@ def list_keys(file: KeyFile = None, json: Json = False) -> None:
             for key in keys
         ]
         columns = ("id", "name", "tenant", "scopes", "begins", "expires", "last used")
-        print_table(columns, rows, empty="No keys: nobody is let in.")
+        print_table(columns, rows, empty="No keys: no caller is let in.")
 
 
 @keys_app.command()

@@ -21,7 +21,7 @@ models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
 
 @models_app.command("list")
 def list_models(
-    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")] = 20,
     url: Url = None,
     json: Json = False,
 ) -> None:

@@ -103,8 +103,8 @@ class PackedRows:
         [1, num_tokens], and the lengths of the samples.
 
         Args:
-            multiple: padding behind the last sample fills up to a multiple of so many tokens.
-            num_counted: the loss counts positions of the first so many rows only; None: of all.
+            multiple: padding behind the last sample fills up to a multiple of this number of tokens.
+            num_counted: the loss counts positions of this number of rows only, the first ones; None: of all.
         """
         members = [list(self._members(index)) for index in indices]
         lengths = [self.samples.lengths[row].tolist() for row in members]

@@ -149,7 +149,7 @@ class RequestReader:
         if wanted > MAX_PROMPT_LOGPROBS:
             raise InvalidInputError(
                 f"prompt_logprobs is {params.prompt_logprobs}, for {num_prompt_tokens} tokens of the prompt; "
-                f"{MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} is accepted for so many",
+                f"{MAX_PROMPT_LOGPROBS // num_prompt_tokens - 1} is accepted for that number",
                 field="prompt_logprobs",
                 value=params.prompt_logprobs,
             )

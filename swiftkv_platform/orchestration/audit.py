@@ -53,7 +53,7 @@ class AuditFilter:
 
 
 class AuditTrail(Protocol):
-    """Entries that nobody changes once their request is answered."""
+    """Entries that stay as they are once their request is answered."""
 
     def list(self, page: Page, wanted: AuditFilter) -> Slice[AuditEntry]:
         """Entries, by their time. Raises `InvalidInputError` for an unknown cursor."""

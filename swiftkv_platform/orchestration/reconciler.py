@@ -9,8 +9,8 @@ A `starting` job that was not seen submitted is submitted again under the same i
 an id it knows. Events are read after Ray's status, so that all of an ended attempt's are there, and the cursor is
 stored together with what was read, so that each counts once.
 
-A tick's work is bounded: jobs on the cluster are looked at when `attention` says so, several at a time, and so many
-events of each are read. The queue is decided by columns of the database, and places are claimed there.
+A tick's work is bounded: jobs on the cluster are looked at when `attention` says so, several at a time, and a
+bounded number of events of each is read. The queue is decided by columns of the database, and places are claimed there.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class Reconciler:
         except LeaseLostError:
             raise
         except StaleVersionError as error:
-            self._log.info("changed by somebody else; the next tick reads it again", reason=error.message)
+            self._log.info("changed elsewhere; the next tick reads it again", reason=error.message)
         except ClusterUnavailableError as error:
             with self._lock:  # of several calls that fail together one counts
                 if self._backoff.ready(_CLUSTER, self._clock()):

@@ -12,7 +12,7 @@ from swiftkv_platform.orchestration.job import JobStatus
 
 DAY_S = 86400.0
 SWEEPER = "retention"
-"""Author of deletions that nobody asked for."""
+"""Author of deletions that no request asked for."""
 
 
 class Kind(StrEnum):
@@ -237,7 +237,7 @@ class RetainedObjects(Protocol):
         ...
 
     def remove(self, place: str, *, limit: int) -> Batch:
-        """Remove at most so many objects at a place: manifests first, so that no directory looks complete."""
+        """Remove at most `limit` objects at a place: manifests first, so that no directory looks complete."""
         ...
 
     def measure(self, place: str, *, limit: int, after: str | None) -> Batch:

@@ -18,7 +18,7 @@ class Placed:
     status: JobStatus
     version: int
     watched_until: float
-    """Unix seconds until which somebody follows it."""
+    """Unix seconds until which it is followed."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class FileService:
         self._policies = policies
 
     def check_room(self, caller: Caller, announced: int) -> None:
-        """Refuse an upload of so many bytes before it is read, where it cannot be kept.
+        """Refuse an upload of `announced` bytes before it is read, where it cannot be kept.
 
         Raises `InvalidInputError` for a file that is too large, `QuotaExceededError` for one too many.
         """

@@ -37,7 +37,7 @@ class SamplingParams:
     """Most tokens to generate; the context may end the answer earlier. 0 generates none: the prompt is read, and scored
     where `prompt_logprobs` asks for it."""
     min_tokens: int = 0
-    """Tokens before which nothing but `max_tokens` and the context ends the answer: the first so many are no end of
+    """Tokens before which nothing but `max_tokens` and the context ends the answer: the tokens before are no end of
     sequence and none of `stop_token_ids`, and `stop` is looked for behind them."""
     temperature: float = 1.0
     """0 takes the most probable token, as does all below 1e-5; above, logits are divided by it."""
@@ -74,7 +74,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which then all go through every layer."""
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt; -1: as many as the context has beside `max_tokens`."""
+    """Keep this number of tokens of a longer prompt, the last; -1: as many as fit beside `max_tokens`."""
     early_exit: EarlyExit = field(default_factory=EarlyExit)
     """Whether generated tokens may be chosen, or drafted, at layer l: a mode (`off`, `threshold`, `lossless`) or
     `EarlyExit(...)`."""

@@ -34,7 +34,7 @@ class OptimizerSpec(Spec):
 
 
 class ValidationSpec(Spec):
-    """Held-out KL while a run trains: a forward pass over the same few held-out rows every so many steps."""
+    """Held-out KL while a run trains: a forward pass over the same few held-out rows, at an interval of steps."""
 
     every_steps: Count | None = None
     """Optimizer steps between measurements. Default: a twentieth of the run; the last step is always measured."""

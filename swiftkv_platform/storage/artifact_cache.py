@@ -97,7 +97,7 @@ class ArtifactCache:
             return False
 
     def _make_room(self, size: int, *, for_: str) -> None:
-        """Remove copies that nobody holds, the least recently used first, until `size` bytes more may be kept, and
+        """Remove copies that are not held, the least recently used first, until `size` bytes more may be kept, and
         fit on the disk."""
         for left in self._directory.glob(".fetch-*"):  # of a process that was killed
             if time.time() - left.stat().st_mtime > _LEFT_BEHIND_S:

@@ -21,7 +21,7 @@ def announce_frontend() -> None:
 
 
 def follow_frontend() -> None:
-    """End this process when the frontend has; calling it again changes nothing. The frontend itself follows nobody."""
+    """End this process when the frontend has; a second call changes nothing. The frontend itself follows no process."""
     frontend = os.environ.get(FRONTEND_PID)
     if frontend in (None, str(os.getpid())) or any(thread.name == _WATCHER for thread in threading.enumerate()):
         return

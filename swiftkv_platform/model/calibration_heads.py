@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from scipy.optimize import linear_sum_assignment
 
 from swiftkv_platform.model.calibration_statistics import (
     RIDGE,
@@ -219,6 +218,8 @@ def match_heads(
 
 def assign_heads(lost: torch.Tensor) -> list[int]:
     """For each shared head (row) the head that joins it (column), so that the sum of `lost` is least."""
+    from scipy.optimize import linear_sum_assignment  # takes long, and replicas, which never come here, may lack it
+
     columns: list[int] = linear_sum_assignment(lost.cpu().numpy())[1].tolist()
     return columns
 

@@ -106,13 +106,26 @@ FRAGMENT = re.compile(r"(Of|Whose|By which|As|What|Which|Who|That|How)\s")
 """Beginning of a docstring that does not stand alone."""
 
 
-def test_docstrings_stand_alone() -> None:
-    """A docstring is read in a tooltip or a reference, far from the name that it would continue."""
+VAGUE = re.compile(r"\b(nobody|somebody|so many)\b", re.IGNORECASE)
+"""Words for which there is a name or a number."""
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """Place and text of every docstring."""
     paths = [path for room in (*PACKAGES, "benchmarks", "tests") for path in sorted((ROOT / room).rglob("*.py"))]
-    found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", node.value.value)
         for path in paths
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and FRAGMENT.match(str(node.value.value))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
-    assert found == []
+
+
+def test_docstrings_stand_alone() -> None:
+    """A docstring is read in a tooltip or a reference, far from the name that it would continue."""
+    assert [place for place, text in docstrings() if FRAGMENT.match(text)] == []
+
+
+def test_docstrings_and_pages_say_who_and_how_many() -> None:
+    pages = [(page.name, page.read_text(encoding="utf-8")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [place for place, text in (*docstrings(), *pages) if VAGUE.search(text)] == []

@@ -1,6 +1,7 @@
 """Options against each other at equal tokens, several seeds each: what a student loses with and without them.
 
-    python -m benchmarks.ablations [--model builtin:python-5m] [--steps 250] [--seeds 0 1 2] [--output ablations.json]
+    python -m benchmarks.ablations [--model builtin:python-5m] [--steps 250] [--seeds 0 1 2] [--arms g=2 ...]
+                                   [--output ablations.json]
     python -m benchmarks.ablations --short      # a few small steps, one seed: does it run?
 
 Arms: AcrossKV groups of 1, 2 and 4 layers, with the teacher's output projections and with the student's own. A run is
@@ -67,7 +68,7 @@ def _spec(args: argparse.Namespace, seed: int, swiftkv: dict[str, Any]) -> JobSp
             },
             "sharding": {"strategy": "ddp"},
             "resources": {"num_workers": 1},
-            "evaluation": {"max_tokens": 1024 if args.short else 32768},
+            "evaluation": {"max_tokens": args.evaluation_tokens},
         }
     )
 
@@ -77,10 +78,12 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="few, small steps and one seed")
     parser.add_argument("--model", default=BUILTIN_TEACHER, help="the teacher, as a job names it")
     parser.add_argument("--steps", type=int, help="of 8 rows of 256 tokens; default: 250, with --short 8")
+    parser.add_argument("--evaluation-tokens", type=int, help="held-out; default: 32768, with --short 1024")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2, with --short 0")
     parser.add_argument("--arms", nargs="+", choices=ARMS, help="default: all; g=1 is always run")
     args = parser.parse_args()
     args.steps = args.steps or (8 if args.short else 250)
+    args.evaluation_tokens = args.evaluation_tokens or (1024 if args.short else 32768)
     args.seeds = args.seeds or ([0] if args.short else [0, 1, 2])
     arms = [arm for arm in ARMS if args.arms is None or arm in (BASELINE, *args.arms)]
     rows: list[Row] = []

@@ -157,7 +157,8 @@ def logits(state: State, config: Any, ids: torch.Tensor, inv_freq: torch.Tensor,
         q = attention.query(normed, f"{layer}.self_attn", "_swiftkv" if i in shared else "")
         k, v = shared[i] if i in shared else attention.key_value(normed, f"{layer}.self_attn", "")
         attended = _attend(q, k, v, attention.scale, _window(config, i))
-        x = x + _linear(attended, state, f"{layer}.self_attn.o_proj")
+        own_output = i in shared and getattr(config, "own_output_projection", False)
+        x = x + _linear(attended, state, f"{layer}.self_attn.o_proj{'_swiftkv' if own_output else ''}")
         normed = _norm(x, state[f"{layer}.post_attention_layernorm.weight"], eps)
         x = x + _feed_forward(normed, state, f"{layer}.mlp", config)
     return _norm(x, state["model.norm.weight"], eps) @ state["lm_head.weight"].T

@@ -24,7 +24,7 @@ from swiftkv_platform.model.families import FAMILIES, student_classes
 from swiftkv_platform.model.fp8 import is_fp8
 from swiftkv_platform.model.initialization import copied_start
 from swiftkv_platform.model.loading import build_empty, check_tensors
-from swiftkv_platform.model.teacher_weights import TeacherWeights
+from swiftkv_platform.model.stored_weights import StoredWeights
 
 _KEPT = "kept_teacher."
 _Place = tuple[int, str]
@@ -44,7 +44,7 @@ class LazyStudent:
     def __init__(
         self,
         model: Any,
-        teacher: TeacherWeights,
+        teacher: StoredWeights,
         start: Mapping[str, Tensor],
         *,
         device: torch.device | str = "cpu",
@@ -94,7 +94,7 @@ class LazyStudent:
             return student if dtype is None else student.to(dtype)
 
         model = build_empty(build, checkpoint, device)
-        return cls(model, TeacherWeights(checkpoint, teacher, dtype), start, device=device)
+        return cls(model, StoredWeights(checkpoint, teacher, dtype), start, device=device)
 
     @property
     def base(self) -> Checkpoint:

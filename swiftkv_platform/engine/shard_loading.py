@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from swiftkv_platform.engine.sharding import Ranks, cut_of, shard, whole_name
-from swiftkv_platform.model.teacher_weights import TeacherWeights
+from swiftkv_platform.model.stored_weights import StoredWeights
 
 
 def load_shard(
@@ -36,7 +36,7 @@ def load_shard(
     return model
 
 
-def _fill(model: nn.Module, weights: TeacherWeights, ranks: Ranks, device: torch.device) -> None:
+def _fill(model: nn.Module, weights: StoredWeights, ranks: Ranks, device: torch.device) -> None:
     """Read every parameter that is on the meta device."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -54,7 +54,7 @@ def _fill(model: nn.Module, weights: TeacherWeights, ranks: Ranks, device: torch
     model.load_state_dict(own, strict=False, assign=True)
 
 
-def _read_own(weights: TeacherWeights, name: str, parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor:
+def _read_own(weights: StoredWeights, name: str, parameter: nn.Parameter, ranks: Ranks) -> torch.Tensor:
     """This rank's part of the tensor `name`, as large as `parameter`."""
     if (cut := cut_of(name)) is None:
         return weights.read(name)

@@ -20,7 +20,7 @@ from swiftkv_platform.model.generation import SwiftKVGenerationMixin
 from swiftkv_platform.model.loading import load_checked, open_checked
 from swiftkv_platform.model.masks import can_select
 from swiftkv_platform.model.selection import TokenSelection
-from swiftkv_platform.model.teacher_weights import TeacherWeights
+from swiftkv_platform.model.stored_weights import StoredWeights
 
 
 class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
@@ -157,7 +157,7 @@ class SwiftKVForCausalLMMixin(SwiftKVGenerationMixin):
     @classmethod
     def without_weights(
         cls, directory: str | Path, *, config: Any, dtype: torch.dtype | str = "auto"
-    ) -> tuple[Any, TeacherWeights]:
+    ) -> tuple[Any, StoredWeights]:
         """The model that `from_pretrained` would load of a directory that is no adapter, on the meta device, and where
         its weights are read. Names and shapes of all tensors are checked first.
 

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.checkpoint import Checkpoint
 from swiftkv_platform.model.fp8 import is_fp8, is_scale, read_all
-from swiftkv_platform.model.teacher_weights import TeacherWeights
+from swiftkv_platform.model.stored_weights import StoredWeights
 
 _SHOWN = 3
 """Names of tensors in a message."""
@@ -77,7 +77,7 @@ def load_checked(
 
 def open_checked(
     model_class: Any, config: Any, checkpoint: Checkpoint, *, dtype: torch.dtype | str | None = None
-) -> tuple[Any, TeacherWeights]:
+) -> tuple[Any, StoredWeights]:
     """The model that `load_checked` would load, without its weights, and where they are read.
 
     Raises:
@@ -85,7 +85,7 @@ def open_checked(
     """
     fp8 = is_fp8(config)
     dtype = _compute_dtype(dtype, config, torch.bfloat16 if fp8 else first_dtype(checkpoint))
-    weights = TeacherWeights(checkpoint, config, dtype)
+    weights = StoredWeights(checkpoint, config, dtype)
     config = copy.deepcopy(config)
     if fp8:
         del config.quantization_config

@@ -18,9 +18,9 @@ from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.loading import _read_model
 from swiftkv_platform.engine.sharding import shard, whole_name
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model import checkpoint, convert, convert_checkpoint, export, teacher_weights
+from swiftkv_platform.model import checkpoint, convert, convert_checkpoint, export, stored_weights
 from swiftkv_platform.model.checkpoint import stored_checkpoint
-from swiftkv_platform.model.teacher_weights import TeacherWeights
+from swiftkv_platform.model.stored_weights import StoredWeights
 from tests.checkpoints import BLOCKS, ROWS, TENSORS, rewrite, save, save_fp8
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher, random_teacher
 
@@ -214,7 +214,7 @@ def test_fp8(quantization: dict[str, Any], student: bool, tmp_path: Path, monkey
 
 def test_a_range_of_every_dimension_of_stacked_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_teacher("mixtral")
-    weights = TeacherWeights.open(save(model, tmp_path), model.config)
+    weights = StoredWeights.open(save(model, tmp_path), model.config)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = model.get_parameter(name)
     for rows in (slice(10, 20), slice(90, 102), slice(100, 150)):  # of the gates, of both, of what they gate
@@ -228,8 +228,8 @@ def test_a_part_of_what_is_converted_as_a_whole(tmp_path: Path, monkeypatch: pyt
     """No family of ours has such a conversion; the tensor is read whole, and its part kept."""
     model = random_teacher()
     transposed = WeightConverter("up_proj.weight", "up_proj.weight", operations=[Transpose(0, 1)])
-    monkeypatch.setattr(teacher_weights, "get_checkpoint_conversion_mapping", lambda _: [transposed])
-    weights = TeacherWeights.open(save(model, tmp_path), model.config)
+    monkeypatch.setattr(stored_weights, "get_checkpoint_conversion_mapping", lambda _: [transposed])
+    weights = StoredWeights.open(save(model, tmp_path), model.config)
     name, part = "model.layers.1.mlp.up_proj.weight", (slice(8, 24), slice(30, 90))
     with counted_reads(monkeypatch) as sizes:
         found = weights.read(name, part)

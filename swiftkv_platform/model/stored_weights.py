@@ -52,8 +52,8 @@ class _Stored:
         return [self.sources[pattern] for pattern in self.converter.source_patterns]
 
 
-class TeacherWeights:
-    """Reads the tensors of a teacher, or of a student, whose conversions are its teacher's.
+class StoredWeights:
+    """Reader of the tensors of a teacher, or of a student, whose conversions are its teacher's.
 
     Args:
         config: the model's configuration.
@@ -80,7 +80,7 @@ class TeacherWeights:
     @classmethod
     def open(
         cls, path: str | Path, config: Any, *, dtype: torch.dtype | None = None, revision: str | None = None
-    ) -> TeacherWeights:
+    ) -> StoredWeights:
         """The weights of the teacher at `path`. Raises `ModelError`."""
         return cls(Checkpoint.open(path, revision=revision), config, dtype)
 

@@ -56,10 +56,8 @@ class _Layer:
     values: list[torch.Tensor]
     queries: list[torch.Tensor]
     """Summed squared queries, [query heads, head_dim] a member."""
-    query: torch.Tensor
-    """The teacher's q_proj, weight and bias, [query heads * head_dim, inputs (+ 1)]."""
-    output: torch.Tensor
-    """The teacher's o_proj, [hidden_size, num_heads, members, query heads of each * head_dim]."""
+    order: Sequence[int]
+    """The teacher's head that joins each shared head."""
 
     @classmethod
     def of(cls, attention: Any, i: int, statistics: CalibrationStatistics, regression: Regression) -> _Layer:
@@ -71,33 +69,36 @@ class _Layer:
             for name in ("k_proj", "v_proj")
         )
         by_head = statistics.queries[i].unflatten(0, (num_heads, merged, -1)).unbind(1)
-        teacher = attention.q_proj
-        return cls(
-            attention,
-            num_heads,
-            keys,
-            values,
-            queries=[heads.flatten(0, 1) for heads in by_head],
-            query=torch.cat((teacher.weight, *([] if teacher.bias is None else [teacher.bias[:, None]])), 1).double(),
-            output=attention.o_proj.weight.double().unflatten(1, (num_heads, merged, -1)),
-        )
+        queries = [heads.flatten(0, 1) for heads in by_head]
+        return cls(attention, num_heads, keys, values, queries, range(num_heads))
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """The teacher's o_proj by member, [hidden_size, num_heads, its query heads * head_dim], in its own dtype."""
+        weight = _reordered(self.attention.o_proj.weight, 1, self.order)
+        return list(weight.unflatten(1, (self.num_heads, len(self.keys), -1)).unbind(2))
 
     def reorder(self, order: Sequence[int]) -> None:
         """Have head `order[n]` join the shared head n. For a layer of one member."""
+        self.order = order
         for tensors, dim in ((self.keys, 1), (self.values, 1), (self.queries, 0)):
             tensors[:] = [_reordered(tensor, dim, order) for tensor in tensors]
-        self.query, self.output = _reordered(self.query, 0, order), self.output[:, order]
 
     def turn_query(self, factor: torch.Tensor) -> None:
         """Set q_proj_swiftkv to the teacher's queries times conj(factor) [key-value heads, head_dim / 2]."""
-        head_dim, student = self.attention.head_dim, self.attention.q_proj_swiftkv
-        by_head = factor.conj().repeat_interleave(len(self.query) // head_dim // len(factor), dim=0)
+        teacher, student, head_dim = self.attention.q_proj, self.attention.q_proj_swiftkv, self.attention.head_dim
+        by_head = factor.conj().repeat_interleave(teacher.out_features // head_dim // len(factor), dim=0)
         # score = Re(q conj(k)) with k = factor * shared, hence q takes conj(factor).
-        assign(student, _real(_complex(self.query.T, head_dim) * by_head).T)
+        weight = _reordered(teacher.weight.double(), 0, self.order)
+        student.weight.copy_(_real(_complex(weight.T, head_dim) * by_head).T)
+        if teacher.bias is not None:
+            bias = _reordered(teacher.bias.double(), 0, self.order)
+            student.bias.copy_(_real(_complex(bias, head_dim) * by_head))
 
-    def assign_output(self, members: Sequence[torch.Tensor]) -> None:
-        """Set o_proj_swiftkv, of which a member's part is [hidden_size, num_heads, its query heads * head_dim]."""
-        self.attention.o_proj_swiftkv.weight.copy_(torch.stack(list(members), dim=2).flatten(1))
+    def turn_output(self, maps: Sequence[torch.Tensor]) -> None:
+        """Set o_proj_swiftkv to the teacher's behind one of `maps` a member, see `share_values`."""
+        turned = [map_outputs(output, one).flatten(2) for output, one in zip(self.outputs, maps, strict=True)]
+        self.attention.o_proj_swiftkv.weight.copy_(torch.stack(turned, dim=2).flatten(1))
 
 
 def _fit(
@@ -112,7 +113,7 @@ def _fit(
             layer.reorder(order)
     keys = [key for layer in group for key in layer.keys]
     values = [value for layer in group for value in layer.values]
-    outputs = [output for layer in group for output in layer.output.unbind(2)]
+    outputs = [output for layer in group for output in layer.outputs]
     if leader.normalises_heads:  # a factor on the query would be lost in its norm
         shared = torch.stack(keys).mean(0)
     else:
@@ -123,9 +124,9 @@ def _fit(
             layer.turn_query(of_layer.flatten(0, 1))
     assign(leader.k_proj_swiftkv, shared.T)
     if config.own_output_projection and len(values) > 1:
-        value, outputs = share_values(values, outputs, regression.gram, num_heads)
+        value, maps = share_values(values, outputs, regression.gram, num_heads)
         for n, layer in enumerate(group):
-            layer.assign_output(outputs[n * merged : (n + 1) * merged])
+            layer.turn_output(maps[n * merged : (n + 1) * merged])
     else:
         value = merge_values(values, outputs, num_heads)
     assign(leader.v_proj_swiftkv, value.T)
@@ -143,6 +144,8 @@ def _members(projection: torch.Tensor, num_heads: int, num_shared: int) -> list[
 
 def _reordered(x: torch.Tensor, dim: int, order: Sequence[int]) -> torch.Tensor:
     """`x`, whose dimension `dim` is heads of equal size, with head `order[n]` in the place n."""
+    if list(order) == list(range(len(order))):
+        return x
     heads: torch.Tensor = x.unflatten(dim, (len(order), -1))
     return heads.index_select(dim, torch.tensor(order, device=x.device)).flatten(dim, dim + 1)
 
@@ -243,19 +246,19 @@ def _lost_energy(
 def share_values(
     values: list[torch.Tensor], outputs: list[torch.Tensor], gram: torch.Tensor, num_key_value_heads: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One value projection for a group, and by layer the output projection that reads it.
+    """One value projection for a group, and by layer what leads from the shared value to its own.
 
     Args:
         values: by layer, the regression of its values on h, [inputs, num_key_value_heads * head_dim].
         outputs: by layer, its o_proj, [hidden_size, num_key_value_heads, query heads of each * head_dim].
 
     Returns:
-        The shared projection, shaped like one of `values`, and projections shaped like `outputs`.
+        The shared projection, shaped like one of `values`, and maps [num_key_value_heads, head_dim, head_dim] that a
+        layer's output projection is to stand behind.
     """
     head_dim = values[0].shape[1] // num_key_value_heads
-    by_head = [output.unflatten(2, (-1, head_dim)) for output in outputs]
     # In the basis of the root of O^T O an error counts the same in every direction.
-    roots = [root_and_inverse(torch.einsum("okqd,okqe->kde", output, output)) for output in by_head]
+    roots = [root_and_inverse(_metric(output, head_dim)) for output in outputs]
     split = [value.unflatten(1, (num_key_value_heads, -1)) for value in values]
     weighted = torch.cat([torch.einsum("nkd,kde->nke", v, root) for v, (root, _) in zip(split, roots, strict=True)], -1)
     images = torch.einsum("nm,mkd->nkd", gram, weighted)
@@ -269,18 +272,25 @@ def share_values(
     maps = torch.stack([inverse @ u @ rotation for u, (_, inverse) in zip(by_layer, roots, strict=True)])
     size = (maps.square().sum((-1, -2)).mean(0) / head_dim).sqrt()[:, None, None]
     shared = torch.einsum("nkd,kde->nke", weighted, principal @ (rotation * size))
-    read = [torch.einsum("okqd,kde->okqe", o, m).flatten(2) for o, m in zip(by_head, maps / size, strict=True)]
-    return shared.flatten(1), read
+    return shared.flatten(1), list(maps / size)
+
+
+def map_outputs(output: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+    """An output projection behind a map of the values of each key-value head, as [hidden_size, num_key_value_heads,
+    query heads of each, head_dim] in float64."""
+    return torch.einsum("okqd,kde->okqe", output.double().unflatten(2, (-1, maps.shape[1])), maps)
+
+
+def _metric(output: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """O^T O of an output projection by key-value head, [num_key_value_heads, head_dim, head_dim]."""
+    heads = output.double().unflatten(2, (-1, head_dim))
+    return torch.einsum("okqd,okqe->kde", heads, heads)
 
 
 def merge_values(values: list[torch.Tensor], outputs: list[torch.Tensor], num_key_value_heads: int) -> torch.Tensor:
     """One value projection for a group, [inputs, num_key_value_heads * head_dim], weighted by o_proj."""
     head_dim = values[0].shape[1] // num_key_value_heads
-    metrics = []
-    for weight in outputs:  # [hidden_size, num_key_value_heads, query heads of each * head_dim]
-        heads = weight.unflatten(2, (-1, head_dim))
-        metrics.append(torch.einsum("okqd,okqe->kde", heads, heads))
-    metric = torch.stack(metrics)  # [group, kv_heads, head_dim, head_dim]
+    metric = torch.stack([_metric(output, head_dim) for output in outputs])  # [group, kv_heads, head_dim, head_dim]
     total = metric.sum(0)
     identity = torch.eye(head_dim, dtype=total.dtype, device=total.device)
     total = total + RIDGE * total.diagonal(dim1=-2, dim2=-1).mean() * identity

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from swiftkv_platform.model.calibration_heads import merge_keys, merge_values, share_values
+from swiftkv_platform.model.calibration_heads import map_outputs, merge_keys, merge_values, share_values
 from swiftkv_platform.model.calibration_statistics import (
     CalibrationStatistics,
     Method,
@@ -115,7 +115,8 @@ def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any]
     outputs = [attention.o_proj.weight.double().unflatten(1, (num_heads, dim)) for attention in attentions]
     flat = [value.flatten(1) for value in values]
     if attentions[0].config.own_output_projection:
-        merged, outputs = share_values(flat, outputs, regression.gram, num_heads)
+        merged, maps = share_values(flat, outputs, regression.gram, num_heads)
+        outputs = [map_outputs(output, one).flatten(2) for output, one in zip(outputs, maps, strict=True)]
         for attention, output in zip(attentions, outputs, strict=True):
             attention.o_proj_swiftkv.weight.copy_(output.flatten(1))
     else:

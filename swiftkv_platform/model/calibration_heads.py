@@ -33,7 +33,7 @@ from swiftkv_platform.model.calibration_statistics import (
     Method,
     Regression,
     assign,
-    root_and_inverse,
+    share_components,
 )
 from swiftkv_platform.model.initialization import share_heads
 
@@ -257,22 +257,12 @@ def share_values(
         layer's output projection is to stand behind.
     """
     head_dim = values[0].shape[1] // num_key_value_heads
-    # In the basis of the root of O^T O an error counts the same in every direction.
-    roots = [root_and_inverse(_metric(output, head_dim)) for output in outputs]
-    split = [value.unflatten(1, (num_key_value_heads, -1)) for value in values]
-    weighted = torch.cat([torch.einsum("nkd,kde->nke", v, root) for v, (root, _) in zip(split, roots, strict=True)], -1)
-    images = torch.einsum("nm,mkd->nkd", gram, weighted)
-    _, vectors = torch.linalg.eigh(torch.einsum("nkd,nke->kde", weighted, images))  # ascending
-    principal = vectors[..., -head_dim:]  # [kv_heads, group * head_dim, head_dim]
-    by_layer = principal.unflatten(1, (len(values), head_dim)).unbind(1)
-    # Any basis of the components would do; this rotation and size leave the projections closest to what they were.
-    agreement = torch.stack([u.mT @ root for u, (root, _) in zip(by_layer, roots, strict=True)]).sum(0)
-    left, _, right = torch.linalg.svd(agreement)
-    rotation = left @ right
-    maps = torch.stack([inverse @ u @ rotation for u, (_, inverse) in zip(by_layer, roots, strict=True)])
-    size = (maps.square().sum((-1, -2)).mean(0) / head_dim).sqrt()[:, None, None]
-    shared = torch.einsum("nkd,kde->nke", weighted, principal @ (rotation * size))
-    return shared.flatten(1), list(maps / size)
+    shared, maps = share_components(
+        [value.unflatten(1, (num_key_value_heads, -1)) for value in values],
+        [_metric(output, head_dim) for output in outputs],
+        gram,
+    )
+    return torch.einsum("nkd,kde->nke", shared.weights, shared.restore).flatten(1), maps
 
 
 def map_outputs(output: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:

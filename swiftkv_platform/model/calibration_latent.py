@@ -19,7 +19,6 @@ It knows no tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,24 +28,16 @@ from swiftkv_platform.model.calibration_statistics import (
     CalibrationStatistics,
     Method,
     Regression,
+    Weighted,
     assign,
     root_and_inverse,
+    share_components,
 )
 
 
 def _second_moments(queries: torch.Tensor) -> torch.Tensor:
     """[num_attention_heads, qk_head_dim, qk_head_dim]."""
     return torch.einsum("thd,the->hde", queries, queries)
-
-
-@dataclass(frozen=True)
-class _Weighted:
-    """A linear map of h by head in a basis where a unit of error counts the same in every direction."""
-
-    weights: torch.Tensor
-    """[inputs, num_attention_heads, dim]."""
-    restore: torch.Tensor
-    """Leads back to what is used, from the right: [num_attention_heads, dim, dim]."""
 
 
 def _fit(
@@ -67,8 +58,8 @@ def _fit(
         (latent @ attention.kv_b_proj.weight.double().T).unflatten(1, (-1, plain + attention.v_head_dim))
         for latent, attention in zip(latents, attentions, strict=True)
     ]
-    keys, maps = _merge_plain_keys(
-        [y[..., :plain] for y in expanded], [q[:, :plain, :plain] for q in queries], regression
+    keys, maps = share_components(
+        [y[..., :plain] for y in expanded], [q[:, :plain, :plain] for q in queries], regression.gram
     )
     values = _merge_weighted_values([y[..., plain:] for y in expanded], attentions, regression)
     down, up = _factorise(keys, values, rank, statistics.num_tokens, regression)
@@ -84,32 +75,7 @@ def _fit(
 LATENTS = Method(recorded=("kv_a_proj_with_mqa", "kv_a_layernorm"), query_statistic=_second_moments, fit=_fit)
 
 
-def _merge_plain_keys(
-    keys: list[torch.Tensor], moments: list[torch.Tensor], regression: Regression
-) -> tuple[_Weighted, list[torch.Tensor]]:
-    """One key by head for a group, and by layer the map F_i [num_attention_heads, dim, dim], k_i = F_i k_shared.
-
-    Args:
-        keys: by layer, the part without RoPE, predicted from h, [inputs, num_attention_heads, dim].
-        moments: by layer, second moments of the queries, [num_attention_heads, dim, dim].
-    """
-    dim = keys[0].shape[-1]
-    roots = [root_and_inverse(moment) for moment in moments]
-    weighted = torch.cat([torch.einsum("nhd,hde->nhe", k, root) for k, (root, _) in zip(keys, roots, strict=True)], -1)
-    images = torch.einsum("nm,mhd->nhd", regression.gram, weighted)
-    _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", weighted, images))  # ascending
-    principal = vectors[..., -dim:]  # [heads, group * dim, dim]
-    by_layer = principal.unflatten(1, (len(keys), dim)).unbind(1)
-    # Any basis of the components would do; this rotation and size leave the layers' queries closest to what they were.
-    agreement = torch.stack([u.mT @ root for u, (root, _) in zip(by_layer, roots, strict=True)]).sum(0)
-    left, _, right = torch.linalg.svd(agreement)
-    rotation = left @ right
-    maps = torch.stack([inverse @ u @ rotation for u, (_, inverse) in zip(by_layer, roots, strict=True)])
-    size = (maps.square().sum((-1, -2)).mean(0) / dim).sqrt()[:, None, None]
-    return _Weighted(torch.einsum("nhd,hde->nhe", weighted, principal), rotation * size), list(maps / size)
-
-
-def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any], regression: Regression) -> _Weighted:
+def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any], regression: Regression) -> Weighted:
     """One value by head for a group; an error counts by what the layers' o_proj make of it."""
     num_heads, dim = values[0].shape[1:]
     outputs = [attention.o_proj.weight.double().unflatten(1, (num_heads, dim)) for attention in attentions]
@@ -122,11 +88,11 @@ def _merge_weighted_values(values: list[torch.Tensor], attentions: Sequence[Any]
     else:
         merged = merge_values(flat, outputs, num_heads)
     root, inverse = root_and_inverse(torch.stack([torch.einsum("ohd,ohe->hde", o, o) for o in outputs]).sum(0))
-    return _Weighted(torch.einsum("nhd,hde->nhe", merged.unflatten(1, (num_heads, dim)), root), inverse)
+    return Weighted(torch.einsum("nhd,hde->nhe", merged.unflatten(1, (num_heads, dim)), root), inverse)
 
 
 def _factorise(
-    keys: _Weighted, values: _Weighted, rank: int, num_tokens: int, regression: Regression
+    keys: Weighted, values: Weighted, rank: int, num_tokens: int, regression: Regression
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Down projection [inputs, rank] to latents of mean square 1, and up projection [rank, heads, dim] from there.
 

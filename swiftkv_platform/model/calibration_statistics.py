@@ -71,6 +71,44 @@ def root_and_inverse(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return vectors * values.sqrt()[..., None, :] @ vectors.mT, vectors * values.rsqrt()[..., None, :] @ vectors.mT
 
 
+@dataclass(frozen=True)
+class Weighted:
+    """A linear map of h by head in a basis where a unit of error counts the same in every direction."""
+
+    weights: torch.Tensor
+    """[inputs, num_heads, dim]."""
+    restore: torch.Tensor
+    """Leads back to what is used, from the right: [num_heads, dim, dim]."""
+
+
+def share_components(
+    parts: Sequence[torch.Tensor], metrics: Sequence[torch.Tensor], gram: torch.Tensor
+) -> tuple[Weighted, list[torch.Tensor]]:
+    """One map by head for a group, and by layer the matrix F_i [num_heads, dim, dim] with part_i = F_i shared.
+
+    The best approximation of `dim` dimensions, for layers that may take up any linear map.
+
+    Args:
+        parts: by layer, a linear map of h, [inputs, num_heads, dim].
+        metrics: by layer, what an error in each direction counts, [num_heads, dim, dim].
+        gram: sum of h^T h, [inputs, inputs].
+    """
+    dim = parts[0].shape[-1]
+    roots = [root_and_inverse(metric) for metric in metrics]
+    weighted = torch.cat([torch.einsum("nhd,hde->nhe", p, root) for p, (root, _) in zip(parts, roots, strict=True)], -1)
+    images = torch.einsum("nm,mhd->nhd", gram, weighted)
+    _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", weighted, images))  # ascending
+    principal = vectors[..., -dim:]  # [heads, group * dim, dim]
+    by_layer = principal.unflatten(1, (len(parts), dim)).unbind(1)
+    # Any basis of the components would do; this rotation and size leave what takes the maps up closest to what it was.
+    agreement = torch.stack([u.mT @ root for u, (root, _) in zip(by_layer, roots, strict=True)]).sum(0)
+    left, _, right = torch.linalg.svd(agreement)
+    rotation = left @ right
+    maps = torch.stack([inverse @ u @ rotation for u, (_, inverse) in zip(by_layer, roots, strict=True)])
+    size = (maps.square().sum((-1, -2)).mean(0) / dim).sqrt()[:, None, None]
+    return Weighted(torch.einsum("nhd,hde->nhe", weighted, principal), rotation * size), list(maps / size)
+
+
 class Regression:
     """Ridge regression of recorded outputs on h, with an intercept where the projection that is fitted has a bias."""
 

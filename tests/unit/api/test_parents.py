@@ -71,6 +71,12 @@ def test_a_job_continues_from_a_model(server: Server, parent: dict[str, Any]) ->
             "swiftkv.key_value_group_size",
             "1 would do",
         ),
+        (
+            "{job}:2",
+            {"swiftkv": {"num_key_value_layers": 6, "own_output_projection": True}},
+            "swiftkv.own_output_projection",
+            "False would do",
+        ),
         ("{job}:2", {**L6, "model": {"name_or_path": "org/other"}}, "model.name_or_path", "'org/teacher' would do"),
         (
             "{job}:2",

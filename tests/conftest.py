@@ -63,6 +63,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_internal_errors: list[str] = []
+
+
+def pytest_internalerror(excrepr: object) -> None:
+    _internal_errors.append(str(excrepr))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say last what broke pytest itself: a worker that breaks so leaves its tests, and the reason scrolls by."""
+    if _internal_errors:
+        terminalreporter.section("first internal error")
+        terminalreporter.write_line("\n".join(_internal_errors[0].splitlines()[-15:]))
+
+
 _EXIT_STATUS = pytest.StashKey[int]()
 
 

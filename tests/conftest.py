@@ -8,6 +8,7 @@ import inspect
 import os
 import shutil
 import sys
+from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -55,6 +56,14 @@ def _starts_a_process(item: pytest.Function) -> bool:
         if names & _PROCESSES:
             return True
     return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse tests of one name, of which xdist would run the first alone."""
+    twice = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
+    if twice:
+        message = f"several tests are called {', '.join(twice)}"
+        raise pytest.UsageError(message)
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from schemathesis.schemas import APIOperation
 
 from serve.current import Current, ModelCard, Version
 from serve.http import create_http_app
@@ -44,25 +45,31 @@ def url(engine: AsyncLLMEngine) -> Iterator[str]:
         yield url
 
 
-schema = schemathesis.openapi.from_dict(create_http_app(Current()).openapi())
+OPERATIONS = [
+    found.ok() for found in schemathesis.openapi.from_dict(create_http_app(Current()).openapi()).get_all_operations()
+]
 
 
-@schema.parametrize()
-@settings(
-    max_examples=NUM_EXAMPLES,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-)
-def test_no_request_breaks_the_server(case: schemathesis.Case, url: str, engine: AsyncLLMEngine) -> None:
-    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-        case.body["model"] = MODEL  # else OpenAI's routes answer 404, and nothing gets any further
-    response = case.call(base_url=url, timeout=HANGS_AFTER_S)
-    late = isinstance(case.body, dict) and case.body.get("timeout_s") is not None and response.status_code == 504
-    assert response.status_code < 500 or late, response.text
-    if response.status_code in (400, 422):
-        check_names_a_field(case, response.json())
-    engine.check_health()
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_no_request_breaks_the_server(operation: APIOperation, url: str, engine: AsyncLLMEngine) -> None:
+    @settings(
+        max_examples=NUM_EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+    @given(case=operation.as_strategy())
+    def ask(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            case.body["model"] = MODEL  # else OpenAI's routes answer 404, and nothing gets any further
+        response = case.call(base_url=url, timeout=HANGS_AFTER_S)
+        late = isinstance(case.body, dict) and case.body.get("timeout_s") is not None and response.status_code == 504
+        assert response.status_code < 500 or late, response.text
+        if response.status_code in (400, 422):
+            check_names_a_field(case, response.json())
+        engine.check_health()
+
+    ask()
 
 
 VALUES = st.recursive(

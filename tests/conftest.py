@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     twice = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
     if twice:
         message = f"several tests are called {', '.join(twice)}"
-        raise pytest.UsageError(message)
+        raise ValueError(message)
 
 
 def pytest_collection_finish() -> None:
@@ -79,13 +79,6 @@ def pytest_internalerror(excrepr: object) -> None:
     _internal_errors.append(str(excrepr))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say last what broke pytest itself: a worker that breaks so leaves its tests, and the reason scrolls by."""
-    if _internal_errors:
-        terminalreporter.section("first internal error")
-        terminalreporter.write_line("\n".join(_internal_errors[0].splitlines()[-15:]))
-
-
 _EXIT_STATUS = pytest.StashKey[int]()
 
 
@@ -99,6 +92,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     crashed after the summary, which made a failure of tests that had passed."""
     status = config.stash.get(_EXIT_STATUS, None)
     if status is not None:
+        if _internal_errors:  # the first is the reason, and has scrolled by
+            print("pytest broke:", *_internal_errors[0].splitlines()[-15:], sep="\n")
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -26,7 +26,7 @@ LOGITS_PER_CHUNK = 1 << 25
 LOGITS_PER_CHUNK_ON_CPU = 1 << 19
 _LOGITS_PER_PASS_ON_CPU = 1 << 17
 """512 KiB, of which a core's cache holds the four buffers of a pass."""
-_FEWEST_ROWS = 40
+_FEWEST_ROWS = 160
 """Fewest rows of a chunk, however large the vocabulary: a product with fewer spends its time on reading the head."""
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
@@ -55,8 +55,7 @@ def logits_loss(
     rows_per_pass = _rows_per_pass(teacher_head)
 
     def logits_of(hidden: Tensor, head: Tensor) -> Tensor:
-        logits = F.linear(hidden / temperature if early else hidden, head).to(wide)
-        return logits if early else logits.div_(temperature)
+        return F.linear(hidden / temperature if early else hidden, head)
 
     def chunk_loss(hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         target = teacher[rows].to(narrow)
@@ -64,8 +63,16 @@ def logits_loss(
             logits, targets = logits_of(torch.cat((hidden, target)), teacher_head).split(len(hidden))
         else:
             logits, targets = logits_of(hidden, student_head.detach().to(narrow)), logits_of(target, teacher_head)
-        passes = zip(logits.split(rows_per_pass), targets.split(rows_per_pass), strict=True)
-        return torch.stack([_kl_(*part) for part in passes]).sum(), logits
+        losses = []
+        for mine, theirs in zip(logits.split(rows_per_pass), targets.split(rows_per_pass), strict=True):
+            # Widened here, a few rows at a time: on a CPU a chunk that is widened whole leaves the cache.
+            in_pass, targets_in_pass = mine.to(wide), theirs.to(wide)
+            if not early:
+                in_pass, targets_in_pass = in_pass.div_(temperature), targets_in_pass.div_(temperature)
+            losses.append(_kl_(in_pass, targets_in_pass))
+            if narrow != wide:
+                mine.copy_(in_pass)
+        return torch.stack(losses).sum(), logits
 
     return _head_loss(student, student_head.to(narrow), chunk_loss, chunk_size, scale=temperature)
 

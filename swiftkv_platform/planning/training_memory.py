@@ -20,7 +20,7 @@ LOGITS_PER_CHUNK = {"cuda": 1 << 25, "cpu": 1 << 19}
 """Elements of one [chunk, vocab] buffer of the losses."""
 LOGITS_PER_PASS = {"cuda": 1 << 25, "cpu": 1 << 17}
 """Elements that the losses' passes over a chunk's logits take at a time."""
-FEWEST_ROWS = 40
+FEWEST_ROWS = 160
 """Fewest rows of a chunk of the losses."""
 
 _STATES = 5
@@ -211,10 +211,9 @@ def _loss(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
     tokens = setup.tokens_per_pass
     rows = min(max(FEWEST_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)
     rows_per_pass = min(max(1, LOGITS_PER_PASS[setup.device] // model.vocab_size), rows)
-    # Logits and targets, in the compute dtype and then in float32; probabilities of both, and a product.
-    casts = 2 * rows * (narrow + WIDE if narrow < WIDE else WIDE)
-    passes = (2 * rows + 3 * rows_per_pass) * WIDE
-    chunk = model.vocab_size * max(casts, passes)
+    # Logits and targets in the compute dtype; in a pass both in float32, probabilities of both, and a product.
+    widened = 2 if narrow < WIDE else 0
+    chunk = model.vocab_size * (2 * rows * narrow + (widened + 3) * rows_per_pass * WIDE)
     states = 6 + 2 * setup.early_exit  # x, teacher, student, the rows that count of both, a gradient
     exit_head = WIDE * model.vocab_size * model.hidden_size * setup.early_exit
     return chunk + states * narrow * model.hidden_size * tokens + exit_head

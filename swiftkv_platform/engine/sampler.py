@@ -8,8 +8,9 @@ those of the exit head and of the whole model, are coupled.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,15 +36,20 @@ class SamplingRow:
     """Tokens that it may not be."""
 
 
+_Way = Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
+"""Chooses a token of each row of logits [num_rows, vocab_size], [num_rows]."""
+
+
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """One token for each row of `logits` [num_rows, vocab_size], float32, which is not changed: int64 [num_rows]."""
     logits = _constrained(_adjusted(logits, rows), rows)
-    random = [i for i, row in enumerate(rows) if row.params.temperature > 0.0]
-    if random:
-        drawing = [rows[i] for i in random]
-        scores = truncated(take(logits, random), [row.params for row in drawing]) + _noise(drawing, logits)
-        logits = _put(logits, random, scores)
-    return logits.argmax(dim=-1)
+    by_way: dict[_Way, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_way.setdefault(_way(row.params), []).append(i)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    for way, places in by_way.items():
+        tokens = _put(tokens, places, way(take(logits, places), [rows[i] for i in places]))
+    return tokens
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
@@ -52,37 +58,109 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     return tokens
 
 
-def _put(logits: torch.Tensor, places: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """`logits` with other `rows` at `places`, ascending."""
-    return rows if len(places) == len(logits) else logits.index_copy(0, index_tensor(places, logits.device), rows)
+def _put(values: torch.Tensor, places: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """`values` with other `rows` at `places`, ascending."""
+    return rows if len(places) == len(values) else values.index_copy(0, index_tensor(places, values.device), rows)
 
 
-def truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Logits [num_rows, vocab_size] over temperature; minus infinity where top-k, top-p or min-p leave a token out."""
-    (temperatures,) = _columns([[one.temperature for one in params]], logits.device)
-    logits = logits / temperatures
-    limited = [i for i, one in enumerate(params) if one.top_k or one.top_p < 1.0 or one.min_p > 0.0]
-    if not limited:
-        return logits
+def _way(params: SamplingParams) -> _Way:
+    if params.temperature == 0.0:
+        return _most_probable
+    limited = params.top_k or params.top_p < 1.0 or params.min_p > 0.0
+    return _drawn_of_some if limited else _drawn_of_all
 
-    top_k, top_p, min_p = _columns(
+
+def _most_probable(logits: torch.Tensor, _rows: Sequence[SamplingRow]) -> torch.Tensor:
+    return _argmax(logits)
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Index of each row's largest number, of equal ones the first."""
+    # NumPy's search is vectorised, torch's on a CPU is not.
+    return torch.from_numpy(scores.numpy().argmax(axis=-1)) if scores.device.type == "cpu" else scores.argmax(dim=-1)
+
+
+def _drawn_of_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Draws from all tokens; on a CPU row by row, whose noise then stays in its cache."""
+    (temperatures,) = _columns([[row.params.temperature for row in rows]], logits.device)
+    keys = _noise_keys(rows, logits.device)
+    token_ids = torch.arange(logits.shape[-1], device=logits.device)
+    step = 1 if logits.device.type == "cpu" else len(rows)
+    parts = [slice(start, start + step) for start in range(0, len(rows), step)]
+    return torch.cat([_argmax(logits[part] / temperatures[part] + noise_of(keys[part], token_ids)) for part in parts])
+
+
+def _drawn_of_some(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Draws from what top-k, top-p and min-p leave."""
+    kept, token_ids = truncated(logits, [row.params for row in rows])
+    best = (kept + noise_of(_noise_keys(rows, logits.device), token_ids)).argmax(dim=-1, keepdim=True)
+    return token_ids.gather(-1, best).squeeze(-1)
+
+
+def truncated(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits over temperature of the most probable tokens, and their ids: both [num_rows, num_candidates].
+
+    The most probable come first, of equal ones the lower id; where top-k, top-p or min-p leave a token out, its logit
+    is minus infinity, and no token is kept that is not among them.
+    """
+    size = logits.shape[-1]
+    temperatures, top_k, top_p, min_p = _columns(
         [
-            [params[i].top_k or logits.shape[-1] for i in limited],
-            [params[i].top_p for i in limited],
-            [params[i].min_p for i in limited],
+            [one.temperature for one in params],
+            [min(one.top_k or size, size) for one in params],
+            [one.top_p if one.top_p < 1.0 else math.inf for one in params],
+            [one.min_p for one in params],
         ],
         logits.device,
     )
-    some = take(logits, limited)
-    ordered, token_ids = some.sort(dim=-1, descending=True, stable=True)
+    logits = logits / temperatures
+    normalisers = logits.logsumexp(dim=-1, keepdim=True)
+    if logits.device.type == "cpu":
+        largest_k = max((min(one.top_k, size) for one in params), default=0)
+        ordered, token_ids = _largest(logits, _floors(logits, normalisers, top_k, top_p, min_p, largest_k))
+    else:  # whose sort is quick, and which would have to wait for the number of candidates
+        ordered, token_ids = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[-1], device=logits.device)
     ordered = ordered.masked_fill(ranks >= top_k, float("-inf"))
-    probs = ordered.softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs
-    dropped = (mass_before >= top_p) | (probs < min_p * probs[:, :1])
+    # Top-p is a share of what top-k leaves.
+    normalisers = torch.where(top_k < size, ordered.logsumexp(dim=-1, keepdim=True), normalisers)
+    probs = (ordered - normalisers).exp()
+    dropped = (probs.cumsum(dim=-1) - probs >= top_p) | (probs < min_p * probs[:, :1])
     dropped[:, 0] = False
-    kept = ordered.masked_fill(dropped, float("-inf"))
-    return _put(logits, limited, torch.empty_like(some).scatter_(-1, token_ids, kept))
+    return ordered.masked_fill(dropped, float("-inf")), token_ids
+
+
+def _floors(
+    logits: torch.Tensor,
+    normalisers: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    largest_k: int,
+) -> torch.Tensor:
+    """A logit for each row [num_rows, 1] below which no token is kept; `largest_k` is the largest top-k that is set.
+
+    All tokens less probable than (1 - top_p) / vocab_size have less than 1 - top_p together, so those before them have
+    top_p, and none of them is kept.
+    """
+    size = logits.shape[-1]
+    slack = 0.1  # far more than rounding
+    floors = (logits.amax(dim=-1, keepdim=True) + min_p.log()) - slack
+    of_top_p = normalisers + ((1.0 - top_p).clamp_(min=0.0) / size).log() - slack
+    floors = torch.maximum(floors, of_top_p.masked_fill(top_k < size, float("-inf")))
+    if largest_k:
+        at = top_k.long().clamp_(max=largest_k) - 1
+        kth = logits.topk(largest_k, dim=-1).values.gather(-1, at)
+        floors = torch.maximum(floors, kth.masked_fill(top_k == size, float("-inf")))
+    return floors
+
+
+def _largest(logits: torch.Tensor, floors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """At least the logits not below their row's floor [num_rows, num_candidates], descending, and their ids."""
+    count = max(1, int((logits >= floors).sum(dim=-1).max()))
+    token_ids = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ordered, order = logits.gather(-1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return ordered, token_ids.gather(-1, order)
 
 
 def _columns(rows: Sequence[Sequence[float]], device: torch.device) -> list[torch.Tensor]:
@@ -176,17 +254,8 @@ def _constrained(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Ten
     return _put(logits, places, take(logits, places).masked_fill(forbidden, float("-inf")))
 
 
-def _noise(rows: Sequence[SamplingRow], like: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise [num_rows, vocab_size], a function of each row's seed and position alone."""
-    keys = [_noise_key(row) for row in rows]
-    if like.device.type != "cpu":
-        return counted_noise(index_tensor(keys, like.device), like.shape[-1])
-    noise = torch.empty(len(rows), like.shape[-1])
-    generator = torch.Generator()
-    for values, key in zip(noise, keys, strict=True):
-        generator.manual_seed(key)
-        values.exponential_(generator=generator)
-    return noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_().neg_()
+def _noise_keys(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
+    return index_tensor([_noise_key(row) for row in rows], device)
 
 
 def _noise_key(row: SamplingRow) -> int:
@@ -194,10 +263,13 @@ def _noise_key(row: SamplingRow) -> int:
     return int.from_bytes(hashlib.sha256(name).digest()[:8], "big", signed=True)
 
 
-def counted_noise(keys: torch.Tensor, size: int) -> torch.Tensor:
-    """Gumbel noise [num_keys, size] of `keys` [num_keys], int64, in as many operators whatever their number: a GPU's
-    generators fill one row at a time. Bits are SplitMix64's, the token being the count."""
-    bits = keys[:, None] + torch.arange(1, size + 1, device=keys.device) * _INCREMENT
+def noise_of(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise [num_keys, num_tokens], each a function of a key [num_keys] and a token's id [num_tokens] or
+    [num_keys, num_tokens], all int64: so only the noise that is asked for is made, the same on every device.
+
+    Bits are SplitMix64's, the token being the count.
+    """
+    bits = keys[:, None] + (token_ids + 1) * _INCREMENT
     for shift, factor in _MIXING:
         bits = (bits ^ _shifted(bits, shift)) * factor
     bits = bits ^ _shifted(bits, 31)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import SamplingParams
-from swiftkv_platform.engine.sampler import SamplingRow, counted_noise, logprobs, sample
+from swiftkv_platform.engine.sampler import SamplingRow, logprobs, noise_of, sample, truncated
 
 PROBS = torch.tensor([0.05, 0.5, 0.3, 0.15])
 LOGITS = PROBS.log() + 3.0
+TOKENS = torch.arange(200_000)
 
 
 def row(seed: int = 0, position: int = 0, prompt: tuple[int, ...] = (), **params: Any) -> SamplingRow:
@@ -78,6 +79,50 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float)
     assert torch.all((drawn - expected).abs() < 4 * (expected * (1 - expected) / count).sqrt())
 
 
+def _kept_by_sorting(logits: torch.Tensor, params: SamplingParams) -> set[int]:
+    """What top-k, top-p and min-p leave of one row [vocab_size], in float64 and by their definitions."""
+    ordered, token_ids = (logits.double() / params.temperature).sort(descending=True, stable=True)
+    ordered = ordered[: params.top_k or None]
+    probs = ordered.softmax(-1)
+    kept = (probs.cumsum(-1) - probs < params.top_p) & (probs >= params.min_p * probs[0])
+    kept[0] = True
+    return set(token_ids[: len(ordered)][kept].tolist())
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 10.0])
+def test_what_is_kept_of_a_large_vocabulary_is_what_its_sorting_keeps(spread: float) -> None:
+    several = [
+        SamplingParams(**{"temperature": 0.7} | limits)
+        for limits in (
+            {"top_p": 0.95},
+            {"top_p": 0.5, "temperature": 2.0},
+            {"top_p": 0.999},
+            {"top_k": 50},
+            {"top_k": 7, "top_p": 0.9},
+            {"top_k": 5000, "top_p": 0.99, "min_p": 0.001},
+            {"min_p": 0.05},
+            {"min_p": 1e-6, "top_p": 0.97},
+        )
+    ]
+    logits = spread * torch.randn(len(several), 5000, generator=torch.Generator().manual_seed(1))
+    logits[:, 100:140] = logits[:, :1]  # equal ones
+    logits[:, 4000:4500] = float("-inf")
+    found, token_ids = truncated(logits, several)
+    for values, ids, row_logits, params in zip(found, token_ids, logits, several, strict=True):
+        kept = ids[values.isfinite()].tolist()
+        expected = _kept_by_sorting(row_logits, params)
+        # In float32 the sum of thousands of probabilities may pass top_p a token sooner or later.
+        assert len(set(kept) ^ expected) <= (2 if params.top_p < 1.0 else 0), params
+        torch.testing.assert_close(values[: len(kept)], row_logits[kept] / params.temperature)
+    if spread >= 3.0:
+        few = several[0], several[3]
+        assert truncated(logits[[0, 3]], few)[0].shape[1] < 2500, "most of the vocabulary is not even sorted"
+
+
+def test_a_row_that_allows_nothing_is_no_error() -> None:
+    assert draws(2, logits=torch.full((9,), float("-inf")), top_p=0.5) == [0, 0]
+
+
 def test_top_k_keeps_exactly_k_of_equal_tokens() -> None:
     assert len(set(draws(400, logits=torch.zeros(8), top_k=2))) == 2
 
@@ -111,11 +156,12 @@ def test_logprobs_hold_the_token_and_the_best_ones() -> None:
     assert [first[token] for token in (0, 1, 2)] == pytest.approx(PROBS[:3].log().tolist(), abs=1e-5)
 
 
-def test_noise_of_a_gpu_is_gumbel_noise_that_belongs_to_its_key() -> None:
+def test_noise_is_gumbel_noise_that_belongs_to_its_key_and_token() -> None:
     keys = torch.tensor([3, -(1 << 62), 1 << 40])
-    noise = counted_noise(keys, 200_000)
+    noise = noise_of(keys, TOKENS)
     for index, key in enumerate(keys):
-        assert torch.equal(noise[index], counted_noise(key[None], 200_000)[0])
+        assert torch.equal(noise[index], noise_of(key[None], TOKENS)[0])
+        assert torch.equal(noise[index, 5:9], noise_of(key[None], TOKENS[None, 5:9])[0])
     uniform = (-(-noise.double()).exp()).exp().sort(dim=-1).values  # the distribution function of Gumbel's
     expected = (torch.arange(200_000) + 0.5) / 200_000
     assert (uniform - expected).abs().max() < 0.005  # Kolmogorov and Smirnov's statistic, beyond the 0.01% quantile
@@ -125,6 +171,6 @@ def test_noise_of_a_gpu_is_gumbel_noise_that_belongs_to_its_key() -> None:
 
 
 def test_noise_of_neighbouring_keys_draws_from_the_distribution() -> None:
-    tokens = (LOGITS + counted_noise(torch.arange(20_000), len(PROBS))).argmax(dim=-1)
+    tokens = (LOGITS + noise_of(torch.arange(20_000), torch.arange(len(PROBS)))).argmax(dim=-1)
     shares = torch.bincount(tokens, minlength=len(PROBS)) / len(tokens)
     torch.testing.assert_close(shares, PROBS, atol=0.015, rtol=0)

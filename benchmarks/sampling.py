@@ -31,7 +31,7 @@ KINDS = {
 
 
 def by_sorting(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Draws from the most probable tokens that have `top_p` together, of rows that are sorted whole."""
+    """Draw from the most probable tokens that have `top_p` together, of rows that are sorted whole."""
     ordered, token_ids = (logits / 0.7).sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
     kept = ordered.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, float("-inf"))

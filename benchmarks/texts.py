@@ -1,4 +1,4 @@
-"""Whose text a student learns from, and by which divergence: KL on public text, the teacher's and its own.
+"""Texts and divergences that a student learns by: its KL on public text, on the teacher's and on its own.
 
     python -m benchmarks.texts [--steps 150] [--seeds 0 1 2] [--arms ...] [--output texts.json]
     python -m benchmarks.texts --short          # a few small steps, one seed: does it run?

@@ -37,7 +37,7 @@ class SamplingRow:
 
 
 _Way = Callable[[torch.Tensor, Sequence[SamplingRow]], torch.Tensor]
-"""Chooses a token of each row of logits [num_rows, vocab_size], [num_rows]."""
+"""Choice of a token of each row of logits [num_rows, vocab_size], [num_rows]."""
 
 
 def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _argmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _drawn_of_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draws from all tokens; on a CPU row by row, whose noise then stays in its cache."""
+    """Draw from all tokens; on a CPU row by row, whose noise then stays in its cache."""
     (temperatures,) = _columns([[row.params.temperature for row in rows]], logits.device)
     keys = _noise_keys(rows, logits.device)
     token_ids = torch.arange(logits.shape[-1], device=logits.device)
@@ -91,7 +91,7 @@ def _drawn_of_all(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Te
 
 
 def _drawn_of_some(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draws from what top-k, top-p and min-p leave."""
+    """Draw from what top-k, top-p and min-p leave."""
     kept, token_ids = truncated(logits, [row.params for row in rows])
     best = (kept + noise_of(_noise_keys(rows, logits.device), token_ids)).argmax(dim=-1, keepdim=True)
     return token_ids.gather(-1, best).squeeze(-1)

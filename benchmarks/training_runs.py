@@ -107,7 +107,7 @@ class TrainingRuns:
         return FinishedRun(plan.spec, self.kl(plan.spec, start), end_kl, notes.tokens, tuple(notes.notes))
 
     def student(self, spec: JobSpec, rows: PackedRows, directory: Path) -> Mapping[str, Tensor]:
-        """What is trained on `rows` in place of the spec's own, to the last step, in a new `directory`."""
+        """Trained tensors of a run over `rows` instead of the spec's own, to the last step, in a new `directory`."""
         plan, _ = prepare(spec, self._directory / "rows")
         directory.mkdir()
         return self._train(plan.spec, plan.total_steps, self._start(plan.spec), directory, _Notes(), rows)

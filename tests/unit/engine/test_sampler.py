@@ -80,7 +80,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float)
 
 
 def _kept_by_sorting(logits: torch.Tensor, params: SamplingParams) -> set[int]:
-    """What top-k, top-p and min-p leave of one row [vocab_size], in float64 and by their definitions."""
+    """Tokens that top-k, top-p and min-p leave of one row [vocab_size], in float64 and by their definitions."""
     ordered, token_ids = (logits.double() / params.temperature).sort(descending=True, stable=True)
     ordered = ordered[: params.top_k or None]
     probs = ordered.softmax(-1)

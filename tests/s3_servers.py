@@ -9,17 +9,23 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from swiftkv_platform.local.ray_head import free_ports
 from tests.requirements import missing
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
+
+S3 = [pytest.param(name, marks=pytest.mark.integration) for name in ("rclone", "moto", "seaweedfs")]
+"""Parameters of the fixtures `store` and `s3_store`."""
 
 _ACCESS_KEY = "test-access-key"
 _SECRET_KEY = "test-secret-key-0123456789"
@@ -195,3 +201,12 @@ def _answers(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def use(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Point this process at `server`; the address of a fresh prefix."""
+    for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return server.uri(f"test/{uuid.uuid4().hex}")

@@ -1,15 +1,19 @@
-"""S3 servers that live for a whole test session, and an empty database of each kind for a test."""
+"""S3 servers that live for a whole test session; for a test, a store and an empty database of each kind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from swiftkv_platform.database.catalog import SqlCatalog
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
-from tests.s3_servers import RcloneServer, S3Server, run_moto, run_rclone, run_seaweedfs
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.object_store import ObjectStore
+from tests.fakes.object_store import InMemoryObjectStore
+from tests.s3_servers import S3, RcloneServer, S3Server, run_moto, run_rclone, run_seaweedfs, use
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +32,28 @@ def seaweedfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Ser
 def moto_server() -> Iterator[S3Server]:
     with run_moto() as server:
         yield server
+
+
+@pytest.fixture(params=["local", "memory", *S3])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    if request.param == "local":
+        return open_store(str(tmp_path / "store"))
+    if request.param == "memory":
+        return InMemoryObjectStore()
+    return open_store(use(_server(request, request.param), monkeypatch))
+
+
+@pytest.fixture(params=S3)
+def s3_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
+    return open_store(use(_server(request, request.param), monkeypatch))
+
+
+def _server(request: pytest.FixtureRequest, name: str) -> S3Server:
+    if name == "rclone":
+        rclone: RcloneServer = request.getfixturevalue("rclone_server")
+        return rclone.server
+    server: S3Server = request.getfixturevalue(f"{name}_server")
+    return server
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from swiftkv_platform.storage.artifacts import fetch_directory, publish_director
 from swiftkv_platform.storage.downloads import download_model
 from swiftkv_platform.storage.object_store import ObjectStore
 from tests.checkpoints import SHAPE, save
-from tests.contract.test_object_store import use
-from tests.s3_servers import S3Server
+from tests.s3_servers import S3Server, use
 from tests.tiny_models import disturb, family_teacher
 
 S3 = [pytest.param(name, marks=pytest.mark.integration) for name in ("rclone_server", "moto_server")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,61 +10,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.contract.attempts import MANIFEST
 from swiftkv_platform.errors import (
-    ArtifactCorruptError,
     ConflictError,
     InvalidInputError,
     ObjectNotFoundError,
     StorageError,
 )
 from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifacts import (
-    StoredDirectory,
-    fetch_directory,
-    is_complete,
-    publish_directory,
-    upload_files,
-)
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
-from tests.fakes.object_store import InMemoryObjectStore
-from tests.s3_servers import RcloneServer, S3Server, client_environment, free_port, run_rclone
+from tests.s3_servers import S3, RcloneServer, S3Server, client_environment, free_port, use
 
 MULTIPART_BYTES = (9 << 20) + 17  # boto3 splits uploads from 8 MiB on
-
-
-def use(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Point this process at `server`; the address of a fresh prefix."""
-    for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL_S3"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    return server.uri(f"test/{uuid.uuid4().hex}")
-
-
-S3 = [pytest.param(name, marks=pytest.mark.integration) for name in ("rclone", "moto", "seaweedfs")]
-
-
-@pytest.fixture(params=["local", "memory", *S3])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    if request.param == "local":
-        return open_store(str(tmp_path / "store"))
-    if request.param == "memory":
-        return InMemoryObjectStore()
-    return open_store(use(_server(request, request.param), monkeypatch))
-
-
-@pytest.fixture(params=S3)
-def s3_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    return open_store(use(_server(request, request.param), monkeypatch))
-
-
-def _server(request: pytest.FixtureRequest, name: str) -> S3Server:
-    if name == "rclone":
-        rclone: RcloneServer = request.getfixturevalue("rclone_server")
-        return rclone.server
-    server: S3Server = request.getfixturevalue(f"{name}_server")
-    return server
 
 
 def keys(infos: Iterator[ObjectInfo]) -> list[str]:
@@ -236,84 +191,6 @@ def test_ping_leaves_nothing_behind(store: ObjectStore) -> None:
     assert keys(store.list("")) == []
 
 
-# ---- artifacts
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    directory = tmp_path / "source"
-    (directory / "nested").mkdir(parents=True)
-    (directory / "config.json").write_text("{}")
-    (directory / "nested" / "weights.bin").write_bytes(bytes(range(256)) * 4096)
-    return directory
-
-
-def publish(store: ObjectStore, source: Path) -> None:
-    publish_directory(store, source, "art", kind="artifact", lineage={"job_id": "job_1"}, metrics={"kl": 0.25})
-
-
-def test_an_artifact_comes_back_verified(store: ObjectStore, source: Path, tmp_path: Path) -> None:
-    publish(store, source)
-    manifest = fetch_directory(store, "art", tmp_path / "out")
-    assert set(manifest.files) == {"config.json", "nested/weights.bin"}
-    for name in manifest.files:
-        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
-    assert (manifest.lineage, manifest.metrics) == ({"job_id": "job_1"}, {"kl": 0.25})
-
-
-def test_a_flipped_byte_is_refused(store: ObjectStore, source: Path, tmp_path: Path) -> None:
-    publish(store, source)
-    data = bytearray(store.get_bytes("art/nested/weights.bin"))
-    data[12345] ^= 1
-    store.put_bytes("art/nested/weights.bin", bytes(data))
-    with pytest.raises(ArtifactCorruptError, match=r"nested/weights\.bin.*expected .*found ") as caught:
-        fetch_directory(store, "art", tmp_path / "out")
-    assert caught.value.message.count("sha256") == 2
-    assert {path.name for path in tmp_path.iterdir()} <= {"source", "store", ".out.lock"}
-
-
-def test_parts_of_an_artifact_are_read_without_the_rest(store: ObjectStore, source: Path, tmp_path: Path) -> None:
-    publish(store, source)
-    directory = StoredDirectory(store, "art")
-    whole = (source / "nested" / "weights.bin").read_bytes()
-    for start, stop in ((0, 1), (300, 70_000), (len(whole) - 9, len(whole)), (0, len(whole))):
-        assert directory.read("nested/weights.bin", start, stop) == whole[start:stop]
-    directory.fetch("config.json", tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
-    for name, start, stop in (("nested/weights.bin", 9, len(whole) + 1), ("other", 0, 1)):
-        with pytest.raises(ArtifactCorruptError, match=f"art/{name}"):
-            directory.read(name, start, stop)
-
-
-@pytest.mark.parametrize("change", [-1, 1, None], ids=["short", "long", "missing"])
-def test_an_artifact_with_a_file_of_another_size_is_not_opened(
-    store: ObjectStore, source: Path, change: int | None
-) -> None:
-    publish(store, source)
-    key = "art/nested/weights.bin"
-    directory, data = StoredDirectory(store, "art"), store.get_bytes(key)
-    if change is None:
-        store.delete(key)
-    else:
-        store.put_bytes(key, data[:-1] if change < 0 else data + b"x")
-    with pytest.raises(ArtifactCorruptError, match=r"art/nested/weights\.bin.*manifest") as caught:
-        StoredDirectory(store, "art")
-    assert caught.value.value == key
-    if change != 1:  # opened before
-        with pytest.raises(ArtifactCorruptError, match=r"art/nested/weights\.bin"):
-            directory.read("nested/weights.bin", len(data) - 9, len(data))
-
-
-def test_a_half_uploaded_artifact_is_invisible(store: ObjectStore, source: Path, tmp_path: Path) -> None:
-    upload_files(store, source, "art")
-    assert not is_complete(store, "art")
-    with pytest.raises(ObjectNotFoundError, match=MANIFEST):
-        fetch_directory(store, "art", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    publish(store, source)
-    assert is_complete(store, "art")
-
-
 # ---- S3 alone
 
 
@@ -386,21 +263,3 @@ def test_ping_says_that_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, value)
     with pytest.raises(StorageError, match=r"s3://bucket.*AWS_ENDPOINT_URL"):
         open_store("s3://bucket").ping()
-
-
-@pytest.mark.integration
-def test_work_goes_on_after_the_server_was_away(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with run_rclone(tmp_path / "rclone") as rclone:
-        store = open_store(use(rclone.server, monkeypatch))
-        store.ping()
-        rclone.stop()
-        with pytest.raises(StorageError):
-            store.ping()
-        restart = threading.Timer(0.7, rclone.start)
-        restart.start()
-        try:
-            publish(store, source)
-        finally:
-            restart.join()
-        manifest = fetch_directory(store, "art", tmp_path / "out")
-    assert (tmp_path / "out" / "config.json").stat().st_size == manifest.files["config.json"].size

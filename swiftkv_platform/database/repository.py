@@ -140,12 +140,6 @@ class SqlJobRepository:
             jobs, left_out = readable(rows.items, _job)
             return Slice(jobs, rows.has_more, left_out)
 
-    def live(self) -> Sequence[Job]:
-        query = select(JobRow).where(JobRow.status.in_(_LIVE)).order_by(JobRow.id)
-        with self._database.reading() as session:
-            jobs, _ = readable(session.scalars(query), _job)
-            return jobs
-
     def on_cluster(self) -> Sequence[Placed]:
         query = select(JobRow.id, JobRow.status, JobRow.version, JobRow.watched_until)
         with self._database.reading() as session:

@@ -109,10 +109,6 @@ class JobRepository(Protocol):
         """Raises `InvalidInputError` if `page.after` names no job of the tenant."""
         ...
 
-    def live(self) -> Sequence[Job]:
-        """All tenants' jobs that are not in a final status, oldest first; a row that cannot be read is left out."""
-        ...
-
     def on_cluster(self) -> Sequence[Placed]:
         """All tenants' jobs that may have an attempt on the cluster, oldest first; no spec is read."""
         ...

@@ -103,6 +103,6 @@ def test_check_schema_names_the_way_out_for_an_old_database(database: Database) 
 def test_a_database_that_is_away_is_said_to_be(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}")  # a directory
     with pytest.raises(DatabaseUnavailableError):
-        SqlJobRepository(database).live()
+        SqlJobRepository(database).on_cluster()
     with pytest.raises(InvalidInputError, match="postgresql"):
         Database("nonsense")

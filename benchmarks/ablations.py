@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reports import benchmark_parser, conditions, write_report
-from benchmarks.training_runs import TrainingRuns, one_worker
+from benchmarks.training_runs import TrainingRuns, one_worker, python_spec
 from swiftkv_platform.specs import BUILTIN_TEACHER, JobSpec
 
 Row = dict[str, Any]
@@ -52,25 +52,8 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
 
 
 def _spec(args: argparse.Namespace, seed: int, swiftkv: dict[str, Any]) -> JobSpec:
-    """Names neither rate nor warm-up nor anything else that decides how well a run goes, but for its length."""
-    length, batch_size = (128, 2) if args.short else (256, 8)
-    return JobSpec.model_validate(
-        {
-            "name": "ablations",
-            "model": {"name_or_path": args.model},
-            "swiftkv": {**swiftkv, "calibration_tokens": 1024 if args.short else 16384},
-            "data": {"max_length": length, "sources": [{"name_or_path": "builtin:python-stdlib"}]},
-            "training": {
-                "batch_size": batch_size,
-                "micro_batch_size": batch_size,
-                "max_steps": args.steps,
-                "seed": seed,
-            },
-            "sharding": {"strategy": "ddp"},
-            "resources": {"num_workers": 1},
-            "evaluation": {"max_tokens": args.evaluation_tokens},
-        }
-    )
+    model = {"name_or_path": args.model}
+    return JobSpec.model_validate(python_spec("ablations", args, seed, short_length=128, model=model, swiftkv=swiftkv))
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.reports import benchmark_parser, conditions, write_report
-from benchmarks.training_runs import TrainingRuns, one_worker
+from benchmarks.training_runs import TrainingRuns, one_worker, python_spec
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation import losses
 from swiftkv_platform.specs import BUILTIN_TEACHER, JobSpec
@@ -98,6 +98,19 @@ def rows_of(token_ids: np.ndarray, like: PackedRows) -> PackedRows:
     return pack(samples, np.arange(number), max_length=length, pad_token_id=like.pad_token_id)
 
 
+def mixed(written: PackedRows, public: PackedRows, number: int) -> PackedRows:
+    """Rows of what was written, and the first `number` public ones, whose samples stay apart."""
+    members = public.members[: public.row_starts[min(len(public), number)]]
+    kept = [slice(*public.samples.starts[[i, i + 1]]) for i in members]
+    lengths = np.concatenate([written.samples.lengths, public.samples.lengths[members]])
+    samples = Samples(
+        tokens=np.concatenate([written.samples.tokens, *(public.samples.tokens[part] for part in kept)]),
+        counts=np.concatenate([written.samples.counts, *(public.samples.counts[part] for part in kept)]),
+        starts=np.concatenate([[0], np.cumsum(lengths)]),
+    )
+    return pack(samples, np.arange(len(lengths)), max_length=public.max_length, pad_token_id=public.pad_token_id)
+
+
 def beginnings(rows: PackedRows, number: int) -> np.ndarray:
     """[number, PROMPT]: how samples of that length and more begin, in their order."""
     samples = rows.samples
@@ -121,25 +134,9 @@ def write(student: Any, prompts: np.ndarray, length: int, *, as_teacher: bool, s
 
 
 def _spec(args: argparse.Namespace, seed: int) -> JobSpec:
-    length, batch_size = (64, 2) if args.short else (256, 8)
-    return JobSpec.model_validate(
-        {
-            "name": "texts",
-            "model": {"name_or_path": BUILTIN_TEACHER, "dtype": "float32"},
-            "swiftkv": {**SWIFTKV, "calibration_tokens": 1024 if args.short else 16384},
-            "data": {"max_length": length, "sources": [{"name_or_path": "builtin:python-stdlib"}]},
-            "optimizer": {"learning_rate": 3e-3},
-            "training": {
-                "batch_size": batch_size,
-                "micro_batch_size": batch_size,
-                "max_steps": args.steps,
-                "seed": seed,
-            },
-            "sharding": {"strategy": "ddp"},
-            "resources": {"num_workers": 1},
-            "evaluation": {"max_tokens": args.evaluation_tokens},
-        }
-    )
+    model = {"name_or_path": BUILTIN_TEACHER, "dtype": "float32"}
+    spec = python_spec("texts", args, seed, short_length=64, model=model, swiftkv=SWIFTKV)
+    return JobSpec.model_validate(spec | {"optimizer": {"learning_rate": 3e-3}})
 
 
 def run_seed(runs: TrainingRuns, args: argparse.Namespace, seed: int, directory: Path) -> list[dict[str, Any]]:
@@ -162,8 +159,7 @@ def run_seed(runs: TrainingRuns, args: argparse.Namespace, seed: int, directory:
             texts = rows_of(write(student, prompts, length, as_teacher=True, seed=seed), public)
         else:
             own = write(student, prompts[: needed // 2], length, as_teacher=False, seed=seed)
-            drawn = public.batch(range(min(len(public), needed // 2)))["input_ids"]
-            texts = rows_of(np.concatenate([own, drawn]), public)
+            texts = mixed(rows_of(own, public), public, needed // 2)
         writing = time.monotonic() - began
         divergence = DIVERGENCES[arm.divergence]
         with mock.patch.object(losses, "_kl_", divergence) if divergence else nullcontext():

@@ -265,7 +265,7 @@ def _noise_key(row: SamplingRow) -> int:
 
 def noise_of(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise [num_keys, num_tokens], each a function of a key [num_keys] and a token's id [num_tokens] or
-    [num_keys, num_tokens], all int64: so only the noise that is asked for is made, the same on every device.
+    [num_keys, num_tokens], all int64: so only the noise that is asked for is made, by one formula on every device.
 
     Bits are SplitMix64's, the token being the count.
     """

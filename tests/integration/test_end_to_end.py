@@ -169,19 +169,18 @@ def test_the_real_model_is_distilled_and_both_of_its_modes_chat(platform: Platfo
     assert metrics["distilled"]["kl"] > 0, "a handful of tokens calibrates and trains nothing"
     assert metrics["teacher"]["perplexity"] < 20, "the teacher wrote the text"
 
-    # In bfloat16 rounding decides: the teacher begins with "The" at -1.86 nats and with "L" at -1.96.
-    deployment = client.deployments.create(job.distilled_model, engine={"swiftkv": False, "dtype": "float32"})
+    deployment = client.deployments.create(job.distilled_model, engine={"swiftkv": False})
     deployment = client.deployments.wait_ready(deployment.id)
-    assert "Paris" in _capital_of_france(str(deployment.url), deployment.model), "the teacher's mode knows it"
+    assert "Tokyo" in _capital_of_japan(str(deployment.url), deployment.model), "the teacher's mode knows it"
     client.deployments.update(deployment.id, engine={"swiftkv": True})
     deployment = client.deployments.wait_ready(deployment.id)
-    assert _capital_of_france(str(deployment.url), deployment.model)
+    assert _capital_of_japan(str(deployment.url), deployment.model)
     client.deployments.delete(deployment.id)
 
 
-def _capital_of_france(url: str, model: str) -> str:
+def _capital_of_japan(url: str, model: str) -> str:
     with openai.OpenAI(api_key="none", base_url=f"{url}/v1", timeout=300) as client:
-        question: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+        question: list[Any] = [{"role": "user", "content": "What is the capital of Japan?"}]
         answer = client.chat.completions.create(model=model, messages=question, max_tokens=24, temperature=0.0)
         return answer.choices[0].message.content or ""
 

@@ -38,7 +38,7 @@ NAMES = ("smollm2", REAL_TEACHER)
 """Names of the model that run this demo."""
 RECIPE = "builtin-smollm2-135m-demo.yaml"
 QUESTIONS = (
-    "What is the capital of France?",
+    "What is the capital of Japan?",  # of France: its first word is a near tie, which bfloat16 decides by the machine
     "Explain in two sentences why the sky is blue.",
     "Give me three tips for learning to swim.",
 )

@@ -24,7 +24,7 @@ from swiftkv_platform.distillation.sequence_parallel import SequenceGroup, use_s
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.masks import PACKED, no_masks
-from swiftkv_platform.model.packed_attention import SAMPLES, PackedSamples, sample_lengths
+from swiftkv_platform.model.packed_attention import SAMPLES, TOKENS_STEP, PackedSamples, sample_lengths
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.planning.layers import split_by_size
 from swiftkv_platform.specs import DistillationSpec
@@ -147,7 +147,7 @@ class Fork(nn.Module):
                 own = self.sequence.own(context.num_tokens)
                 context, targets, loss_mask = self.sequence.shard(context), targets[:, own], loss_mask[:, own]
             counted = loss_mask.flatten().nonzero().squeeze(1)  # [num_counted]
-            kept = self._kept(context, counted)
+            kept = self._kept(context, loss_mask.flatten(), counted)
         with torch.set_grad_enabled(self.trains_lower and torch.is_grad_enabled()):
             x = decoder.lower(context)
         teacher = None
@@ -197,12 +197,15 @@ class Fork(nn.Module):
         begun = decoder.begin(flat, position_ids=position_ids.reshape(1, -1), masks=masks, **{SAMPLES: samples})
         return cast("DecoderContext", begun)
 
-    def _kept(self, context: DecoderContext, counted: Tensor) -> TokenSelection | None:
-        """The tokens that enter the student's layers >= l; None: all."""
+    def _kept(self, context: DecoderContext, loss_mask: Tensor, counted: Tensor) -> TokenSelection | None:
+        """The tokens that enter the student's layers >= l: those that count, and behind them so many others that fill
+        up `TOKENS_STEP`; None: all."""
         if self.keeps_shapes or SAMPLES not in context.layer_arguments or len(counted) == context.num_tokens:
             return None
         # Where nothing counts, layers run all the same: other workers wait for this one's gradients.
-        return TokenSelection(counted if len(counted) else counted.new_zeros(1))
+        num_kept = -(-max(len(counted), 1) // TOKENS_STEP) * TOKENS_STEP
+        others = loss_mask.logical_not().nonzero().squeeze(1)[: num_kept - len(counted)]
+        return TokenSelection(torch.cat((counted, others)))
 
     def _kl(self, hidden: Tensor, head: Tensor, teacher: Tensor) -> Tensor:
         return logits_loss(hidden, teacher, head, self.student.lm_head.weight, temperature=self._spec.temperature)

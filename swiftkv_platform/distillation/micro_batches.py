@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from swiftkv_platform.data.packing import PackedRows, rank_rows
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.packed_attention import TOKENS_STEP
 from swiftkv_platform.specs import TrainingSpec
 
 MicroBatch = tuple[dict[str, Tensor], tuple[int, ...]]
@@ -27,7 +29,8 @@ def micro_batches(
     made = []
     for start in range(0, len(places), training.micro_batch_size):
         chosen = places[start : start + training.micro_batch_size]
-        multiple = len(chosen) * rows.max_length if training.compile else parallel.sequence_parallel_size
+        step = math.lcm(parallel.sequence_parallel_size, TOKENS_STEP)
+        multiple = len(chosen) * rows.max_length if training.compile else step
         num_counted = max(len(mine) - start, 0)
         arrays, lengths = rows.end_to_end(chosen, multiple=multiple, num_counted=num_counted)
         tensors = to_tensors(arrays)

@@ -28,6 +28,11 @@ from swiftkv_platform.model.selection import TokenSelection
 SAMPLES = "packed_samples"
 """Keyword under which every attention of a pass gets its samples."""
 
+TOKENS_STEP = 64
+"""Sizes that a training step gives its operators are multiples of this many tokens, where they may be. On a CPU those
+of narrow dtypes are compiled for every size they meet, which takes longer than they run, and the code is kept: some
+5 MiB for each length in attention's backward pass. A few sizes are met again."""
+
 VarlenOperator = Callable[..., Any]
 """Called as `torch.nn.attention.varlen.varlen_attn`."""
 
@@ -155,7 +160,10 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float |
         positions = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
         keys_at = torch.arange(num_keys, device=query.device)
         mask = (keys_at <= positions) & (keys_at > positions - window)
-    return F.scaled_dot_product_attention(
+    elif query.device.type == "cpu" and query.dtype != torch.float32:
+        padding = (0, 0, 0, -num_queries % TOKENS_STEP)  # behind all: no query that counts sees it
+        query, key, value = (F.pad(tensor, padding) for tensor in (query, key, value))
+    output = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -164,6 +172,7 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scaling: float |
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return output[:, :, :num_queries]
 
 
 # A compiled layer would be compiled again for every batch's lengths.

@@ -45,9 +45,10 @@ def _check_source(source: DataSourceSpec, where: str, access: Access) -> SourceE
     name, field = source.name_or_path, f"{where}.name_or_path"
     match access.data(name, field):
         case BuiltinSource():
-            if name not in (BUILTIN_DATA, BUILTIN_PROMPTS):
-                raise _unusable(where, name, f"the built-in data sets are {BUILTIN_DATA} and {BUILTIN_PROMPTS}")
-            if name == BUILTIN_PROMPTS and source.complete is None:
+            if name not in (BUILTIN_DATA, *BUILTIN_PROMPTS):
+                known = ", ".join((BUILTIN_DATA, *BUILTIN_PROMPTS))
+                raise _unusable(where, name, f"the built-in data sets are {known}")
+            if name in BUILTIN_PROMPTS and source.complete is None:
                 raise _unusable(where, name, "its rows are requests, which need complete: the teacher answers them")
             return SourceEstimate(name, formats=("text" if name == BUILTIN_DATA else "prompt_completion",))
         case FileSource():

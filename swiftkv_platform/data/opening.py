@@ -29,7 +29,8 @@ from swiftkv_platform.sources.chat_prompts import PROMPT_SPLITS, chat_prompts
 from swiftkv_platform.sources.corpus import standard_library_modules
 from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.names import refuse_shadowed
-from swiftkv_platform.specs import BUILTIN_DATA, BUILTIN_PROMPTS, DataSourceSpec
+from swiftkv_platform.sources.recall_prompts import recall_prompts
+from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_RECALL, DataSourceSpec
 
 _SUFFIXES = ", ".join(SUFFIXES)
 
@@ -109,13 +110,16 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
     return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
 
 
+_PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts}
+
+
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
-    if source.name_or_path == BUILTIN_PROMPTS:
+    if source.name_or_path in _PROMPTS:
         return [_prompts(source, path)]
     if source.name_or_path != BUILTIN_DATA:
         raise DataError(
-            f"{path}.name_or_path is {source.name_or_path!r}; the built-in data sets are {BUILTIN_DATA} and "
-            f"{BUILTIN_PROMPTS}",
+            f"{path}.name_or_path is {source.name_or_path!r}; the built-in data sets are "
+            f"{', '.join((BUILTIN_DATA, *_PROMPTS))}",
             field=f"{path}.name_or_path",
             value=source.name_or_path,
         )
@@ -136,19 +140,19 @@ def _prompts(source: DataSourceSpec, path: str) -> Table:
     """The requests of a split; they have no answers but the teacher's."""
     if source.complete is None:
         raise DataError(
-            f"{path} is {BUILTIN_PROMPTS} without complete: its rows are requests, which the teacher answers; "
+            f"{path} is {source.name_or_path} without complete: its rows are requests, which the teacher answers; "
             "complete: {} would do",
             field=f"{path}.name_or_path",
-            value=BUILTIN_PROMPTS,
+            value=source.name_or_path,
         )
     if source.split not in PROMPT_SPLITS:
         raise DataError(
-            f"{path}.split is {source.split!r}; {BUILTIN_PROMPTS} has {' and '.join(PROMPT_SPLITS)}",
+            f"{path}.split is {source.split!r}; {source.name_or_path} has {' and '.join(PROMPT_SPLITS)}",
             field=f"{path}.split",
             value=source.split,
         )
-    rows = [{"prompt": prompt} for prompt in chat_prompts(held_out=source.is_held_out)]
-    return Table(BUILTIN_PROMPTS, ("prompt",), lambda _columns: enumerate(rows, start=1), lambda: len(rows))
+    rows = [{"prompt": prompt} for prompt in _PROMPTS[source.name_or_path](held_out=source.is_held_out)]
+    return Table(source.name_or_path, ("prompt",), lambda _columns: enumerate(rows, start=1), lambda: len(rows))
 
 
 def _listed(origin: str, rows: Sequence[Row], *, held_out: bool) -> Table:

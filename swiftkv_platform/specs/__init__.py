@@ -7,7 +7,15 @@ Every key of the YAML or JSON spec is a field here; unknown keys are refused. Ch
 from __future__ import annotations
 
 from swiftkv_platform.specs.base import looks_like_a_path
-from swiftkv_platform.specs.data import BUILTIN_DATA, BUILTIN_PROMPTS, CompletionSpec, DataSourceSpec, DataSpec
+from swiftkv_platform.specs.data import (
+    BUILTIN_CHATS,
+    BUILTIN_DATA,
+    BUILTIN_PROMPTS,
+    BUILTIN_RECALL,
+    CompletionSpec,
+    DataSourceSpec,
+    DataSpec,
+)
 from swiftkv_platform.specs.evaluation import PAPER_TASKS, EvaluationSpec, SweepSpec, TaskSpec
 from swiftkv_platform.specs.job import (
     BUILTIN_TEACHER,
@@ -30,8 +38,10 @@ from swiftkv_platform.specs.publish import PublishSpec
 from swiftkv_platform.specs.training import EarlyStoppingSpec, GuardSpec, OptimizerSpec, TrainingSpec, ValidationSpec
 
 __all__ = [
+    "BUILTIN_CHATS",
     "BUILTIN_DATA",
     "BUILTIN_PROMPTS",
+    "BUILTIN_RECALL",
     "BUILTIN_TEACHER",
     "PAPER_TASKS",
     "REAL_TEACHER",

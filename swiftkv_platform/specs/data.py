@@ -11,8 +11,9 @@ from swiftkv_platform.specs.base import Count, Name, Seed, Size, Spec, Weight, W
 BUILTIN_DATA = "builtin:python-stdlib"
 """The sources of the interpreter's standard library."""
 
-BUILTIN_PROMPTS = "builtin:chat-prompts"
-"""Requests to a chat model, for the teacher to answer."""
+BUILTIN_CHATS, BUILTIN_RECALL = "builtin:chat-prompts", "builtin:recall-prompts"
+BUILTIN_PROMPTS = (BUILTIN_CHATS, BUILTIN_RECALL)
+"""Requests to a chat model, for the teacher to answer: for what it knows, and for what a text in them says."""
 
 
 class CompletionSpec(Spec):
@@ -38,10 +39,11 @@ class DataSourceSpec(Spec):
     name_or_path: Annotated[Name, Field(min_length=1)]
     """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix,
     `file-...` (rows that were uploaded to the control plane), `builtin:python-stdlib` (the sources of the interpreter's
-    standard library) or `builtin:chat-prompts` (requests that the teacher answers, with `complete`)."""
+    standard library), `builtin:chat-prompts` or `builtin:recall-prompts` (requests that the teacher answers, with
+    `complete`: for what it knows, and for what a text in them says)."""
     split: Word = "train"
-    """Split of a hub or built-in data set, or of a directory laid out as one. `held_out` of `builtin:chat-prompts` is
-    never trained on, but measured; it shares no subject with `train`."""
+    """Split of a hub or built-in data set, or of a directory laid out as one. `held_out` of built-in
+    requests is never trained on, but measured; it shares no subject, or no person, with `train`."""
     subset: Annotated[Word, Field(min_length=1)] | None = None
     """Configuration of a data set of the hub, or laid out as there, that has several: `main` of `openai/gsm8k`."""
     sample_count: Count | None = None
@@ -60,7 +62,7 @@ class DataSourceSpec(Spec):
     @property
     def is_held_out(self) -> bool:
         """Whether all of its rows are held out."""
-        return self.name_or_path == BUILTIN_PROMPTS and self.split == "held_out"
+        return self.name_or_path in BUILTIN_PROMPTS and self.split == "held_out"
 
 
 class DataSpec(Spec):

@@ -21,7 +21,7 @@ from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, StorageError
-from swiftkv_platform.specs import BUILTIN_PROMPTS, BUILTIN_TEACHER, DataSpec, JobSpec
+from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_TEACHER, DataSpec, JobSpec
 
 TEACHER = Path(str(files("swiftkv_platform.sources") / "teacher"))
 ROWS: list[dict[str, Any]] = [{"text": f"def function_{i}(self, value):\n    "} for i in range(5)]
@@ -225,7 +225,7 @@ def test_built_in_requests_are_measured_on_the_split_that_says_so(engine: LLMEng
     """The side is the recipe's: one source of each split, nothing held out by chance."""
     settings = {"max_tokens": 4, "seed": 1}
     sources = [
-        {"name_or_path": BUILTIN_PROMPTS, "split": split, "sample_count": count, "complete": settings}
+        {"name_or_path": BUILTIN_CHATS, "split": split, "sample_count": count, "complete": settings}
         for split, count in (("train", 5), ("held_out", 2))
     ]
     spec, store = data_spec(*sources, max_length=128), InMemoryAnswers()
@@ -239,7 +239,7 @@ def test_built_in_requests_are_measured_on_the_split_that_says_so(engine: LLMEng
 
 
 def test_something_is_held_out_where_a_split_is() -> None:
-    held_out = {"name_or_path": BUILTIN_PROMPTS, "split": "held_out", "complete": {}}
+    held_out = {"name_or_path": BUILTIN_CHATS, "split": "held_out", "complete": {}}
     train = {**held_out, "split": "train"}
     data = {"sources": [train, held_out], "validation_fraction": 0.0}
     assert JobSpec.model_validate({"name": "n", "data": data}).data.sources[1].is_held_out

@@ -51,7 +51,10 @@ def test_unreadable_files_are_named_with_the_place(
     [
         ("/nowhere/at/all", "no such file or directory"),
         ("./rows.jsonl", "no such file or directory"),
-        ("builtin:ruby", "the built-in data sets are builtin:python-stdlib and builtin:chat-prompts"),
+        (
+            "builtin:ruby",
+            "the built-in data sets are builtin:python-stdlib, builtin:chat-prompts, builtin:recall-prompts",
+        ),
         ("builtin:chat-prompts", "without complete: its rows are requests, which the teacher answers"),
     ],
 )

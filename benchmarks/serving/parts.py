@@ -269,7 +269,8 @@ def summary(runs: dict[str, list[Figures]]) -> Report:
             name: {
                 figure: median_ratio(some, dense[: len(some)], figure)
                 for figure in (THROUGHPUT, "median_ttft_ms", "median_tpot_ms")
-                if all(figure in one for one in [*some, *dense])
+                # No ratio to 0, the time between tokens that came at once.
+                if all(figure in one for one in some) and all(one.get(figure) for one in dense)
             }
             for name, some in runs.items()
         },

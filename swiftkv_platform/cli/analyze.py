@@ -35,6 +35,10 @@ def analyze(
         int, typer.Option("--key-value-group-size", "-g", min=1, help="g of the measured students.")
     ] = 1,
     max_kl: Annotated[float, typer.Option(help="Nats; what --measure recommends starts within this.")] = 0.2,
+    needle_length: Annotated[
+        int | None, typer.Option(min=128, help="Tokens of prompts in which --measure has a number looked for.")
+    ] = None,
+    needle_samples: Annotated[int, typer.Option(min=1, help="Prompts of that length.")] = 20,
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="Of the weights; auto: as stored.")] = (
         "auto"
     ),
@@ -62,6 +66,8 @@ def analyze(
         depths=tuple(depth or ()),
         key_value_group_size=key_value_group_size,
         max_kl=max_kl,
+        needle_length=needle_length,
+        needle_samples=needle_samples,
     )
     with err().status("Loading") as spinner:
         analysis = run(model, config, path, text, options, dtype=dtype, progress=spinner.update)
@@ -77,6 +83,7 @@ def _print(analysis: Analysis) -> None:
     measured = [depth for depth in analysis.depths if depth.kl is not None]
     columns = ["l", "SimScore", "prefill FLOPs"]
     columns += ["KL (nats)", "perplexity", "top-1 agreement"] if measured else []
+    columns += ["needles found"] if analysis.needle_length else []
     rows = []
     for depth in measured or analysis.depths:
         row = [
@@ -86,6 +93,8 @@ def _print(analysis: Analysis) -> None:
         ]
         if measured:
             row += [f"{depth.kl:.3f}", f"{depth.perplexity:.2f}", f"{depth.top1_agreement:.1%}"]
+        if depth.needles_found is not None:
+            row.append(f"{depth.needles_found:.0%}")
         rows.append(row)
     print_table(columns, rows, empty="")
     lines = [f"{analysis.model}, {analysis.num_hidden_layers} layers, {analysis.num_tokens:,} tokens."]
@@ -93,6 +102,10 @@ def _print(analysis: Analysis) -> None:
         lines.append(
             f"Calibrated starts with g = {analysis.key_value_group_size}, before any training; "
             f"the teacher's perplexity is {analysis.teacher_perplexity:.2f}."
+        )
+    if analysis.needle_length:
+        lines.append(
+            f"Needles in {analysis.needle_length:,} tokens: the teacher finds {analysis.teacher_needles_found:.0%}."
         )
     chosen = analysis.recommended_num_key_value_layers
     lines.append(f"Recommended l: {'none of these' if chosen is None else chosen} ({analysis.rule}).")

@@ -198,8 +198,8 @@ class Fork(nn.Module):
         return cast("DecoderContext", begun)
 
     def _kept(self, context: DecoderContext, loss_mask: Tensor, counted: Tensor) -> TokenSelection | None:
-        """The tokens that enter the student's layers >= l: those that count, and behind them so many others that fill
-        up `TOKENS_STEP`; None: all."""
+        """The tokens that enter the student's layers >= l: those that count, and behind them others that fill up to a
+        multiple of `TOKENS_STEP`; None: all."""
         if self.keeps_shapes or SAMPLES not in context.layer_arguments or len(counted) == context.num_tokens:
             return None
         # Where nothing counts, layers run all the same: other workers wait for this one's gradients.

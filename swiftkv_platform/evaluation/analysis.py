@@ -20,6 +20,8 @@ from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.evaluation.depths import Depth, measure_depths, shallowest
+from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
+from swiftkv_platform.evaluation.needles import Needles
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.batches import to_tensors
@@ -28,6 +30,8 @@ from swiftkv_platform.planning import plan
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _HELD_OUT = 0.2
+_MAY_LOSE = 0.05
+"""Share of the needles that a recommended depth may find less than its teacher."""
 
 
 class DepthReport(FrozenModel):
@@ -42,6 +46,8 @@ class DepthReport(FrozenModel):
     """KL of the calibrated start from the teacher on held-out text, nats; None where it was not measured."""
     perplexity: float | None = None
     top1_agreement: float | None = None
+    needles_found: float | None = None
+    """Share of the needles that the calibrated start finds; None where it was not asked."""
 
 
 class Analysis(FrozenModel):
@@ -56,6 +62,9 @@ class Analysis(FrozenModel):
     depths: tuple[DepthReport, ...]
     teacher_perplexity: float | None = None
     """Perplexity on held-out text; None where nothing was measured."""
+    needle_length: int | None = None
+    """Tokens of a prompt with a needle; None where none was asked for."""
+    teacher_needles_found: float | None = None
     key_value_group_size: int
     """g of the measured students."""
     recommended_num_key_value_layers: int | None
@@ -79,6 +88,9 @@ class AnalysisOptions:
     key_value_group_size: int = 1
     max_kl: float = 0.2
     """Nats that a recommended depth may start from its teacher."""
+    needle_length: int | None = None
+    """Tokens of prompts in which measured depths have to find a number; None: they are not asked."""
+    needle_samples: int = 20
 
 
 def analyze(
@@ -101,7 +113,7 @@ def analyze(
         progress: hears what is being done.
 
     Raises:
-        InvalidInputError: a depth out of range.
+        InvalidInputError: a depth out of range, or needles without `measure` or longer than the context.
         DataError: text that is missing, empty or, to measure, too short.
         ModelError: an unknown family, or a model that cannot be loaded.
     """
@@ -110,11 +122,13 @@ def analyze(
     progress("Reading")
     model, tokenizer = _load(path, dtype)
     context = getattr(model.config, "max_position_embeddings", None)
+    needles = _needles(tokenizer, options, context)
     seen, held_out = _read_text(text, tokenizer, min(options.max_length, context or options.max_length), options)
     batches = [to_tensors(seen.batch([i])) for i in evaluation_rows(seen, max_tokens=options.max_tokens)]
     progress("Comparing the layers' inputs")
     similarity = collect_similarity(model, batches)
     measured: list[Depth] = []
+    teacher_found = needles.share_found(model) if needles else None
     if options.measure:
         for depth in measure_depths(
             model,
@@ -123,10 +137,32 @@ def analyze(
             calibration=batches,
             held_out=held_out,
             max_tokens=options.max_tokens,
+            needles=needles,
         ):
             measured.append(depth)
             progress(f"Rewired at l = {depth.num_key_value_layers}: KL {depth.calibrated.kl:.3f} nats")
-    return _report(name, config, similarity, measured, options)
+    return _report(name, config, similarity, measured, teacher_found, options)
+
+
+def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> Needles | None:
+    length = options.needle_length
+    if length is None:
+        return None
+    if not options.measure:
+        raise InvalidInputError(
+            f"needle_length is {length}, and no depth is measured; with measure the calibrated starts look for needles",
+            field="needle_length",
+            value=length,
+        )
+    needles = Needles.create(tokenizer, length, options.needle_samples)
+    longest = needles.longest
+    if context is not None and longest > context:
+        raise InvalidInputError(
+            f"needle_length is {length}, {longest} with template and answer; the context is of {context}",
+            field="needle_length",
+            value=length,
+        )
+    return needles
 
 
 def _check_depths(depths: Sequence[int], num_layers: int) -> None:
@@ -182,13 +218,21 @@ def _read_text(
 
 
 def _report(
-    name: str, config: dict[str, Any], similarity: Similarity, measured: Sequence[Depth], options: AnalysisOptions
+    name: str,
+    config: dict[str, Any],
+    similarity: Similarity,
+    measured: Sequence[Depth],
+    teacher_found: float | None,
+    options: AnalysisOptions,
 ) -> Analysis:
     scores = similarity.scores
     by_depth = {depth.num_key_value_layers: depth for depth in measured}
     depths = []
     for layers in range(1, len(scores) + 1):
-        quality = by_depth[layers].calibrated.model_dump() if layers in by_depth else {}
+        quality: dict[str, Any] = {}
+        if layers in by_depth:
+            depth = by_depth[layers]
+            quality = depth.calibrated.model_dump() | {"needles_found": depth.needles_found}
         group_size = min(options.key_value_group_size if measured else 1, len(scores) + 1 - layers)
         costs = plan(config, num_key_value_layers=layers, key_value_group_size=group_size)
         score = scores[layers] if layers < len(scores) else None
@@ -201,8 +245,12 @@ def _report(
             )
         )
     if measured:
-        recommended = shallowest(measured, max_kl=options.max_kl)
+        judges = teacher_found is not None and teacher_found >= TEACHER_FINDS
+        least = teacher_found - _MAY_LOSE if judges and teacher_found is not None else 0.0
+        recommended = shallowest(measured, max_kl=options.max_kl, min_found=least)
         rule = f"smallest l from which on the calibrated start is within {options.max_kl} nats of the teacher"
+        if judges:
+            rule += f" and finds at least {least:.0%} of the needles"
     else:
         recommended = recommend_depth(scores)
         rule = f"smallest l from half of the layers on where SimScore is at least {THRESHOLD}"
@@ -213,6 +261,8 @@ def _report(
         sim_scores=tuple(scores),
         depths=tuple(depths),
         teacher_perplexity=measured[0].teacher.perplexity if measured else None,
+        needle_length=options.needle_length,
+        teacher_needles_found=teacher_found,
         key_value_group_size=options.key_value_group_size,
         recommended_num_key_value_layers=recommended,
         rule=rule,

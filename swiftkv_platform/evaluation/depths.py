@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from swiftkv_platform.data.packing import PackedRows
+from swiftkv_platform.evaluation.needles import Needles
 from swiftkv_platform.evaluation.quality import Quality, TeacherQuality, evaluate
 from swiftkv_platform.model import convert
 
@@ -22,6 +23,8 @@ class Depth:
     num_key_value_layers: int
     teacher: TeacherQuality
     calibrated: Quality
+    needles_found: float | None = None
+    """Share, by the calibrated start; None: it was not asked for any."""
 
 
 def measure_depths(
@@ -32,6 +35,7 @@ def measure_depths(
     calibration: Sequence[Mapping[str, Tensor]],
     held_out: PackedRows,
     max_tokens: int,
+    needles: Needles | None = None,
 ) -> Iterator[Depth]:
     """Rewire `teacher` at each of `depths` and compare it with itself on held-out rows.
 
@@ -54,14 +58,16 @@ def measure_depths(
             calibration=calibration,
         )
         totals = evaluate(student, held_out, max_tokens=max_tokens, batch_size=1)
-        yield Depth(depth, totals.teacher, totals.student)
+        found = None if needles is None else needles.share_found(student)
+        yield Depth(depth, totals.teacher, totals.student, found)
 
 
-def shallowest(depths: Sequence[Depth], *, max_kl: float) -> int | None:
-    """The smallest l from which on every depth measured starts within `max_kl` nats of its teacher."""
+def shallowest(depths: Sequence[Depth], *, max_kl: float, min_found: float = 0.0) -> int | None:
+    """The smallest l from which on every depth measured starts within `max_kl` nats of its teacher, and finds at least
+    the share `min_found` of the needles that it was asked for."""
     chosen = None
     for depth in sorted(depths, key=lambda each: each.num_key_value_layers, reverse=True):
-        if depth.calibrated.kl > max_kl:
+        if depth.calibrated.kl > max_kl or (depth.needles_found is not None and depth.needles_found < min_found):
             break
         chosen = depth.num_key_value_layers
     return chosen

@@ -43,7 +43,7 @@ _KINDS = (
         "extension",
     ),
 )
-"""Of facts: how a text states one, how one is asked for, what is mentioned, and what is told."""
+"""Kinds of facts: how a text states one, how one is asked for, what is mentioned, and what is told."""
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 _MOST_COPIED = 12
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ import torch
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.analysis import AnalysisOptions, analyze
 from swiftkv_platform.evaluation.depths import Depth, shallowest
+from swiftkv_platform.evaluation.harness.needle import ANSWER_TOKENS
+from swiftkv_platform.evaluation.needles import Needles
 from swiftkv_platform.evaluation.quality import Quality, TeacherQuality
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.similarity import collect_similarity, recommend_depth
 from swiftkv_platform.planning import read_config
-from tests.tiny_models import random_teacher, save_teacher
+from tests.tiny_models import byte_tokenizer, random_teacher, save_teacher
 
 
 def naive_scores(sequences: list[torch.Tensor]) -> list[float]:
@@ -94,10 +98,50 @@ def test_the_shallowest_depth_within_a_kl() -> None:
     assert shallowest(depths[:2], max_kl=0.2) is None
 
 
+def test_a_depth_that_loses_needles_is_not_recommended() -> None:
+    found = {1: 1.0, 2: 0.5, 3: 0.9, 4: 1.0}
+    quality = Quality(perplexity=9, kl=0.1, top1_agreement=1)
+    depths = [Depth(layers, TeacherQuality(perplexity=9), quality, share) for layers, share in found.items()]
+    assert shallowest(depths, max_kl=0.2, min_found=0.9) == 3
+    assert shallowest(depths, max_kl=0.2, min_found=0.95) == 4
+    assert shallowest(depths, max_kl=0.2) == 1
+
+
+class _Reader:
+    """Finds the number of the prompts before `forgets`, as no random model does."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, needles: Needles, forgets: int) -> None:
+        self._tokenizer, self._left = needles.tokenizer, forgets
+
+    def generate(self, ids: torch.Tensor, **_settings: Any) -> torch.Tensor:
+        self._left -= 1
+        number = re.search(r"is (\d{5})\.", self._tokenizer.decode(ids[0]))
+        assert number is not None
+        answer = f"It is {number[1]}." if self._left >= 0 else "It is 7."
+        return torch.cat((ids[0], torch.tensor(self._tokenizer.encode(answer))))[None]
+
+
+def test_the_share_of_needles_found() -> None:
+    needles = Needles.create(byte_tokenizer(), 512, 8)
+    assert 400 < max(map(len, needles.prompts)) == needles.longest - ANSWER_TOKENS <= 520
+    assert needles.share_found(_Reader(needles, forgets=6)) == 0.75
+    assert needles.share_found(random_teacher(max_position_embeddings=1024)) == 0.0
+
+
 def test_analysis_of_a_model(tmp_path: Path) -> None:
-    model, text = save_teacher(tmp_path / "model"), tmp_path / "text.txt"
+    model, text = save_teacher(tmp_path / "model", max_position_embeddings=512), tmp_path / "text.txt"
     text.write_text("Some text that is long enough to be cut into several windows of thirty-two bytes each.\n" * 8)
-    options = AnalysisOptions(max_length=32, measure=True, depths=(2, 5), key_value_group_size=2, max_kl=1e-6)
+    options = AnalysisOptions(
+        max_length=32,
+        measure=True,
+        depths=(2, 5),
+        key_value_group_size=2,
+        max_kl=1e-6,
+        needle_length=256,
+        needle_samples=2,
+    )
     analysis = analyze("tiny", read_config(model), str(model), [str(text)], options, dtype="float32")
     assert len(analysis.sim_scores) == 5
     assert [depth.num_key_value_layers for depth in analysis.depths] == [1, 2, 3, 4, 5]
@@ -110,7 +154,9 @@ def test_analysis_of_a_model(tmp_path: Path) -> None:
     assert last.kl == pytest.approx(0.0, abs=1e-6)
     assert last.perplexity == pytest.approx(analysis.teacher_perplexity, rel=1e-3)
     assert analysis.recommended_num_key_value_layers == 5
-    assert analysis.depths[0].kl is None
+    assert (analysis.teacher_needles_found, shallow.needles_found) == (0.0, 0.0)
+    assert "needles" not in analysis.rule, "a teacher that finds none judges no student"
+    assert (analysis.depths[0].kl, analysis.depths[0].needles_found) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +164,12 @@ def test_analysis_of_a_model(tmp_path: Path) -> None:
     [
         (AnalysisOptions(depths=(6,)), InvalidInputError, r"depth is 6; a model of 6 layers accepts 1\.\.5"),
         (AnalysisOptions(measure=True), DataError, "measuring holds some out"),
+        (AnalysisOptions(needle_length=256), InvalidInputError, "needle_length is 256, and no depth is measured"),
+        (
+            AnalysisOptions(measure=True, needle_length=4096),
+            InvalidInputError,
+            "needle_length is 4096, .* context is of",
+        ),
     ],
 )
 def test_what_an_analysis_refuses(

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizer
 from swiftkv_platform.engine.kv_cache import bytes_per_block
@@ -78,7 +79,9 @@ def count_step(fork: Fork, batch: dict[str, torch.Tensor]) -> int:
 
 @pytest.fixture
 def squares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention as plain matrix products run it, and torch counts it: the whole square of a sample."""
+    """Attention as plain matrix products run it, and torch counts it: the whole square of a sample; and no tokens that
+    fill up a step, which are few among those of real rows."""
+    monkeypatch.setattr(fork_module, "TOKENS_STEP", 1)
     monkeypatch.setattr(training, "attention_pairs", lambda length, past, _window: length * (past + length))
 
 

@@ -16,7 +16,7 @@ NEEDLE = "needle_"
 """Begins the names of these tasks; their length in tokens ends them."""
 TEACHER_FINDS = 0.8
 """Least share that the teacher has to find for a length to judge its student."""
-_ANSWER_TOKENS = 24
+ANSWER_TOKENS = 24
 _PEOPLE = ("gardener", "pilot", "baker", "teacher", "doctor", "farmer", "sailor", "painter", "miller", "tailor")
 _ACTIONS = ("walked to", "looked for", "wrote about", "painted", "visited", "repaired", "measured", "talked about")
 _THINGS = ("bridge", "garden", "harbour", "clock", "library", "market", "railway", "orchard", "windmill", "museum")
@@ -43,7 +43,7 @@ def needle_tasks(lengths: Sequence[int], num_samples: int, tokenizer: Any, *, ch
                 "doc_to_text": "{{prompt}}",
                 "doc_to_target": "{{answer}}",
                 "process_results": found,
-                "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": _ANSWER_TOKENS},
+                "generation_kwargs": {"until": ["\n\n"], "do_sample": False, "max_gen_toks": ANSWER_TOKENS},
                 "metric_list": [{"metric": "found", "aggregation": "mean", "higher_is_better": True}],
                 "num_fewshot": 0,
             },

@@ -45,7 +45,11 @@ class Needles:
         found = 0
         for prompt, answer in zip(self.prompts, self.answers, strict=True):
             ids = torch.tensor([prompt], device=model.device)
-            settings = {"max_new_tokens": ANSWER_TOKENS, "do_sample": False, "pad_token_id": 0}
+            settings = {
+                "max_new_tokens": ANSWER_TOKENS,
+                "do_sample": False,
+                "pad_token_id": self.tokenizer.pad_token_id,
+            }
             written = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
             found += answer in self.tokenizer.decode(written)
         return found / len(self.prompts)

@@ -19,19 +19,17 @@ from unittest import mock
 import psutil
 import torch
 
-from benchmarks.models import add_shape, random_llama
-from benchmarks.packed_training import chat_rows, sums
+from benchmarks.packed_training import add_chats, chat_rows, smollm2_fork, sums
 from benchmarks.reports import benchmark_parser, conditions, write_report
 from jobs.worker.memory import give_back_freed_tensors
 from swiftkv_platform.distillation import fork as fork_module
-from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizer
-from swiftkv_platform.model import convert, packed_attention
+from swiftkv_platform.model import packed_attention
 from swiftkv_platform.model.batches import to_tensors
-from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
+from swiftkv_platform.specs import OptimizerSpec
 
 ROWS_PER_STEP = 4
-TOKENS_STEPS = {"as they are": 1, "multiples of 64": 64}
+TOKENS_STEPS = {"as they are": 1, "filled up": packed_attention.TOKENS_STEP}
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
@@ -39,8 +37,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     give_back_freed_tensors()
     multiple, dtype = args.multiple, getattr(torch, args.dtype)
     rows = chat_rows(args)
-    student = convert(random_llama(args, args.row_length), num_key_value_layers=args.num_key_value_layers)
-    fork = Fork(student, DistillationSpec(), dtype=dtype)
+    fork = smollm2_fork(args)
     optimizer = build_optimizer((p for p in fork.parameters() if p.requires_grad), OptimizerSpec())
     speeds, held = [], []
     for step in range(args.steps):
@@ -66,15 +63,10 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--row-length", type=int, default=512)
-    parser.add_argument("--mean-length", type=int, default=133)
-    parser.add_argument("--counted-share", type=float, default=0.75)
+    add_chats(parser, dtype="bfloat16", counted_share=0.75)
     parser.add_argument("--multiple", type=int, help=argparse.SUPPRESS)  # of a process that measures one side
-    add_shape(parser, layers=30, hidden_size=576, intermediate_size=1536, heads=9, kv_heads=3, vocab_size=49152)
-    parser.add_argument("--num-key-value-layers", type=int, default=15)
     args = parser.parse_args()
     args.rows = (args.steps + 1) * ROWS_PER_STEP
     if args.multiple is not None:

@@ -65,6 +65,22 @@ def loss_before(
     return loss
 
 
+def add_chats(parser: argparse.ArgumentParser, *, dtype: str, counted_share: float) -> None:
+    """Add what `chat_rows` and `smollm2_fork` read, with these defaults."""
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype)
+    parser.add_argument("--row-length", type=int, default=512)
+    parser.add_argument("--mean-length", type=int, default=133)
+    parser.add_argument("--counted-share", type=float, default=counted_share)
+    add_shape(parser, layers=30, hidden_size=576, intermediate_size=1536, heads=9, kv_heads=3, vocab_size=49152)
+    parser.add_argument("--num-key-value-layers", type=int, default=15)
+
+
+def smollm2_fork(args: argparse.Namespace) -> Fork:
+    """A fork of the shape that the arguments say, SmolLM2-135M's by default, with random weights."""
+    student = convert(random_llama(args, args.row_length), num_key_value_layers=args.num_key_value_layers)
+    return Fork(student, DistillationSpec(), dtype=getattr(torch, args.dtype))
+
+
 def chat_rows(args: argparse.Namespace) -> PackedRows:
     """Samples whose lengths spread as those of chats do, packed."""
     generator = np.random.default_rng(0)
@@ -137,23 +153,17 @@ def measure(fork: Fork, steps: dict[str, Step], rounds: int) -> dict[str, list[t
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--row-length", type=int, default=512)
-    parser.add_argument("--mean-length", type=int, default=133)
-    parser.add_argument("--counted-share", type=float, default=1.0)
+    add_chats(parser, dtype="float32", counted_share=1.0)
     parser.add_argument(
         "--flops", action="store_true", help="count operations too, which takes the memory of the masks"
     )
-    add_shape(parser, layers=30, hidden_size=576, intermediate_size=1536, heads=9, kv_heads=3, vocab_size=49152)
-    parser.add_argument("--num-key-value-layers", type=int, default=15)
     args = parser.parse_args()
 
     rows = chat_rows(args)
     dtype = getattr(torch, args.dtype)
-    student = convert(random_llama(args, args.row_length), num_key_value_layers=args.num_key_value_layers)
-    fork = Fork(student, DistillationSpec(), dtype=dtype)
+    fork = smollm2_fork(args)
     arrays, lengths = rows.end_to_end(range(args.rows))
     steps: dict[str, Step] = {
         "by mask": partial(by_mask, fork, to_tensors(rows.batch(range(args.rows)))),

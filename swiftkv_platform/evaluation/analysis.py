@@ -158,7 +158,8 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
     longest = needles.longest
     if context is not None and longest > context:
         raise InvalidInputError(
-            f"needle_length is {length}, {longest} with template and answer; the context is of {context}",
+            f"needle_length is {length}, {longest} tokens with template and answer, and the context is of {context}; "
+            f"{context - longest + length} would do",
             field="needle_length",
             value=length,
         )

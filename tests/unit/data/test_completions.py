@@ -21,7 +21,7 @@ from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, StorageError
-from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_TEACHER, DataSpec, JobSpec
+from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_PROMPTS, BUILTIN_TEACHER, DataSpec, JobSpec
 
 TEACHER = Path(str(files("swiftkv_platform.sources") / "teacher"))
 ROWS: list[dict[str, Any]] = [{"text": f"def function_{i}(self, value):\n    "} for i in range(5)]
@@ -221,14 +221,15 @@ def test_rows_without_a_prompt_are_named(write: Write) -> None:
         list(prompts_of(data_spec(write([{"completion": "an answer"}]))).shards())
 
 
-def test_built_in_requests_are_measured_on_the_split_that_says_so(engine: LLMEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", BUILTIN_PROMPTS)
+def test_built_in_requests_are_measured_on_the_split_that_says_so(name: str, engine: LLMEngine, tmp_path: Path) -> None:
     """The side is the recipe's: one source of each split, nothing held out by chance."""
     settings = {"max_tokens": 4, "seed": 1}
     sources = [
-        {"name_or_path": BUILTIN_CHATS, "split": split, "sample_count": count, "complete": settings}
+        {"name_or_path": name, "split": split, "sample_count": count, "complete": settings}
         for split, count in (("train", 5), ("held_out", 2))
     ]
-    spec, store = data_spec(*sources, max_length=128), InMemoryAnswers()
+    spec, store = data_spec(*sources, max_length=1024), InMemoryAnswers()
     one = prompts_of(spec)
     for index, source in enumerate(spec.sources):
         write_answers(replace(one, source=source, index=index), store, lambda: engine)

@@ -56,6 +56,7 @@ def test_unreadable_files_are_named_with_the_place(
             "the built-in data sets are builtin:python-stdlib, builtin:chat-prompts, builtin:recall-prompts",
         ),
         ("builtin:chat-prompts", "without complete: its rows are requests, which the teacher answers"),
+        ("builtin:recall-prompts", "without complete: its rows are requests, which the teacher answers"),
     ],
 )
 def test_missing_sources_are_named(source: str, message: str) -> None:

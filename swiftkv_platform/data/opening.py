@@ -29,8 +29,8 @@ from swiftkv_platform.sources.chat_prompts import PROMPT_SPLITS, chat_prompts
 from swiftkv_platform.sources.corpus import standard_library_modules
 from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.names import refuse_shadowed
-from swiftkv_platform.sources.recall_prompts import recall_prompts
-from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_RECALL, DataSourceSpec
+from swiftkv_platform.sources.recall_prompts import long_recall_prompts, recall_prompts
+from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec
 
 _SUFFIXES = ", ".join(SUFFIXES)
 
@@ -110,7 +110,11 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
     return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
 
 
-_PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts}
+_PROMPTS = {
+    BUILTIN_CHATS: chat_prompts,
+    BUILTIN_RECALL: recall_prompts,
+    BUILTIN_LONG_RECALL: long_recall_prompts,
+}
 
 
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:

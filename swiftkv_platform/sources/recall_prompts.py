@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 
 _NUM_PROMPTS = {False: 2000, True: 200}
+_NUM_LONG = {False: 1000, True: 100}
 _PEOPLE = {
     False: (
         "Alma", "Bruno", "Clara", "Dario", "Elif", "Greta", "Kavya", "Leon", "Mira", "Nadia", "Omar", "Petra", "Quinn",
@@ -46,36 +47,44 @@ _KINDS = (
 """Kinds of facts: how a text states one, how one is asked for, what is mentioned, and what is told."""
 _LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 _MOST_COPIED = 12
+_REMARKS_OF_TEXT, _REMARKS_OF_LONG = (0, 2, 5, 10, 18, 24), (40, 60, 80, 100, 120)
 
 
 def recall_prompts(*, held_out: bool) -> list[str]:
     """The requests of one side of the split, in an order that no machine changes: for a fact of a text, for all of its
     facts, or for the text itself; up to some 400 tokens long."""
     people, seed = _PEOPLE[held_out], "held out" if held_out else "train"
-    return [
-        _prompt(random.Random(f"recall {seed} {number}"), people)  # noqa: S311 (no secret)
-        for number in range(_NUM_PROMPTS[held_out])
-    ]
+    prompts = []
+    for number in range(_NUM_PROMPTS[held_out]):
+        rng = random.Random(f"recall {seed} {number}")  # noqa: S311 (no secret)
+        sentences, questions = _text(rng, people, _REMARKS_OF_TEXT)
+        copied = rng.choice(("Repeat this text word for word:", "Copy the following text exactly:"))
+        prompts.append(rng.choice((*questions, f"{copied}\n\n{' '.join(sentences[:_MOST_COPIED])}")))
+    return prompts
 
 
-def _prompt(rng: random.Random, people: Sequence[str]) -> str:
+def long_recall_prompts(*, held_out: bool) -> list[str]:
+    """Requests for a fact of a long text, or for all of its facts; some 500 to 1,600 tokens long."""
+    people, seed = _PEOPLE[held_out], "held out" if held_out else "train"
+    prompts = []
+    for number in range(_NUM_LONG[held_out]):
+        rng = random.Random(f"long recall {seed} {number}")  # noqa: S311 (no secret)
+        _, questions = _text(rng, people, _REMARKS_OF_LONG)
+        prompts.append(rng.choice(questions))
+    return prompts
+
+
+def _text(rng: random.Random, people: Sequence[str], remarks: Sequence[int]) -> tuple[list[str], tuple[str, str, str]]:
+    """The sentences of a text of one of these numbers of remarks, and what may be asked of it, with it."""
     statement, question, subject, told = rng.choice(_KINDS)
     named = rng.sample(people, rng.choice((1, 2, 3, 4, 6)))
-    sentences = [_remark(rng, people) for _ in range(rng.choice((0, 2, 5, 10, 18, 24)))]
+    sentences = [_remark(rng, people) for _ in range(rng.choice(remarks))]
     for person in named:
         value = _code(rng) if told == "code" else str(rng.randrange(10 ** rng.randint(2, 6)))
         sentences.insert(rng.randint(0, len(sentences)), statement.format(person=person, value=value))
     text, asked = " ".join(sentences), question.format(person=rng.choice(named))
     everyone = f"List every person whose {subject} is mentioned, each with the {told}."
-    copied = rng.choice(("Repeat this text word for word:", "Copy the following text exactly:"))
-    return rng.choice(
-        (
-            f"{text}\n\n{asked}",
-            f"{asked} Look it up in these notes.\n\n{text}",
-            f"{text}\n\n{everyone}",
-            f"{copied}\n\n{' '.join(sentences[:_MOST_COPIED])}",
-        )
-    )
+    return sentences, (f"{text}\n\n{asked}", f"{asked} Look it up in these notes.\n\n{text}", f"{text}\n\n{everyone}")
 
 
 def _remark(rng: random.Random, people: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from swiftkv_platform.specs.base import looks_like_a_path
 from swiftkv_platform.specs.data import (
     BUILTIN_CHATS,
     BUILTIN_DATA,
+    BUILTIN_LONG_RECALL,
     BUILTIN_PROMPTS,
     BUILTIN_RECALL,
     CompletionSpec,
@@ -40,6 +41,7 @@ from swiftkv_platform.specs.training import EarlyStoppingSpec, GuardSpec, Optimi
 __all__ = [
     "BUILTIN_CHATS",
     "BUILTIN_DATA",
+    "BUILTIN_LONG_RECALL",
     "BUILTIN_PROMPTS",
     "BUILTIN_RECALL",
     "BUILTIN_TEACHER",

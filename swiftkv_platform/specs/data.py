@@ -12,7 +12,8 @@ BUILTIN_DATA = "builtin:python-stdlib"
 """The sources of the interpreter's standard library."""
 
 BUILTIN_CHATS, BUILTIN_RECALL = "builtin:chat-prompts", "builtin:recall-prompts"
-BUILTIN_PROMPTS = (BUILTIN_CHATS, BUILTIN_RECALL)
+BUILTIN_LONG_RECALL = "builtin:long-recall-prompts"
+BUILTIN_PROMPTS = (BUILTIN_CHATS, BUILTIN_RECALL, BUILTIN_LONG_RECALL)
 """Requests to a chat model, for the teacher to answer: for what it knows, and for what a text in them says."""
 
 
@@ -39,8 +40,8 @@ class DataSourceSpec(Spec):
     name_or_path: Annotated[Name, Field(min_length=1)]
     """Hub id, file (`.jsonl`, `.json`, `.parquet`, `.txt`, `.py`), directory of such files, `s3://` object or prefix,
     `file-...` (rows that were uploaded to the control plane), `builtin:python-stdlib` (the sources of the interpreter's
-    standard library), `builtin:chat-prompts` or `builtin:recall-prompts` (requests that the teacher answers, with
-    `complete`: for what it knows, and for what a text in them says)."""
+    standard library), `builtin:chat-prompts`, `builtin:recall-prompts` or `builtin:long-recall-prompts` (requests that
+    the teacher answers, with `complete`: for what it knows, and for what a text in them says)."""
     split: Word = "train"
     """Split of a hub or built-in data set, or of a directory laid out as one. `held_out` of built-in
     requests is never trained on, but measured; it shares no subject, or no person, with `train`."""

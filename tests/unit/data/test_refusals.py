@@ -53,7 +53,8 @@ def test_unreadable_files_are_named_with_the_place(
         ("./rows.jsonl", "no such file or directory"),
         (
             "builtin:ruby",
-            "the built-in data sets are builtin:python-stdlib, builtin:chat-prompts, builtin:recall-prompts",
+            "the built-in data sets are builtin:python-stdlib, builtin:chat-prompts, builtin:recall-prompts, "
+            "builtin:long-recall-prompts",
         ),
         ("builtin:chat-prompts", "without complete: its rows are requests, which the teacher answers"),
         ("builtin:recall-prompts", "without complete: its rows are requests, which the teacher answers"),

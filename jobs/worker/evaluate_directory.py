@@ -1,5 +1,5 @@
-"""The report of a SwiftKV directory against its own teacher mode, in this process. Knows no Ray and no job; where the
-directory is a job's artifact, the job's held-out text and limits are the default.
+"""The report of a SwiftKV directory against its teacher, in this process. Knows no Ray and no job; where the directory
+is a job's artifact, the job's held-out text and limits are the default, and its teacher where the artifact has none.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-import swiftkv_platform.model  # noqa: F401 (registers the classes)
-from jobs.attempt.downloads import StoreFiles, fetch_data
+from jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
 from jobs.worker.measure import Evaluation
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
@@ -23,7 +22,8 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.report import Report
-from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec
+from swiftkv_platform.model import convert
+from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec, ModelSpec
 from swiftkv_platform.specs.defaults import resolve_defaults
 
 _LONGEST_ROW = 2048
@@ -31,19 +31,21 @@ _LONGEST_ROW = 2048
 
 
 def evaluate_directory(
-    path: Path, *, data: Sequence[str] = (), evaluation: dict[str, Any] | None = None
+    path: Path, *, data: Sequence[str] = (), teacher: str | None = None, evaluation: dict[str, Any] | None = None
 ) -> tuple[Report, dict[str, Any]]:
-    """Measure the student in `path` against its teacher mode.
+    """Measure the student in `path` against its teacher.
 
     Args:
         data: text to measure on, all of it, as `data.sources` names it; empty takes what the job held out.
+        teacher: the model it was made of, as `model.name_or_path` names it; None: its own teacher mode, and of an
+            artifact without one, the job's teacher.
         evaluation: fields of `EvaluationSpec` in place of the job's or the defaults.
 
     Returns:
         The report, without the stages before training, and the artifact's lineage (empty where there is none).
 
     Raises:
-        ModelError: no SwiftKV model, or one without its teacher.
+        ModelError: no SwiftKV model, one without its teacher where none is named, or another model's teacher.
         DataError: no text: the directory is no job's artifact and `data` is empty, or nothing is held out.
         InvalidInputError: a task that the harness cannot run.
     """
@@ -56,8 +58,13 @@ def evaluate_directory(
     settings = (job.evaluation if job else EvaluationSpec()).model_dump(mode="json") | (evaluation or {})
     spec = EvaluationSpec.model_validate(settings)
     student, tokenizer = _load(path)
+    named = None if teacher is None else ModelSpec(name_or_path=teacher)
+    if named is None and not student.config.swiftkv_teacher_weights:
+        named = _teacher_of(path, lineage)
     with tempfile.TemporaryDirectory(prefix="evaluate-") as directory:
         workspace = Path(directory)
+        if named is not None:
+            _attach_teacher(student, teacher_path(named, workspace), named)
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, workspace / "tasks"))
         rows = _rows(student, tokenizer, job, data, workspace)
         return Evaluation(student, rows, spec).report(tokenizer, tasks), lineage
@@ -83,15 +90,35 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
             field="path",
             value=str(path),
         )
-    if not config.swiftkv_teacher_weights:
-        raise ModelError(
-            f"{path} has no teacher to measure against: it was exported without, as is what `trainable: tail` or `all` "
-            "leaves; the job's own evaluation.json has been measured",
-            field="path",
-            value=str(path),
-        )
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=False)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def _teacher_of(path: Path, lineage: dict[str, Any]) -> ModelSpec:
+    if name := lineage.get("teacher"):
+        return ModelSpec(name_or_path=name, revision=lineage.get("revision"))
+    raise ModelError(
+        f"{path} has no teacher to measure against: it was exported without, as is what `trainable: tail` or `all` "
+        "leaves; name the model it was made of with --teacher",
+        field="teacher",
+    )
+
+
+def _attach_teacher(student: Any, path: str, named: ModelSpec) -> None:
+    """Have the student's teacher mode run the layers of the model in `path`; embeddings, norm and head are the same."""
+    decoder, config = student.model, student.config
+    layers = config.num_key_value_layers
+    teacher = convert(path, num_key_value_layers=layers, dtype=student.dtype, revision=named.revision).model
+    teacher = teacher.to(student.device).eval()
+    ours, theirs = decoder.embed_tokens.weight, teacher.embed_tokens.weight
+    if teacher.config.num_hidden_layers != config.num_hidden_layers or not torch.equal(ours, theirs):
+        raise ModelError(
+            f"teacher is {named.name_or_path!r}, which the student was not made of: layers or embeddings differ",
+            field="teacher",
+            value=named.name_or_path,
+        )
+    decoder.teacher_lower, decoder.teacher_upper = teacher.lower, teacher.teacher_upper
+    config.swiftkv_teacher_weights = True
 
 
 def _rows(

@@ -1,4 +1,4 @@
-"""`swiftkv evaluate`: how close a student directory is to its own teacher mode, measured here."""
+"""`swiftkv evaluate`: how close a student directory is to its teacher, measured here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A student with its teacher's weights.")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="A student.")],
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="The model that the student was made of: name, directory or .gguf file. Default: the student's own "
+            "teacher mode, or the teacher of the job that made it."
+        ),
+    ] = None,
     tasks: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +74,7 @@ def evaluate(
         changes["needle_lengths"] = needle_length
     if needle_samples is not None:
         changes["needle_samples"] = needle_samples
-    report, lineage = evaluate_directory(directory, data=data or (), evaluation=changes)
+    report, lineage = evaluate_directory(directory, data=data or (), teacher=teacher, evaluation=changes)
     document = report.model_dump(mode="json")
     if html is not None:
         html.write_text(evaluation_page(document, lineage), encoding="utf-8")

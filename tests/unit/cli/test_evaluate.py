@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
-from swiftkv_platform.model import convert
+from swiftkv_platform.model import convert, export
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import random_teacher, save_teacher
 
@@ -70,13 +71,13 @@ def test_a_student_is_measured_against_its_teacher_mode(student: Path, corpus: P
     assert "<svg" in page.read_text()
 
 
-def _artifact(student: Path, directory: Path, data: dict[str, Any]) -> Path:
+def _artifact(student: Path, directory: Path, data: dict[str, Any], lineage: dict[str, Any] | None = None) -> Path:
     """The student as a job's artifact."""
     directory.mkdir()
     for file in student.iterdir():
         (directory / file.name).hardlink_to(file)
     spec = {"name": "n", "data": data, "evaluation": {"max_kl": 1e-9, "continuations": 0}}
-    manifest = Manifest(kind="artifact", files={}, created_at=0.0, lineage={"spec": spec})
+    manifest = Manifest(kind="artifact", files={}, created_at=0.0, lineage={"spec": spec, **(lineage or {})})
     (directory / MANIFEST).write_text(manifest.model_dump_json())
     return directory
 
@@ -105,22 +106,44 @@ def test_rows_are_no_longer_than_the_models_context(student: Path, corpus: Path,
     assert figures[0] == figures[1]
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [("complete", "name text to measure on with --data"), ("exported", "has no teacher to measure against")],
-)
-def test_what_a_job_does_not_keep_is_said(
-    student: Path, corpus: Path, tmp_path: Path, field: str, message: str
-) -> None:
-    source: dict[str, Any] = {"name_or_path": str(corpus)} | ({"complete": {}} if field == "complete" else {})
-    artifact = _artifact(student, tmp_path / "artifact", {"sources": [source]})
-    if field == "exported":
-        config = json.loads((artifact / "config.json").read_text())
-        (artifact / "config.json").unlink()
-        (artifact / "config.json").write_text(json.dumps(config | {"swiftkv_teacher_weights": False}))
-    result = run(artifact)
+def test_what_a_job_does_not_keep_is_said(student: Path, corpus: Path, tmp_path: Path) -> None:
+    source = {"name_or_path": str(corpus), "complete": {}}
+    result = run(_artifact(student, tmp_path / "artifact", {"sources": [source]}))
     assert result.exit_code == 1
-    assert message in " ".join(result.output.split())
+    assert "name text to measure on with --data" in " ".join(result.output.split())
+
+
+def test_a_student_without_its_teacher_is_measured_against_one_that_is_named(
+    student: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """As what `trainable: all` leaves, with layers < l of its own; its job names the teacher."""
+    save_teacher(tmp_path / "teacher")
+    save_teacher(tmp_path / "other", seed=1)
+    trained = convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2, early_exit=True)
+    with torch.no_grad():
+        trained.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+    export(trained, tmp_path / "exported", teacher=False)
+    byte_tokenizer().save_pretrained(tmp_path / "exported")
+    data = {"sources": [{"name_or_path": str(corpus)}], "max_length": 96, "validation_fraction": 0.2}
+    lineage = {"teacher": str(tmp_path / "teacher")}
+    artifact = _artifact(tmp_path / "exported", tmp_path / "artifact", data, lineage)
+    arguments = ["--data", corpus, "--needle-length", 128, "--needle-samples", 2, "--json"]
+
+    own = json.loads(run(student, *arguments).stdout)
+    named = json.loads(run(tmp_path / "exported", "--teacher", tmp_path / "teacher", *arguments).stdout)
+    of_job = json.loads(run(artifact, *arguments).stdout)
+
+    for report in (named, of_job):
+        assert report["teacher"] == own["teacher"]
+        assert report["distilled"]["kl"] > own["distilled"]["kl"]
+        assert report["tasks"][0]["teacher"] == own["tasks"][0]["teacher"]
+    for named_teacher, message in (
+        ((), "has no teacher to measure against"),
+        (("--teacher", tmp_path / "other"), "which the student was not made of: layers or embeddings differ"),
+    ):
+        result = run(tmp_path / "exported", *named_teacher, "--data", corpus)
+        assert result.exit_code == 1
+        assert message in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ LAYERS = {
     "builtin-smollm2-135m-l11": (11, 30),
     "builtin-smollm2-135m-l15": (15, 30),
     "builtin-smollm2-135m-l15-g2": (15, 23),
+    "builtin-smollm2-135m-l17": (17, 30),
     "builtin-smollm2-135m-l22": (22, 30),
     "llama-3.1-8b": (16, 32),
     "llama-3.1-8b-math-code": (16, 32),

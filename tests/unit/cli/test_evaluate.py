@@ -116,7 +116,7 @@ def test_what_a_job_does_not_keep_is_said(student: Path, corpus: Path, tmp_path:
 def test_a_student_without_its_teacher_is_measured_against_one_that_is_named(
     student: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    """As what `trainable: all` leaves, with layers < l of its own; its job names the teacher."""
+    """The student is one that `trainable: all` leaves, with layers < l of its own; its job names the teacher."""
     save_teacher(tmp_path / "teacher")
     save_teacher(tmp_path / "other", seed=1)
     trained = convert(random_teacher(), num_key_value_layers=3, key_value_group_size=2, early_exit=True)

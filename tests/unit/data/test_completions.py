@@ -21,7 +21,7 @@ from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.engine import EngineConfig, LLMEngine, SamplingParams
 from swiftkv_platform.errors import DataError, StorageError
-from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_PROMPTS, BUILTIN_TEACHER, DataSpec, JobSpec
+from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_PROMPTS, BUILTIN_RECALL, BUILTIN_TEACHER, DataSpec, JobSpec
 
 TEACHER = Path(str(files("swiftkv_platform.sources") / "teacher"))
 ROWS: list[dict[str, Any]] = [{"text": f"def function_{i}(self, value):\n    "} for i in range(5)]
@@ -221,7 +221,7 @@ def test_rows_without_a_prompt_are_named(write: Write) -> None:
         list(prompts_of(data_spec(write([{"completion": "an answer"}]))).shards())
 
 
-@pytest.mark.parametrize("name", BUILTIN_PROMPTS)
+@pytest.mark.parametrize("name", [BUILTIN_CHATS, BUILTIN_RECALL])  # the long ones exceed this teacher's context
 def test_built_in_requests_are_measured_on_the_split_that_says_so(name: str, engine: LLMEngine, tmp_path: Path) -> None:
     """The side is the recipe's: one source of each split, nothing held out by chance."""
     settings = {"max_tokens": 4, "seed": 1}
@@ -239,8 +239,9 @@ def test_built_in_requests_are_measured_on_the_split_that_says_so(name: str, eng
     assert (prepared.statistics.train.samples, prepared.statistics.held_out.samples) == (5, 2)
 
 
-def test_something_is_held_out_where_a_split_is() -> None:
-    held_out = {"name_or_path": BUILTIN_CHATS, "split": "held_out", "complete": {}}
+@pytest.mark.parametrize("name", BUILTIN_PROMPTS)
+def test_something_is_held_out_where_a_split_is(name: str) -> None:
+    held_out = {"name_or_path": name, "split": "held_out", "complete": {}}
     train = {**held_out, "split": "train"}
     data = {"sources": [train, held_out], "validation_fraction": 0.0}
     assert JobSpec.model_validate({"name": "n", "data": data}).data.sources[1].is_held_out

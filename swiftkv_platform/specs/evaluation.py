@@ -19,6 +19,8 @@ BUILTIN_TASKS: Mapping[str, tuple[str, ...]] = {
 }
 """Patterns of their authors' files below `data_dir`, by the names of the built-in tasks; none for one that a script
 makes."""
+INSTRUCTION_TASKS = frozenset({"builtin:ifeval", "builtin:tool-calls"})
+"""Built-in tasks that ask for something in plain words, as a user's turn does."""
 
 
 class TaskSpec(Spec):
@@ -35,8 +37,9 @@ class TaskSpec(Spec):
     metric: Word | None = None
     """Score that counts, e.g. `acc_norm`; default: the task's first of which more is better. One of which less is
     better, as `word_perplexity`, has to be named."""
-    chat_template: bool = False
-    """Prompt through the tokenizer's chat template, examples as turns of their own."""
+    chat_template: bool | None = None
+    """Prompt through the tokenizer's chat template, examples as turns of their own. null: for `builtin:ifeval` and
+    `builtin:tool-calls`, where the model is instruction-tuned; for no other task."""
 
     @property
     def names_file(self) -> bool:

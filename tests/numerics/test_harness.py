@@ -18,6 +18,7 @@ import yaml
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.evaluation.harness.needle import needle_tasks
 from swiftkv_platform.evaluation.harness.run import check_tasks, run_tasks
+from swiftkv_platform.evaluation.harness.shared import SharedModel
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks, task_manager
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
@@ -351,3 +352,28 @@ def test_calls_of_tools_need_no_data(student: Any) -> None:
     spec = TaskSpec(name="builtin:tool-calls", metric="valid_json")
     (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([spec]), EvaluationSpec(task_limit=2)).scores
     assert (score.task, score.metric, score.num_samples) == ("tool_calls", "valid_json", 2)
+
+
+@pytest.mark.parametrize(
+    ("tuned", "asked", "templated"),
+    [(True, None, True), (True, False, False), (False, None, False)],
+    ids=["by default", "told not to", "a base model"],
+)
+def test_instructions_go_through_the_template_of_tuned_models(
+    student: Any, tuned: bool, asked: bool | None, templated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer()
+    if tuned:
+        tokenizer.chat_template = "{% for message in messages %}</s>{{ message.content }}{% endfor %}"
+    generate_until, prompts = SharedModel.generate_until, []
+
+    def watched(self: SharedModel, requests: list[Any], **options: Any) -> list[str]:
+        prompts.extend(request.args[0] for request in requests)
+        return generate_until(self, requests, **options)
+
+    monkeypatch.setattr(SharedModel, "generate_until", watched)
+    spec = TaskSpec(name="builtin:tool-calls", chat_template=asked)
+    (score,) = run_tasks(student, tokenizer, resolve_tasks([spec]), EvaluationSpec(task_limit=1)).scores
+    assert score.chat_template is templated
+    assert len(prompts) == 2, "teacher and student"
+    assert all(("</s>" in prompt) is templated for prompt in prompts)

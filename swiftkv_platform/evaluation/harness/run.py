@@ -36,13 +36,14 @@ from swiftkv_platform.evaluation.harness.tasks import (
     resolve_tasks,
     task_manager,
 )
+from swiftkv_platform.evaluation.instruct import is_instruction_tuned
 from swiftkv_platform.evaluation.parts import NoParts, Parts, measured
 from swiftkv_platform.evaluation.quality import ALONE
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import PAPER_TASKS, EvaluationSpec, TaskSpec
-from swiftkv_platform.specs.evaluation import is_share, points_lost, points_per_unit
+from swiftkv_platform.specs.evaluation import INSTRUCTION_TASKS, is_share, points_lost, points_per_unit
 
 _BOOTSTRAP_ITERATIONS = 1000
 """Resamplings for standard errors that have no closed form."""
@@ -187,11 +188,13 @@ class _Run:
             return self._workers.from_first(())
         try:
             loaded = _load(manager, task)
+            templated = _templated(task.spec, self._language_model.tokenizer)
+            limit = self._spec.task_limit
             answers = []
             for enabled in (False, True):
                 self._model.swiftkv(enabled)
-                answers.append(_answer(self._language_model, manager, task, loaded, self._spec.task_limit))
-            scores = tuple(_scores(task, answers[0], answers[1], _aggregations(loaded)))
+                answers.append(_answer(self._language_model, manager, task, loaded, limit, templated=templated))
+            scores = tuple(_scores(task, answers[0], answers[1], _aggregations(loaded), templated=templated))
         except Exception as error:
             self._language_model.end(error)
             raise
@@ -225,10 +228,11 @@ def _load(manager: Any, task: Task) -> Any:
     return [item for kind in ("groups", "tasks") for name, item in loaded[kind].items() if name not in inner]
 
 
-def _answer(language_model: Any, manager: Any, task: Task, loaded: Any, limit: int | None) -> dict[str, Any]:
+def _answer(
+    language_model: Any, manager: Any, task: Task, loaded: Any, limit: int | None, *, templated: bool
+) -> dict[str, Any]:
     from lm_eval import simple_evaluate
 
-    templated = _templated(task.spec, language_model.tokenizer)
     try:
         with _code_runs() if task.runs_code else nullcontext():
             answers: dict[str, Any] = simple_evaluate(
@@ -255,6 +259,9 @@ def _answer(language_model: Any, manager: Any, task: Task, loaded: Any, limit: i
 
 
 def _templated(spec: TaskSpec, tokenizer: Any) -> bool:
+    """Whether the task is asked through the tokenizer's chat template."""
+    if spec.chat_template is None:
+        return spec.name in INSTRUCTION_TASKS and is_instruction_tuned(tokenizer)
     if spec.chat_template and not tokenizer.chat_template:
         if spec in PAPER_TASKS:
             return False  # a base model has no template, and its scores are compared with its own teacher's
@@ -271,7 +278,12 @@ def _aggregations(loaded: Sequence[Any]) -> dict[str, Aggregations]:
 
 
 def _scores(
-    task: Task, teacher: dict[str, Any], student: dict[str, Any], aggregations: Mapping[str, Aggregations]
+    task: Task,
+    teacher: dict[str, Any],
+    student: dict[str, Any],
+    aggregations: Mapping[str, Aggregations],
+    *,
+    templated: bool,
 ) -> Iterator[TaskScore]:
     """Yield the scores of the tasks in the answers that belong to no group in them."""
     members = {name for names in teacher["group_subtasks"].values() for name in names}
@@ -286,7 +298,7 @@ def _scores(
             task=name,
             metric=metric.removesuffix(",none"),
             num_fewshot=_num_fewshot(name, teacher),
-            chat_template=bool(task.spec.chat_template and teacher.get("chat_template_sha")),
+            chat_template=templated,
             num_samples=_num_samples(name, teacher),
             teacher=row[metric],
             student=student["results"][name][metric],

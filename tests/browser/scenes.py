@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from swiftkv_platform.api.app import create_app
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.deployment import DeploymentStatus
 from swiftkv_platform.orchestration.ports import SubmissionStatus
@@ -22,8 +21,7 @@ from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.browsers import playwright
 from tests.components import make_components
 from tests.fakes.scripted_server import Answer, Request, Script, event_stream, serve
-from tests.servers import serving
-from tests.unit.api.conftest import SPEC, Server
+from tests.unit.api.conftest import SPEC, Server, served_control_plane
 
 expect = playwright.expect
 Page = playwright.Page
@@ -115,11 +113,10 @@ def control_plane(tmp_path: Path, empty_database: Path, *, replicas: Script | No
         settings = Settings(
             home=tmp_path,
             serve_url=serve_url,
-            reconcile_interval_s=1e6,
             publish_targets=(PUBLISH_TARGET,),
             _env_file=None,
         )
-        with serving(create_app(settings, components=parts)) as url, httpx.Client(base_url=url) as client:
+        with served_control_plane(parts, settings) as url, httpx.Client(base_url=url) as client:
             yield Server(client, parts, settings)
 
 

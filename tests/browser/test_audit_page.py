@@ -8,15 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from swiftkv_platform.api.app import create_app
 from swiftkv_platform.database.audit import SqlAudit
 from swiftkv_platform.orchestration.audit import AuditEntry
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import Page, address, expect
 from tests.browsers import playwright
-from tests.servers import serving
-from tests.unit.api.conftest import SPEC, Server, make_parts
+from tests.unit.api.conftest import SPEC, Server, make_parts, served_control_plane
 
 
 def rows(page: Page) -> playwright.Locator:
@@ -86,8 +84,8 @@ def test_the_way_to_the_trail_is_shown_to_who_may_read_it(
     path = tmp_path / "keys.json"
     ann = create_key(path, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))
     token = create_key(path, name=name, tenant="operators", scopes=frozenset({scope}), operator=operator)
-    settings = Settings(home=tmp_path, reconcile_interval_s=1e6, api_keys_file=path, _env_file=None)
-    with serving(create_app(settings, components=make_parts(tmp_path, empty_database))) as url:
+    settings = Settings(home=tmp_path, api_keys_file=path, _env_file=None)
+    with served_control_plane(make_parts(tmp_path, empty_database), settings) as url:
         httpx.post(f"{url}/jobs", json=SPEC, headers={"authorization": f"Bearer {ann}"}).raise_for_status()
         page.goto(url)
         expect(page.get_by_label("API key")).to_be_visible()

@@ -6,13 +6,11 @@ from pathlib import Path
 
 from sqlalchemy import text
 
-from swiftkv_platform.api.app import create_app
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.security.keys import Scope, create_key
 from swiftkv_platform.settings import Settings
 from tests.browser.scenes import Page, address, expect, paste, sweep, write_artifact
-from tests.servers import serving
-from tests.unit.api.conftest import SPEC, Server, make_parts
+from tests.unit.api.conftest import SPEC, Server, make_parts, served_control_plane
 
 
 def test_a_job_that_cannot_be_read_is_named(server: Server, page: Page) -> None:
@@ -113,8 +111,8 @@ def test_the_pages_are_reached_by_keyboard_and_named(server: Server, page: Page)
 def test_a_server_with_keys_asks_for_one_and_remembers_it(page: Page, tmp_path: Path, empty_database: Path) -> None:
     path = tmp_path / "keys.json"
     token = create_key(path, name="ann", tenant="acme", scopes=frozenset({Scope.ADMIN}))
-    settings = Settings(home=tmp_path, reconcile_interval_s=1e6, api_keys_file=path, _env_file=None)
-    with serving(create_app(settings, components=make_parts(tmp_path, empty_database))) as url:
+    settings = Settings(home=tmp_path, api_keys_file=path, _env_file=None)
+    with served_control_plane(make_parts(tmp_path, empty_database), settings) as url:
         page.goto(url)
         field = page.get_by_label("API key")
         field.fill("skv_wrong")

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
@@ -33,6 +34,7 @@ from tests.fakes.attempt_store import FakeWorker
 from tests.fakes.cluster import FakeCluster
 from tests.fakes.serve_cluster import FakeServeCluster
 from tests.model_configs import llama_config
+from tests.servers import serving
 
 URL = "http://127.0.0.1:8000"
 SPEC: dict[str, Any] = {"name": "test", "model": {"name_or_path": "org/teacher"}}
@@ -140,12 +142,29 @@ def make_parts(directory: Path, empty_database: Path) -> Components:
 @contextmanager
 def control_plane(parts: Components, settings: Settings, url: str = URL) -> Iterator[TestClient]:
     """The application, whose own loops have turned once and sleep from then on."""
-    asleep = settings.model_copy(update={"reconcile_interval_s": 1e6})
-    app = create_app(asleep, components=parts)
+    app = create_app(_asleep(settings), components=parts)
     with TestClient(app, base_url=url) as client:
-        while any(loop.last_success is None for loop in app.state.readiness.loops):
-            time.sleep(0.001)
+        _first_turns(app)
         yield client
+
+
+@contextmanager
+def served_control_plane(parts: Components, settings: Settings) -> Iterator[str]:
+    """The same on a port of its own, for clients that want a real socket."""
+    app = create_app(_asleep(settings), components=parts)
+    with serving(app) as url:
+        _first_turns(app)
+        yield url
+
+
+def _asleep(settings: Settings) -> Settings:
+    return settings.model_copy(update={"reconcile_interval_s": 1e6})
+
+
+def _first_turns(app: FastAPI) -> None:
+    """Wait until each loop has turned once: one that turned later would meet the test's jobs, or not, by chance."""
+    while any(loop.last_success is None for loop in app.state.readiness.loops):
+        time.sleep(0.001)
 
 
 @pytest.fixture

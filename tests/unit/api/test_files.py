@@ -16,7 +16,6 @@ import pytest
 from openai import OpenAI
 from openai.types import FileDeleted, FileObject
 
-from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.upload_places import MOST, MOST_OF_A_TENANT, UploadPlaces
 from swiftkv_platform.contract.files import file_key, new_file_id
 from swiftkv_platform.data.uploads import LONGEST_ROW
@@ -25,8 +24,7 @@ from swiftkv_platform.orchestration.files import File
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.tenants import TenantPolicy
 from swiftkv_platform.orchestration.uploading import FileSweeper
-from tests.servers import serving
-from tests.unit.api.conftest import SPEC, URL, Server, control_plane
+from tests.unit.api.conftest import SPEC, URL, Server, control_plane, served_control_plane
 
 ROWS = "".join(json.dumps({"messages": [{"role": "user", "content": f"{i}?"}]}) + "\n" for i in range(3)).encode()
 
@@ -160,7 +158,7 @@ def test_an_upload_that_ends_half_way_leaves_nothing(server: Server) -> None:
 
 
 def test_clients_that_go_away_half_way_leave_neither_file_nor_place(server: Server) -> None:
-    with serving(create_app(server.settings, components=server.parts)) as url, httpx.Client(base_url=url) as client:
+    with served_control_plane(server.parts, server.settings) as url, httpx.Client(base_url=url) as client:
         request = client.build_request("POST", "/v1/files", files={"file": ROWS}, data={"purpose": "fine-tune"})
         whole, address = request.read(), (request.url.host, request.url.port or 80)
         head = f"POST /v1/files HTTP/1.1\r\nHost: {url.removeprefix('http://')}\r\n"

@@ -10,10 +10,8 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-from swiftkv_platform.api.app import create_app
 from swiftkv_platform.settings import Settings
-from tests.servers import serving
-from tests.unit.api.conftest import Server, control_plane, make_parts
+from tests.unit.api.conftest import Server, control_plane, make_parts, served_control_plane
 
 EXAMPLES = 200 if "SWIFTKV_SOAK" in os.environ else 6
 """Examples of each route."""
@@ -24,13 +22,13 @@ def url(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Itera
     """A control plane with something of everything, whose clusters do nothing by themselves."""
     directory = tmp_path_factory.mktemp("fuzz")
     parts = make_parts(directory, empty_database)
-    closed = Settings(home=directory, source_roots=(), reconcile_interval_s=1e6, _env_file=None)
+    closed = Settings(home=directory, source_roots=(), _env_file=None)
     with control_plane(parts, closed) as client:
         server = Server(client, parts, closed)
         model = server.succeed()["distilled_model"]
         server.client.post(f"/models/{model}/promote", json={"alias": "production", "reason": "good"})
         server.client.post("/deployments", json={"model": "production"})
-        with serving(create_app(closed, components=parts)) as url:
+        with served_control_plane(parts, closed) as url:
             yield url
 
 

@@ -16,14 +16,12 @@ from typing import Any, get_args
 import httpx
 import pytest
 
-from swiftkv_platform.api.app import create_app
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.tracking.background import BackgroundTracker
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
 from swiftkv_platform.tracking.tracker import NullTracker, TrackingInfo
 from tests.requirements import required_module
-from tests.servers import serving
-from tests.unit.api.conftest import SPEC, make_parts
+from tests.unit.api.conftest import SPEC, make_parts, served_control_plane
 from tests.wandb_server import Outage, WandbServer, wandb_server
 
 required_module("wandb")
@@ -159,8 +157,8 @@ def test_the_command_uploads_what_a_job_has_left(server: WandbServer, tmp_path: 
     *_, files = Attempt(tmp_path / "run", 0, 5, timeout_s=2).end()
     server.outage = None
     parts = make_parts(tmp_path, empty_database)
-    settings = Settings(home=tmp_path, reconcile_interval_s=1e6, _env_file=None)
-    with serving(create_app(settings, components=parts)) as url:
+    settings = Settings(home=tmp_path, _env_file=None)
+    with served_control_plane(parts, settings) as url:
         job_id = httpx.post(f"{url}/jobs", json=SPEC, timeout=60.0, trust_env=False).json()["id"]
         for path in files.rglob("*"):
             if path.is_file():

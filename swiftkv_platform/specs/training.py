@@ -93,7 +93,8 @@ class TrainingSpec(Spec):
     guard: GuardSpec | None = GuardSpec()
     """null trains on whatever happens to held-out KL."""
     keep_best: bool = True
-    """Make the model of the state whose held-out KL was the lowest, rather than of the last step's."""
+    """Make the model of the state whose held-out KL was the lowest, of those within 2% of it the last, rather than of
+    the last step's."""
     early_stopping: EarlyStoppingSpec | None = None
     """End the run once held-out KL no longer falls; null trains to the last step."""
 

@@ -38,10 +38,26 @@ def test_the_lowest_is_the_best_and_a_little_more_is_no_matter() -> None:
     assert (turn.is_best, turn.rollback) == (False, None)
 
 
+def test_of_states_that_a_few_rows_cannot_tell_apart_the_later_one_is_the_best() -> None:
+    """Ties are with the lowest, not with the one before: they add up to no drift. None is above the start."""
+    turn = course_of(0.5, 0.300, 0.304)
+    assert (turn.is_best, turn.course.best_step, turn.course.best_kl, turn.course.lowest_kl) == (True, 20, 0.304, 0.3)
+    drifting = course_of(0.5, 0.300, 0.305, 0.310)
+    assert (drifting.is_best, drifting.course.best_step) == (False, 20)
+    unguarded = course_of(0.5, 0.505, spec=training(guard=None))
+    assert (unguarded.is_best, unguarded.course.best_step) == (False, 0)
+
+
+def test_a_course_of_a_version_before_knows_its_best_as_its_lowest() -> None:
+    before = {name: value for name, value in course_of(0.5, 0.3).course.numbers().items() if name != "lowest_kl"}
+    assert measured(Course.of(before), 0.304, 20, training()).course.best_step == 20
+    assert measured(Course.of(before), 0.31, 20, training()).course.best_step == 10
+
+
 def test_a_state_that_is_not_kept_is_not_the_best() -> None:
     """It resets what early stopping counts all the same."""
     spec = training(early_stopping={"patience": 2})
-    start = course_of(0.5, 0.4, 0.4, spec=spec)
+    start = course_of(0.5, 0.4, 0.42, spec=spec)
     turn = measured(start.course, 0.3, 30, spec, may_be_best=False)
     assert (turn.is_best, turn.course.best_step, turn.course.best_kl) == (False, 10, 0.4)
     assert (turn.course.num_stale, turn.course.reference_kl, turn.end) == (0, 0.3, None)
@@ -125,4 +141,13 @@ def test_the_end_says_which_step_the_model_is_of_and_why() -> None:
     assert note.message == (
         "step 20: the last step is done; the model is that of step 10, whose held-out KL is the lowest, 0.4, "
         "from 0.5 at the start"
+    )
+
+
+def test_the_end_says_that_the_model_is_of_a_later_state_than_the_lowest() -> None:
+    turn = measured(course_of(0.5, 0.4).course, 0.404, 20, training(), is_last=True)
+    (note,) = turn_notes(turn, 0.404, 20, 1e-3, 20)
+    assert note.message == (
+        "step 20: the last step is done; the model is that of step 20, whose held-out KL is within 2% of the lowest "
+        "(0.4), 0.404, from 0.5 at the start"
     )

@@ -97,7 +97,7 @@ def start_key(request: AttemptRequest) -> str | None:
 
 
 def _calibrates(request: AttemptRequest) -> bool:
-    return request.spec.swiftkv.initialization == "calibrated" and request.parent is None
+    return request.spec.swiftkv.is_calibrated and request.parent is None
 
 
 def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:

@@ -54,7 +54,7 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
     student_config = _student_config(spec, config)
     with faked(spec) as fakes:
         train, collectives, counts = _train(spec, student_config, fakes)
-        calibrated = spec.swiftkv.initialization == "calibrated"
+        calibrated = spec.swiftkv.is_calibrated
         return DryRun(
             num_workers=spec.resources.max_workers,
             num_micro_batches=training_setup(spec).num_micro_batches,
@@ -123,7 +123,7 @@ def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
     source, tracker = FakeWeights(fakes.student(config).to(compute_dtype(spec)), fakes), Tracker()
     rows = [to_tensors(fakes.rows(1).batch([0]))]
     with fakes.active(tracker):
-        for _ in calibrate_streamed(source, rows, workers=FakeWorkers()):
+        for _ in calibrate_streamed(source, rows, workers=FakeWorkers(), refit=spec.swiftkv.is_refitted):
             pass
     return Memory(peak=tracker.peak, parameters=0, passing=tracker.peak)
 

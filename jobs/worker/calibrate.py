@@ -55,6 +55,8 @@ def calibrate(spec: JobSpec, path: str, rows: PackedRows, directory: Path, *, de
     )
     source = open_lazy(spec, path, device=device)
     writer = ShardWriter(directory, "calibrated", MAX_SHARD_BYTES)
-    for name, tensor in calibrate_streamed(source, batches, workers=workers, device=device):
+    for name, tensor in calibrate_streamed(
+        source, batches, workers=workers, refit=spec.swiftkv.is_refitted, device=device
+    ):
         writer.add(name, tensor.to(source.model.dtype))
     writer.flush()

@@ -200,9 +200,9 @@ class Report(FrozenModel):
             tokens_trained=tokens_trained,
             training=training,
             continuations=continuations,
-            by_position=_quality_bins(distilled.by_position),
-            by_prompt_length=_quality_bins(distilled.by_prompt_length),
-            exit_head=_exit_bins(distilled.exit_head),
+            by_position=quality_bins(distilled.by_position),
+            by_prompt_length=quality_bins(distilled.by_prompt_length),
+            exit_head=exit_bins(distilled.exit_head),
             tasks=tasks.scores,
             tasks_left_out=tasks.left_out,
             gates=_gates(Limits.of(spec, instruct=instruct), student, ratio, tasks.scores),
@@ -237,7 +237,7 @@ def _recovered(before: float, after: float) -> float:
     return 1.0 - after / before if before else 0.0
 
 
-def _quality_bins(sums: BinnedSums) -> tuple[QualityBin, ...]:
+def quality_bins(sums: BinnedSums) -> tuple[QualityBin, ...]:
     """The bins that hold positions."""
     return tuple(
         QualityBin(
@@ -253,7 +253,8 @@ def _quality_bins(sums: BinnedSums) -> tuple[QualityBin, ...]:
     )
 
 
-def _exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
+def exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
+    """Figure D.1 of the paper; None for a model without an exit head."""
     total = sum(counts.positions)
     if not total:
         return None

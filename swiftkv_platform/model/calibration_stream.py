@@ -3,7 +3,8 @@
 A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is let go of.
 Sums over tokens are added up over the workers as soon as a layer has passed, and a group is fitted after its last one.
 A worker holds one layer at a time, the first one the attention of a group besides, its rows' activations, and the sums
-of one group. The mathematics is that of `calibration`. It knows no files.
+of one group. The mathematics is that of `calibration`, and of `calibration_refit` for a `refitted` start, where the
+student runs behind the teacher, group by group, and every worker holds the attention of one. It knows no files.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.activations import ActivationStore, KeptTensor
+from swiftkv_platform.model.attention import KeyValue
 from swiftkv_platform.model.calibration import (
     TokenBatch,
     calibrate_exit_head,
@@ -25,7 +27,9 @@ from swiftkv_platform.model.calibration import (
     method_of,
     recording,
 )
+from swiftkv_platform.model.calibration_refit import OutputSums, refit_output
 from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Regression
+from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
 
@@ -48,6 +52,7 @@ def calibrate_streamed(
     batches: Iterable[TokenBatch],
     *,
     workers: Workers,
+    refit: bool = False,
     device: torch.device | str = "cpu",
     max_activation_bytes: int = MAX_ACTIVATION_BYTES,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,20 +61,38 @@ def calibrate_streamed(
 
     Args:
         batches: this worker's share of the rows.
+        refit: fit the output projections of the student's own to its own states, see `calibration_refit`.
         max_activation_bytes: bytes of activations in memory; more go to disk.
 
     Raises:
         InvalidInputError: no worker has tokens, or a batch holds none of the model's.
     """
     with ActivationStore.open(max_activation_bytes) as store:
-        yield from _Stream(source, workers, device, store).run(batches)
+        yield from _Stream(source, workers, device, store, refit=refit).run(batches)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of an attention that the teacher has not, by name; all of one of its own modules."""
+    names = list(module.named_parameters())
+    return ((name, parameter) for name, parameter in names if "_swiftkv" in name or isinstance(module, nn.Linear))
+
+
+@contextmanager
+def _inputs_of(module: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """First arguments that `module` is called with while the block runs."""
+    seen: list[torch.Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 class _Stream:
     """One pass over all layers."""
 
     def __init__(
-        self, source: LayerSource, workers: Workers, device: torch.device | str, store: ActivationStore
+        self, source: LayerSource, workers: Workers, device: torch.device | str, store: ActivationStore, *, refit: bool
     ) -> None:
         self._source = source
         self._workers = workers
@@ -82,6 +105,11 @@ class _Stream:
         self._hidden: list[KeptTensor] = []
         self._x: list[KeptTensor] = []
         """Outputs of layer l - 1, by row."""
+        self._refits = refit
+        self._student: list[KeptTensor] = []
+        """The student's hidden states, by row."""
+        self._targets: dict[int, list[KeptTensor]] = {}
+        """The teacher's hidden states behind the attention of the layers of a group, by row."""
         self._scale = 1.0
         """0 for a worker without rows, whose one token keeps it in step with the others."""
 
@@ -95,6 +123,7 @@ class _Stream:
                 for row in range(len(self._hidden)):
                     self._step(i, row)
         self._x = list(self._hidden)
+        self._student = list(self._hidden)
         with self._filled(decoder.norm_swiftkv, own=True):
             if self._workers.is_first:
                 yield "model.norm_swiftkv.weight", decoder.norm_swiftkv.weight
@@ -106,7 +135,7 @@ class _Stream:
                 for i in layer_map.group(leader):
                     with self._filled(decoder.layers[i]):
                         self._observe(i, sums)
-                if regression is not None:
+                if regression is not None or self._refits:
                     yield from self._fit(layer_map.group(leader), sums, regression)
                 sums.cross, sums.queries = {}, {}
         if self._config.early_exit:
@@ -159,9 +188,13 @@ class _Stream:
         """Run an upper layer of the teacher, and add what calibration needs of it over all workers."""
         config, queries = self._config, None
         cross: dict[tuple[int, str], torch.Tensor] = {}
-        with recording({i: self._decoder.layers[i]}, self._method) as recorder:
+        layer, targets = self._decoder.layers[i], list[KeptTensor]()
+        with recording({i: layer}, self._method) as recorder, _inputs_of(layer.post_attention_layernorm) as attended:
             for row in range(len(self._hidden)):
                 self._step(i, row)
+                if self._refits:
+                    targets.append(self._store.keep(attended[-1]))
+                attended.clear()
                 inputs = self._inputs(row)
                 for key, output in recorder.outputs.items():
                     product = inputs.T @ output
@@ -172,20 +205,74 @@ class _Stream:
         assert queries is not None, "there is a row, or one that counts nothing"
         sums.cross |= {key: self._workers.sum_(cross[key]) for key in sorted(cross)}
         sums.queries[i] = self._workers.sum_(queries)
+        self._targets[i] = targets
 
     def _fit(
-        self, group: Iterable[int], sums: CalibrationStatistics, regression: Regression
+        self, group: Iterable[int], sums: CalibrationStatistics, regression: Regression | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Fit a group, on the first worker, which alone has a regression; with refits it goes to the others."""
         layers = list(group)
         attentions = [self._decoder.layers[i].self_attn for i in layers]
         for attention in attentions:
             self._source.fill(attention)
-        self._method.fit(attentions, layers, sums, regression)
+        if regression is not None:
+            self._method.fit(attentions, layers, sums, regression)
+        if self._refits:
+            self._share(*attentions)
+            for i in layers:
+                self._refit(i, attentions[0])
         for i, attention in zip(layers, attentions, strict=True):
-            for name, parameter in attention.named_parameters():
-                if "_swiftkv" in name:
-                    yield f"model.layers.{i}.self_attn.{name}", parameter
+            for name, parameter in _own_parameters(attention) if regression is not None else ():
+                yield f"model.layers.{i}.self_attn.{name}", parameter
             self._source.release(attention)
+
+    def _share(self, *modules: nn.Module) -> None:
+        """Give every worker the student's own parameters that the first one has."""
+        for module in modules if self._workers.size > 1 else ():
+            for _, parameter in _own_parameters(module):
+                # In float32, which gloo adds up as well, and to which adding zeros changes nothing.
+                values = parameter.float() if self._workers.is_first else torch.zeros_like(parameter, dtype=torch.float)
+                parameter.copy_(self._workers.sum_(values))
+
+    def _refit(self, i: int, leader: Any) -> None:
+        """Fit the output projection of an upper layer to the student's own states, and run the layer over them."""
+        layer, sums = self._decoder.layers[i], None
+        attention, targets = layer.self_attn, self._targets.pop(i)
+        others = [module for module in layer.children() if module is not attention]
+        for module in others:
+            self._source.fill(module)
+        for row, target in enumerate(targets):
+            hidden, context, shared = self._student_inputs(row, leader)
+            with _inputs_of(attention.output_projection) as heads:
+                output = attention(
+                    layer.input_layernorm(hidden),
+                    position_embeddings=context.rotation,
+                    attention_mask=context.masks.by_layer[i],
+                    shared_key_value=shared,
+                )[0]
+            # The projection's own output takes part, so that a bias is left as it is.
+            weighted = nn.functional.linear(heads[-1], attention.output_projection.weight)
+            missing = target.load(self._device) - hidden - (output - weighted)
+            of_row = OutputSums.of(heads[-1], missing, self._scale)
+            sums = of_row if sums is None else sums.add_(of_row)
+        assert sums is not None, "there is a row, or one that counts nothing"
+        for total in (sums.gram, sums.cross):
+            self._workers.sum_(total)
+        refit_output(attention.output_projection, sums)
+        self._share(attention.output_projection)
+        for row in range(len(self._student)):
+            hidden, context, shared = self._student_inputs(row, leader)
+            self._student[row] = self._store.keep(self._decoder.run_layer(i, hidden, context, shared_key_value=shared))
+        for module in others:
+            self._source.release(module)
+
+    def _student_inputs(self, row: int, leader: Any) -> tuple[torch.Tensor, DecoderContext, KeyValue]:
+        """The student's hidden state of a row, its context, and the keys and values of a leader's group."""
+        x, hidden = self._x[row].load(self._device), self._student[row].load(self._device)
+        context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])
+        inputs = self._decoder.norm_swiftkv(x)
+        stored = leader.shape_key_value([project(inputs) for project in leader.input_projections], context.rotation)
+        return context.hidden, context, leader.expand_key_value(stored)
 
     def _fit_exit_head(self) -> Iterator[tuple[str, torch.Tensor]]:
         model, sums = self._source.model, None

@@ -78,7 +78,7 @@ def plan_job(
 
 def calibration_tokens(spec: JobSpec) -> int:
     """Tokens of a job's calibrated start; 0 for a copied one."""
-    return spec.swiftkv.calibration_tokens if spec.swiftkv.initialization == "calibrated" else 0
+    return spec.swiftkv.calibration_tokens if spec.swiftkv.is_calibrated else 0
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,11 @@ class _Job:
         """The teacher layer by layer over a share of the rows on each worker."""
         own, memory, setup = self.volumes, self.memory["calibrate"], self.setup
         tokens = self.spec.swiftkv.calibration_tokens
-        flops = self._measuring_flops.lower + self._measuring_flops.teacher
-        waiting = max(waiting_activations(self.model, setup, tokens) - MAX_ACTIVATION_BYTES, 0)
+        # Refitted, the student's layers run behind the teacher's: once without the layer's MLP, then whole.
+        refits = 2 * setup.refitted * self._measuring_flops.student
+        flops = self._measuring_flops.lower + self._measuring_flops.teacher + refits
+        waiting = waiting_activations(self.model, self.layer_map, setup, tokens) - MAX_ACTIVATION_BYTES
+        waiting = max(waiting, 0)
         fetched = self._teacher(self.num_nodes)
         return self._phase(
             "calibrate",

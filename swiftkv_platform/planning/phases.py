@@ -70,7 +70,7 @@ def plan_phases(
 
     phases = [phase("train", training.peak, training_host)]
     if calibration_tokens:
-        waiting = min(waiting_activations(model, setup, calibration_tokens), MAX_ACTIVATION_BYTES)
+        waiting = min(waiting_activations(model, layer_map, setup, calibration_tokens), MAX_ACTIVATION_BYTES)
         # Without a GPU the row that runs is in the process already.
         beside = read + waiting if on_gpu else waiting - waiting // calibration_rows(setup, calibration_tokens)
         device = _calibration(model, layer_map, setup, narrow)
@@ -85,10 +85,12 @@ def calibration_rows(setup: TrainingSetup, calibration_tokens: int) -> int:
     return -(-calibration_tokens // (setup.sequence_length * setup.num_workers))
 
 
-def waiting_activations(model: Architecture, setup: TrainingSetup, calibration_tokens: int) -> int:
-    """Bytes of the activations of a worker's rows that wait for the next layer, with those of layer l."""
+def waiting_activations(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, calibration_tokens: int) -> int:
+    """Bytes of the activations of a worker's rows that wait for the next layer, with those of layer l; for a refitted
+    start also the student's, and the teacher's behind the attention of each layer of a group."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
-    return calibration_rows(setup, calibration_tokens) * setup.sequence_length * 2 * narrow * model.hidden_size
+    states = 2 + setup.refitted * (1 + layer_map.key_value_group_size)
+    return calibration_rows(setup, calibration_tokens) * setup.sequence_length * states * narrow * model.hidden_size
 
 
 def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup, narrow: int) -> int:
@@ -104,7 +106,15 @@ def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup,
     of_output = setup.own_output_projection * own.output_parameters
     twins = narrow * 2 * (own.query_parameters + of_output + own.key_value_parameters)
     turning = twins + 4 * _DOUBLE * max(hidden * query, of_output)
-    return max(sums + running, sums + turning, narrow * model.vocab_size * hidden + states)
+    fitting = max(sums + running, sums + turning, narrow * model.vocab_size * hidden + states)
+    if not setup.refitted:
+        return fitting
+    # Behind that, the student's layer over a row, beside the sums of the group and its attention, twins included.
+    width = own.output_parameters // hidden  # of what the heads hand to the output projection
+    attentions = layer_map.key_value_group_size * twins
+    regressed = _DOUBLE * (2 * width * (width + hidden) + tokens * (width + hidden))
+    student = narrow * largest_teacher_layer(model) + states + layer + narrow * tokens * key_value
+    return max(fitting, sums + attentions + regressed + student)
 
 
 def _evaluation(

@@ -35,6 +35,8 @@ class TrainingSetup:
     compiled: bool = False
     early_exit: bool = False
     own_output_projection: bool = False
+    refitted: bool = False
+    """Whether the start is fitted to the student's own states as well."""
     trainable: Trainable = "qkv"
     objective: Literal["logits", "lm"] = "logits"
     hidden_loss: bool = False

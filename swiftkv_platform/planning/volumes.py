@@ -83,7 +83,7 @@ def volumes(
         teacher=_stored_teacher(config, model),
         text=inputs.text_bytes if inputs.text_bytes is not None else BYTES_PER_TOKEN * tokens,
         rows=tokens * (3 if model.vocab_size <= _NARROW_VOCABULARY else 5),
-        start=narrow * own.trained if spec.swiftkv.initialization == "calibrated" else 0,
+        start=narrow * own.trained if spec.swiftkv.is_calibrated else 0,
         trained=WIDE * trained,
         checkpoint=WIDE * (1 + moments) * trained,
         artifact=narrow * exported,

@@ -65,8 +65,10 @@ class SwiftKVSpec(Spec):
     """Give layers >= l an `o_proj_swiftkv`, which the calibrated start fits to the values that a group shares, and
     which is trained with q, k and v. It makes up for most of what a group loses, and costs nothing when it is served;
     engines other than this project's do not know it."""
-    initialization: Literal["calibrated", "copied"] = "calibrated"
-    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights."""
+    initialization: Literal["calibrated", "copied", "refitted"] = "calibrated"
+    """Start of `{k,v}_proj_swiftkv`: ridge regression on the teacher's own K and V, or the mean of its weights.
+    `refitted` is the calibrated start with each `o_proj_swiftkv` fitted once more, layer after layer, to the student's
+    own states; for `own_output_projection`."""
     calibration_tokens: Annotated[Count, Field(ge=1024)] = 16384
     """Tokens used for the calibrated start."""
 
@@ -75,6 +77,27 @@ class SwiftKVSpec(Spec):
         if self.num_key_value_layers is not None and self.prefill_reduction is not None:
             raise ValueError("give num_key_value_layers or prefill_reduction, not both")
         return self
+
+    @model_validator(mode="after")
+    def _refits_what_is_its_own(self) -> Self:
+        if self.initialization == "refitted" and not self.own_output_projection:
+            raise PydanticCustomError(
+                "initialization",
+                "swiftkv.initialization is 'refitted', which fits output projections of the student's own; "
+                "swiftkv.own_output_projection true, or swiftkv.initialization calibrated, would do",
+                {"field": "swiftkv.initialization", "value": self.initialization},
+            )
+        return self
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the start is fitted to activations of the teacher."""
+        return self.initialization != "copied"
+
+    @property
+    def is_refitted(self) -> bool:
+        """Whether output projections are fitted to the student's own states, too."""
+        return self.initialization == "refitted"
 
 
 class DistillationSpec(Spec):

@@ -46,7 +46,8 @@ from tests.tiny_models import family_teacher
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # processes, each of which loads torch
 
 WORKERS = 4
-CASES = ("whole", "sharded", "deepseek_v2", "fbgemm", "tail")
+CASES = ("whole", "sharded", "deepseek_v2", "fbgemm", "tail", "refitted")
+REFITTED = {"own_output_projection": True, "initialization": "refitted"}
 QUESTIONS = [
     {"text": f"The grass of {n} is", "choices": [" green", " loud", f" seven{n}"], "answer": 0} for n in range(24)
 ]
@@ -97,6 +98,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         "deepseek_v2": Case(str(path / "at-deepseek"), str(latent)),
         "fbgemm": Case(str(path / "at-fbgemm"), str(path / "fbgemm")),
         "tail": Case(str(path / "at-tail"), str(llama), spec={"distillation": {"trainable": "tail"}}),
+        "refitted": Case(str(path / "at-refitted"), str(llama), spec={"swiftkv": REFITTED}),
     }
 
 
@@ -156,7 +158,7 @@ def start_apart(case: Case, other: Case) -> float:
     return max(float((ours[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", ["whole", "fbgemm"])
+@pytest.mark.parametrize("name", ["whole", "fbgemm", "refitted"])
 def test_workers_find_the_start_that_one_process_finds(
     name: str, cases: dict[str, Case], together: Any, alone: Any
 ) -> None:

@@ -59,3 +59,12 @@ def test_an_adapter_of_every_tensor_is_refused() -> None:
 def test_a_spec_from_a_file_is_held_to_the_same(fields: Any, text: str) -> None:
     with pytest.raises(ValidationError):
         JobSpec.model_validate({"name": "test", **fields(text)})
+
+
+def test_a_refitted_start_is_of_output_projections_of_the_students_own() -> None:
+    section = {"initialization": "refitted"}
+    spec = JobSpec.model_validate({"name": "test", "swiftkv": {**section, "own_output_projection": True}})
+    assert (spec.swiftkv.is_calibrated, spec.swiftkv.is_refitted) == (True, True)
+    with pytest.raises(ValidationError, match="own_output_projection true") as refused:
+        JobSpec.model_validate({"name": "test", "swiftkv": section})
+    assert refused.value.errors()[0]["ctx"]["field"] == "swiftkv.initialization"

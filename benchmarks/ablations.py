@@ -4,9 +4,11 @@
                                    [--output ablations.json]
     python -m benchmarks.ablations --short      # a few small steps, one seed: does it run?
 
-Arms: AcrossKV groups of 1, 2 and 4 layers, with the teacher's output projections and with the student's own. A run is
-the trainer's own in this process, with default rates: rate search, guard and best state as in a job, 8 rows of 256
-tokens of the standard library's sources a step. A seed draws the order of the rows, and the calibration's.
+Arms: AcrossKV groups of 1, 2 and 4 layers, with the teacher's output projections and with the student's own; these
+with a refitted start; and one key-value head, or one for each query head, where the built-in teacher's cache is no
+larger than with g = 2 (the paper's table C.1). A run is the trainer's own in this process, with default rates: rate
+search, guard and best state as in a job, 8 rows of 256 tokens of the standard library's sources a step. A seed draws
+the order of the rows, and the calibration's.
 
 The report has a row a run, and by arm the mean, lowest and highest KL before and after, and their ratio to g = 1.
 """
@@ -29,11 +31,25 @@ from swiftkv_platform.specs import BUILTIN_TEACHER, JobSpec
 Row = dict[str, Any]
 
 BASELINE = "g=1"
-ARMS: dict[str, dict[str, Any]] = {
-    f"g={g}{', own output' if own else ''}": {"key_value_group_size": g, "own_output_projection": own}
-    for g in (1, 2, 4)
-    for own in (False, True)
-}
+ARMS: dict[str, dict[str, Any]] = (
+    {
+        f"g={g}{', own output' if own else ''}": {"key_value_group_size": g, "own_output_projection": own}
+        for g in (1, 2, 4)
+        for own in (False, True)
+    }
+    | {
+        f"g={g}, own output, refitted": {
+            "key_value_group_size": g,
+            "own_output_projection": True,
+            "initialization": "refitted",
+        }
+        for g in (1, 2)
+    }
+    | {
+        "g=1, one head": {"sharing": "mqa"},
+        "g=6, every head": {"key_value_group_size": 6, "sharing": "mha"},
+    }
+)
 """`swiftkv` section of each arm."""
 
 

@@ -25,6 +25,7 @@ from jobs.worker.measure import Evaluation
 from jobs.worker.prepare import compute_dtype, load_student, open_lazy, prepare
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.data.completions import AnswerStore
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors
 from swiftkv_platform.distillation.course import CourseNote
@@ -32,6 +33,7 @@ from swiftkv_platform.distillation.fork import Fork, load_trained
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -104,28 +106,51 @@ class FinishedRun:
     notes: tuple[CourseNote, ...]
 
 
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that has ended and is not measured yet."""
+
+    spec: JobSpec
+    """With its defaults resolved."""
+    start: Mapping[str, Tensor]
+    """Trained tensors at the start, by name, as `end`."""
+    end: Mapping[str, Tensor]
+    """Those of the model that a job would publish."""
+    tokens: int
+    """Positions that the loss counted."""
+    notes: tuple[CourseNote, ...]
+
+
 class TrainingRuns:
     """Runs that share their teacher and rows, and where their `swiftkv` sections are equal their start.
 
     Args:
         spec: the teacher and the data; the rest is each run's own.
         directory: a new one.
+        answers: what the teacher has written, for data that asks for it.
     """
 
-    def __init__(self, spec: JobSpec, directory: Path) -> None:
+    def __init__(self, spec: JobSpec, directory: Path, answers: AnswerStore | None = None) -> None:
         directory.mkdir()
         self._directory = directory
-        self._path = teacher_path(spec.model, directory)
-        _, self.data = prepare(spec, directory / "rows")
+        self.path = teacher_path(spec.model, directory)
+        """The teacher."""
+        _, self.data = prepare(spec, directory / "rows", answers=answers)
         self._starts: dict[str, StoredTensors] = {}
 
     def run(self, spec: JobSpec) -> FinishedRun:
         """Calibrate, train and measure."""
+        with tempfile.TemporaryDirectory(dir=self._directory) as name:
+            run = self.train(spec, Path(name))
+            start_kl, end_kl = self.kl(run.spec, run.start), self.kl(run.spec, run.end)
+        return FinishedRun(run.spec, start_kl, end_kl, run.tokens, run.notes)
+
+    def train(self, spec: JobSpec, directory: Path) -> TrainedRun:
+        """Calibrate and train; what ends up in the model lies in `directory`, which is empty before."""
         plan, _ = prepare(spec, self._directory / "rows")
         start, notes = self._start(plan.spec), _Notes()
-        with tempfile.TemporaryDirectory(dir=self._directory) as name:
-            end_kl = self.kl(plan.spec, self._train(plan.spec, plan.total_steps, start, Path(name), notes))
-        return FinishedRun(plan.spec, self.kl(plan.spec, start), end_kl, notes.tokens, tuple(notes.notes))
+        end = self._train(plan.spec, plan.total_steps, start, directory, notes)
+        return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
 
     def student(self, spec: JobSpec, rows: PackedRows, directory: Path) -> Mapping[str, Tensor]:
         """Trained tensors of a run over `rows` instead of the spec's own, to the last step, in a new `directory`."""
@@ -135,25 +160,29 @@ class TrainingRuns:
 
     def load(self, spec: JobSpec, tensors: Mapping[str, Tensor]) -> Any:
         """A student with these tensors, which can run as its teacher too."""
-        student = load_student(prepare(spec, self._directory / "rows")[0].spec, self._path)
+        student = load_student(prepare(spec, self._directory / "rows")[0].spec, self.path)
         load_trained(student, tensors)
         return student.eval()
 
     def kl(self, spec: JobSpec, tensors: Mapping[str, Tensor], rows: PackedRows | None = None) -> float:
         """KL(teacher || student), nats, over `rows`; None: over those that are held out."""
+        return self.totals(spec, tensors, rows).student.kl
+
+    def totals(self, spec: JobSpec, tensors: Mapping[str, Tensor], rows: PackedRows | None = None) -> Totals:
+        """A student with these tensors against its teacher, over the same rows as `kl`."""
         measured_rows = self.data.held_out if rows is None else rows
-        lazy = open_lazy(spec, self._path)
+        lazy = open_lazy(spec, self.path)
         measured = MeasuredStudent(lazy, spec.distillation, sharded=False, device=torch.device("cpu"))
         measured.start_from(tensors)
-        totals = measured(lambda student: Evaluation(student, measured_rows, spec.evaluation).compare(""))
-        return float(totals.student.kl)
+        totals: Totals = measured(lambda student: Evaluation(student, measured_rows, spec.evaluation).compare(""))
+        return totals
 
     def _start(self, spec: JobSpec) -> StoredTensors:
         key = json.dumps([spec.swiftkv.model_dump(), spec.training.seed], sort_keys=True)
         if key not in self._starts:
             directory = self._directory / f"start-{len(self._starts)}"
             directory.mkdir()
-            calibrate(spec, self._path, self.data.train, directory, device="cpu")
+            calibrate(spec, self.path, self.data.train, directory, device="cpu")
             self._starts[key] = StoredTensors(directory)
         return self._starts[key]
 
@@ -166,7 +195,7 @@ class TrainingRuns:
         notes: _Notes,
         rows: PackedRows | None = None,
     ) -> Mapping[str, Tensor]:
-        student, dtype = load_student(spec, self._path), compute_dtype(spec)
+        student, dtype = load_student(spec, self.path), compute_dtype(spec)
         load_trained(student, start)
         fork = Fork(student, spec.distillation, dtype=dtype)
         parallel = parallelize(fork, spec, dtype=dtype, device=torch.device("cpu"))

@@ -1,6 +1,8 @@
-"""Prefill of one prompt, dense against SwiftKV, on the same random weights: time, FLOPs and KV bytes by prompt length.
+"""Prefill, dense against SwiftKV, on the same random weights: time, FLOPs and KV bytes by prompt length and by prompts
+a forward pass (the paper's figure 2).
 
-    python -m benchmarks.prefill [--output prefill.json] [--hidden-size 1024 --layers 16 ...]
+    python -m benchmarks.prefill [--lengths 256 512 1024 2048] [--batch-sizes 1] [--output prefill.json]
+                                 [--hidden-size 1024 --layers 16 ...]
 
 Both modes alternate within each round, so that both see the same noise of the machine.
 """
@@ -8,6 +10,7 @@ Both modes alternate within each round, so that both see the same noise of the m
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import product
 
 import torch
 
@@ -29,6 +32,7 @@ def row(cost: PrefillCost) -> dict[str, object]:
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1], help="prompts a forward pass")
     parser.add_argument("--rounds", type=int, default=5)
     add_shape(parser)
     parser.add_argument("--num-key-value-layers", type=int, default=8)
@@ -42,13 +46,13 @@ def main() -> None:
     )
     student.model.fuse_shared_key_value()
     rows = []
-    print(f"{'tokens':>7} {'dense ms':>9} {'swiftkv ms':>11} {'speedup':>8} {'FLOPs':>7} {'KV bytes':>9}")
-    for length in args.lengths:
-        cost = measure_prefill(student, prompt_length=length, rounds=args.rounds)
-        rows.append(row(cost))
+    print(f"{'batch':>6} {'tokens':>7} {'dense ms':>9} {'swiftkv ms':>11} {'speedup':>8} {'FLOPs':>7} {'KV bytes':>9}")
+    for batch_size, length in product(args.batch_sizes, args.lengths):
+        cost = measure_prefill(student, prompt_length=length, rounds=args.rounds, batch_size=batch_size)
+        rows.append({"batch_size": batch_size, **row(cost)})
         speedup = cost.dense.ttft_ms / cost.swiftkv.ttft_ms
         print(
-            f"{length:7d} {cost.dense.ttft_ms:9.1f} {cost.swiftkv.ttft_ms:11.1f} {speedup:7.2f}x "
+            f"{batch_size:6d} {length:7d} {cost.dense.ttft_ms:9.1f} {cost.swiftkv.ttft_ms:11.1f} {speedup:7.2f}x "
             f"{cost.flops_ratio:6.1%} {cost.kv_bytes_ratio:8.1%}",
             flush=True,
         )

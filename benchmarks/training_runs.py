@@ -146,10 +146,11 @@ class TrainingRuns:
         return FinishedRun(run.spec, start_kl, end_kl, run.tokens, run.notes)
 
     def train(self, spec: JobSpec, directory: Path) -> TrainedRun:
-        """Calibrate and train; what ends up in the model lies in `directory`, which is empty before."""
+        """Calibrate and train, where there are steps; what ends up in the model lies in `directory`, which is empty
+        before."""
         plan, _ = prepare(spec, self._directory / "rows")
         start, notes = self._start(plan.spec), _Notes()
-        end = self._train(plan.spec, plan.total_steps, start, directory, notes)
+        end = self._train(plan.spec, plan.total_steps, start, directory, notes) if plan.total_steps else start
         return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
 
     def student(self, spec: JobSpec, rows: PackedRows, directory: Path) -> Mapping[str, Tensor]:

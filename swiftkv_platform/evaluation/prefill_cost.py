@@ -28,7 +28,7 @@ class ModeCost:
     kv_bytes_per_token: float
     """Bytes in the cache, in the model's own dtype."""
     ttft_ms: float
-    """Median milliseconds from prompt to the id of the first token."""
+    """Median milliseconds from the prompts to the ids of their first tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,14 @@ class PrefillCost:
 
 
 @torch.no_grad()
-def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCost:
-    """Count and time the prefill of one random prompt in teacher and in student mode.
+def measure_prefill(model: Any, *, prompt_length: int, rounds: int, batch_size: int = 1) -> PrefillCost:
+    """Count and time the prefill of random prompts of one length in teacher and in student mode.
 
     Args:
         model: a SwiftKV causal language model with its teacher's projections; left in the mode it came in.
         prompt_length: tokens, at most the model's context.
         rounds: timed passes of each mode, alternating so that both see the same noise, after one of each to warm up.
+        batch_size: prompts of a pass.
 
     Raises:
         InvalidInputError: the prompt is longer than the context, or empty.
@@ -69,7 +70,7 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCo
             value=prompt_length,
         )
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(model.config.vocab_size, (1, prompt_length), generator=generator).to(model.device)
+    prompt = torch.randint(model.config.vocab_size, (batch_size, prompt_length), generator=generator).to(model.device)
     counted: dict[bool, tuple[float, float]] = {}
     milliseconds: dict[bool, list[float]] = {False: [], True: []}
     with _restored_mode(model):
@@ -85,21 +86,21 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int) -> PrefillCo
 
 
 def _count(model: Any, prompt: torch.Tensor) -> tuple[float, float]:
-    """FLOPs and cache bytes a token of the prompt [1, prompt_length].
+    """FLOPs and cache bytes a token of prompts [batch_size, prompt_length].
 
     The counter knows the matrix products of plain attention everywhere; fused kernels it sees on some devices only.
     """
     counter = FlopCounterMode(display=False)
     with _plain_attention(model), counter:
         outputs = model(prompt, use_cache=True, logits_to_keep=1)
-    num_tokens = prompt.shape[1]
+    num_tokens = prompt.numel()
     return counter.get_total_flops() / num_tokens, cache_bytes(outputs.past_key_values) / num_tokens
 
 
 def _time_first_token(model: Any, prompt: torch.Tensor) -> float:
     begin = time.perf_counter()
     logits = model(prompt, use_cache=True, logits_to_keep=1).logits
-    logits.argmax(-1).item()  # reading the token waits for the device
+    logits.argmax(-1).tolist()  # reading the tokens waits for the device
     return (time.perf_counter() - begin) * 1000
 
 

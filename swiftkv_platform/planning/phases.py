@@ -113,8 +113,9 @@ def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup,
     width = own.output_parameters // hidden  # of what the heads hand to the output projection
     attentions = layer_map.key_value_group_size * twins
     regressed = _DOUBLE * (2 * width * (width + hidden) + tokens * (width + hidden))
-    student = narrow * largest_teacher_layer(model) + states + layer + narrow * tokens * key_value
-    return max(fitting, sums + attentions + regressed + student)
+    attended = regressed + narrow * tokens * (query + width)  # before the layer runs whole
+    student = narrow * largest_teacher_layer(model) + states + narrow * tokens * key_value + max(attended, layer)
+    return max(fitting, sums + attentions + student)
 
 
 def _evaluation(

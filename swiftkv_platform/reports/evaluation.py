@@ -83,7 +83,7 @@ def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
         parts.append(f"{report['tokens_trained']:,} tokens trained")
     training = report.get("training")  # reports of before this key have none
     if training is not None:
-        why = " (lowest held-out KL)" if training["reason"] == "lowest_held_out_kl" else ""
+        why = " (chosen by held-out KL)" if training["reason"] == "lowest_held_out_kl" else ""
         parts.append(f"state of step {training['step']:,}{why}")
     return ", ".join(parts)
 

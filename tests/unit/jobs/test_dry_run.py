@@ -114,6 +114,23 @@ def test_a_copied_start_is_not_calibrated() -> None:
     assert run(copied, num_hidden_layers=4)[0].calibrate is None
 
 
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_a_refitted_start_takes_what_is_planned(group_size: int) -> None:
+    """It takes more than a calibrated one, since the student's layers run behind the teacher's."""
+    peaks = []
+    for initialization in ("calibrated", "refitted"):
+        swiftkv = {"num_key_value_layers": 2, "key_value_group_size": group_size, "initialization": initialization}
+        document = load_spec(BY_NAME["llama-3.1-8b"]).model_dump(mode="json")
+        changed = {"swiftkv": swiftkv | {"own_output_projection": True}, "data": document["data"] | {"max_length": 512}}
+        spec = JobSpec.model_validate(document | changed)
+        config = {**teacher_config(spec), **DEEP, "num_hidden_layers": 4}
+        found = dry_run(spec, config)
+        check_phases(found, memory_by_phase(spec, config))
+        assert found.calibrate is not None
+        peaks.append(found.calibrate.peak)
+    assert peaks[0] < peaks[1]
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [LARGEST, pytest.param(EXPERTS, marks=IN_SOAK)])
 def test_a_few_layers_take_what_is_planned(name: str) -> None:

@@ -44,7 +44,7 @@ export function Report({ report }) {
       "KV bytes": percent(report.kv_bytes_ratio),
       "time to first token": report.ttft_ms && `${figure(dense)} ms dense, ${figure(swiftkv)} ms SwiftKV`,
       "trained tokens": figure(report.tokens_trained),
-      "state of": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", the lowest held-out KL" : ""}`,
+      "state of": report.training && `step ${report.training.step}${report.training.reason === "lowest_held_out_kl" ? ", chosen by held-out KL" : ""}`,
       "tasks left out": report.tasks_left_out?.join(", "),
     }} />`;
 }

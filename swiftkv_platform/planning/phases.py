@@ -113,8 +113,10 @@ def _calibration(model: Architecture, layer_map: LayerMap, setup: TrainingSetup,
     width = own.output_parameters // hidden  # of what the heads hand to the output projection
     attentions = layer_map.key_value_group_size * twins
     regressed = _DOUBLE * (2 * width * (width + hidden) + tokens * (width + hidden))
-    attended = regressed + narrow * tokens * (query + width)  # before the layer runs whole
-    student = narrow * largest_teacher_layer(model) + states + narrow * tokens * key_value + max(attended, layer)
+    attended = regressed + narrow * tokens * (query + width)
+    solving = _DOUBLE * width * (3 * width + 4 * hidden)
+    beside = max(attended, solving, layer)  # one after the other
+    student = narrow * largest_teacher_layer(model) + states + narrow * tokens * key_value + beside
     return max(fitting, sums + attentions + student)
 
 

@@ -58,7 +58,7 @@ def point_spec(spec: JobSpec, point: str, args: argparse.Namespace) -> JobSpec:
         "calibration_tokens": args.calibration_tokens or spec.swiftkv.calibration_tokens,
     }
     document = spec.model_dump(mode="json", exclude_unset=True)
-    training = document["training"] | {"max_steps": args.steps}
+    training = document["training"] | {"max_steps": max(args.steps, 1)}
     return JobSpec.model_validate(document | {"swiftkv": swiftkv, "training": training})
 
 
@@ -139,7 +139,8 @@ def main() -> int:
             done = args.directory / f"{name_of(point, args)}.json"
             if not done.is_file():
                 with tempfile.TemporaryDirectory(dir=name) as trained:
-                    run = runs.train(point_spec(spec, point, args), Path(trained))
+                    settled = point_spec(spec, point, args)
+                    run = runs.train(settled, Path(trained)) if args.steps else runs.untrained(settled)
                     write_report(measure(runs, run, needles, tokenizer), done)
                     teacher = args.directory / "teacher-needles.json"
                     if not teacher.is_file():

@@ -146,12 +146,17 @@ class TrainingRuns:
         return FinishedRun(run.spec, start_kl, end_kl, run.tokens, run.notes)
 
     def train(self, spec: JobSpec, directory: Path) -> TrainedRun:
-        """Calibrate and train, where there are steps; what ends up in the model lies in `directory`, which is empty
-        before."""
+        """Calibrate and train; what ends up in the model lies in `directory`, which is empty before."""
         plan, _ = prepare(spec, self._directory / "rows")
         start, notes = self._start(plan.spec), _Notes()
-        end = self._train(plan.spec, plan.total_steps, start, directory, notes) if plan.total_steps else start
+        end = self._train(plan.spec, plan.total_steps, start, directory, notes)
         return TrainedRun(plan.spec, start, end, notes.tokens, tuple(notes.notes))
+
+    def untrained(self, spec: JobSpec) -> TrainedRun:
+        """Calibrate alone: the run ends where it starts."""
+        plan, _ = prepare(spec, self._directory / "rows")
+        start = self._start(plan.spec)
+        return TrainedRun(plan.spec, start, start, tokens=0, notes=())
 
     def student(self, spec: JobSpec, rows: PackedRows, directory: Path) -> Mapping[str, Tensor]:
         """Trained tensors of a run over `rows` instead of the spec's own, to the last step, in a new `directory`."""

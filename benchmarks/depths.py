@@ -130,6 +130,7 @@ def main() -> int:
     store_uri = str(args.directory.resolve())
     request = AttemptRequest(job_id="bench", attempt=1, spec=spec, run_id="bench")
     rows: dict[str, Row] = {}
+    teacher = args.directory / "teacher-needles.json"
     with tempfile.TemporaryDirectory(dir=args.directory) as name, one_worker(Path(name)):
         write(request, store_uri, worker=0)
         runs = TrainingRuns(spec, Path(name) / "runs", AttemptAnswers(open_store(store_uri), request))
@@ -142,12 +143,11 @@ def main() -> int:
                     settled = point_spec(spec, point, args)
                     run = runs.train(settled, Path(trained)) if args.steps else runs.untrained(settled)
                     write_report(measure(runs, run, needles, tokenizer), done)
-                    teacher = args.directory / "teacher-needles.json"
-                    if not teacher.is_file():
+                    if needles and not teacher.is_file():
                         write_report(needles_found(runs, run, needles, swiftkv=False), teacher)
             rows[point] = json.loads(done.read_text(encoding="utf-8"))
             print_row(point, rows[point])
-    found = json.loads((args.directory / "teacher-needles.json").read_text(encoding="utf-8"))
+    found = json.loads(teacher.read_text(encoding="utf-8")) if needles else {}
     print(f"needles that the teacher finds: {found}", flush=True)
     write_report({"conditions": conditions(args), "points": rows, "teacher_needles": found}, args.output)
     return 0

@@ -19,15 +19,19 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_report(report: Any, output: Path | None) -> None:
-    """Write a report as indented JSON, paths as text, if a file is named."""
+    """Write a report as indented JSON, if a file is named."""
     if output is not None:
-        output.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments, processor, threads and torch version of this process: the head of a report."""
     return {
-        "arguments": {key: value for key, value in vars(args).items() if key != "output"},
+        "arguments": {
+            key: str(value) if isinstance(value, Path) else value
+            for key, value in vars(args).items()
+            if key != "output"
+        },
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

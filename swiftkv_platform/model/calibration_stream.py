@@ -71,10 +71,9 @@ def calibrate_streamed(
         yield from _Stream(source, workers, device, store, refit=refit).run(batches)
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of an attention that the teacher has not, by name; all of one of its own modules."""
-    names = list(module.named_parameters())
-    return ((name, parameter) for name, parameter in names if "_swiftkv" in name or isinstance(module, nn.Linear))
+def _own_parameters(attention: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of an attention that the teacher has not, by name."""
+    return {name: parameter for name, parameter in attention.named_parameters() if "_swiftkv" in name}
 
 
 @contextmanager
@@ -218,21 +217,21 @@ class _Stream:
         if regression is not None:
             self._method.fit(attentions, layers, sums, regression)
         if self._refits:
-            self._share(*attentions)
+            for attention in attentions:
+                self._share(_own_parameters(attention).values())
             for i in layers:
                 self._refit(i, attentions[0])
         for i, attention in zip(layers, attentions, strict=True):
-            for name, parameter in _own_parameters(attention) if regression is not None else ():
+            for name, parameter in _own_parameters(attention).items() if regression is not None else ():
                 yield f"model.layers.{i}.self_attn.{name}", parameter
             self._source.release(attention)
 
-    def _share(self, *modules: nn.Module) -> None:
-        """Give every worker the student's own parameters that the first one has."""
-        for module in modules if self._workers.size > 1 else ():
-            for _, parameter in _own_parameters(module):
-                # In float32, which gloo adds up as well, and to which adding zeros changes nothing.
-                values = parameter.float() if self._workers.is_first else torch.zeros_like(parameter, dtype=torch.float)
-                parameter.copy_(self._workers.sum_(values))
+    def _share(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give every worker the values that the first one has."""
+        for parameter in parameters if self._workers.size > 1 else ():
+            # In float32, which gloo adds up as well, and to which adding zeros changes nothing.
+            values = parameter.float() if self._workers.is_first else torch.zeros_like(parameter, dtype=torch.float)
+            parameter.copy_(self._workers.sum_(values))
 
     def _refit(self, i: int, leader: Any) -> None:
         """Fit the output projection of an upper layer to the student's own states, and run the layer over them."""
@@ -259,7 +258,7 @@ class _Stream:
         for total in (sums.gram, sums.cross):
             self._workers.sum_(total)
         refit_output(attention.output_projection, sums)
-        self._share(attention.output_projection)
+        self._share(attention.output_projection.parameters())
         for row in range(len(self._student)):
             hidden, context, shared = self._student_inputs(row, leader)
             self._student[row] = self._store.keep(self._decoder.run_layer(i, hidden, context, shared_key_value=shared))

@@ -164,11 +164,11 @@ class _Job:
         """The teacher layer by layer over a share of the rows on each worker."""
         own, memory, setup = self.volumes, self.memory["calibrate"], self.setup
         tokens = self.spec.swiftkv.calibration_tokens
-        # Refitted, the student's layers run behind the teacher's: once without the layer's MLP, then whole.
+        # Refitted, the student's layers run behind the teacher's, at most twice: to be fitted without their MLPs.
         refits = 2 * setup.refitted * self._measuring_flops.student
         flops = self._measuring_flops.lower + self._measuring_flops.teacher + refits
-        waiting = waiting_activations(self.model, self.layer_map, setup, tokens) - MAX_ACTIVATION_BYTES
-        waiting = max(waiting, 0)
+        activations = waiting_activations(self.model, self.layer_map, setup, tokens)
+        waiting = max(activations - MAX_ACTIVATION_BYTES, 0)
         fetched = self._teacher(self.num_nodes)
         return self._phase(
             "calibrate",

@@ -57,7 +57,8 @@ def refit_in_memory(student: Any, tokens: torch.Tensor) -> None:
             lambda _module, inputs: attended.update(heads=inputs[0])
         )
         decoder.run_layer(i, hidden, context, shared_key_value=key_value)
-        residual.remove(), heads.remove()
+        residual.remove()
+        heads.remove()
         a = attended["heads"].flatten(0, 1).double()
         weight = layer.self_attn.o_proj_swiftkv.weight
         missing = (target - attended["residual"]).flatten(0, 1).double()  # beyond what the projection gives already

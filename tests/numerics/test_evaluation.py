@@ -294,10 +294,11 @@ def test_no_prompts_give_no_continuations(student: Any) -> None:
 
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_prefill_cost_is_counted_right(implementation: str, group_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_prefill_cost_is_counted_right(implementation: str, group_size: int, batch_size: int) -> None:
     model, num_tokens = make_student(2, group_size), 40
     model.set_attn_implementation(implementation)
-    cost = measure_prefill(model, prompt_length=num_tokens, rounds=1)
+    cost = measure_prefill(model, prompt_length=num_tokens, rounds=1, batch_size=batch_size)
     planned = read_architecture(model.config.to_dict())
     for layers, counted in ((dense_layer_map(planned), cost.dense), (model.config.layer_map, cost.swiftkv)):
         flops = prefill_flops(planned, layers, num_tokens, "executed", square=True)

@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.packed_training import add_chats, chat_rows, smollm2_fork, sums
 from benchmarks.reports import benchmark_parser, conditions, write_report
-from jobs.worker.memory import give_back_freed_tensors
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.optimizer import build_optimizer
+from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
 from swiftkv_platform.model import packed_attention
 from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.specs import OptimizerSpec

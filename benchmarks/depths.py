@@ -26,12 +26,12 @@ from typing import Any
 
 from benchmarks.reports import benchmark_parser, conditions, write_report
 from benchmarks.training_runs import TrainedRun, TrainingRuns, one_worker
-from jobs.worker.generate_data import AttemptAnswers, write
-from jobs.worker.prepare import load_tokenizer
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.evaluation.needles import Needles
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import exit_bins, quality_bins
+from swiftkv_platform.jobs.worker.generate_data import AttemptAnswers, write
+from swiftkv_platform.jobs.worker.prepare import load_tokenizer
 from swiftkv_platform.specs import JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store
 

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="steps of the job that is foreseen")
     parser.add_argument("--recipe", default="builtin-python-5m.yaml", help="file in jobs/recipes")
     options = parser.parse_args()
-    recipe = yaml.safe_load((files("jobs") / "recipes" / options.recipe).read_text(encoding="utf-8"))
+    recipe = yaml.safe_load((files("swiftkv_platform.jobs") / "recipes" / options.recipe).read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as directory:
         stack = Stack(Settings(home=Path(directory), database_url=None, storage_uri=None, _env_file=None))
         try:

@@ -107,9 +107,9 @@ def serve(directory: Path, port: int) -> None:
     """In the server's process."""
     import uvicorn
 
-    from serve.current import Current, ModelCard, Version
-    from serve.http import create_http_app
     from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+    from swiftkv_platform.serve.current import Current, ModelCard, Version
+    from swiftkv_platform.serve.http import create_http_app
 
     config = EngineConfig(max_num_seqs=8, num_threads=1, kv_cache_bytes=64 << 20, stream_interval_s=0.0)
     engine = AsyncLLMEngine(LLMEngine.from_pretrained(directory, config))

@@ -55,14 +55,14 @@ def recipes() -> dict[str, JobSpec]:
 
 
 def read_found(path: Path) -> Found:
-    """Dry runs by recipe, as `jobs.dry_run.DryRun` has them."""
+    """Dry runs by recipe, as `swiftkv_platform.jobs.dry_run.DryRun` has them."""
     found: Found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
 
 
 def run_dry(names: Sequence[str] | None, path: Path) -> None:
     """Run recipes dry, those of `names` or all that are missing, and store each as soon as it is there."""
-    from jobs.dry_run import dry_run
+    from swiftkv_platform.jobs.dry_run import dry_run
 
     found = read_found(path)
     able = {name: spec for name, spec in recipes().items() if spec.sharding.strategy == "fsdp2"}

@@ -32,12 +32,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.reports import benchmark_parser, write_report
-from jobs.attempt.checkpoints import AttemptCheckpoints
-from jobs.attempt.downloads import teacher_path
-from jobs.attempt.preparation import Prepared
-from jobs.worker.calibrate import calibrate
-from jobs.worker.measure import Evaluation
-from jobs.worker.prepare import compute_dtype, load_student, load_tokenizer, open_lazy, prepare
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows
@@ -48,6 +42,12 @@ from swiftkv_platform.distillation.fork import Fork, load_trained, trained_param
 from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
+from swiftkv_platform.jobs.attempt.downloads import teacher_path
+from swiftkv_platform.jobs.attempt.preparation import Prepared
+from swiftkv_platform.jobs.worker.calibrate import calibrate
+from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, load_tokenizer, open_lazy, prepare
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, DistillationSpec, JobSpec, load_spec
 from swiftkv_platform.storage.addresses import open_store

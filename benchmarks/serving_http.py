@@ -105,7 +105,7 @@ class _Deployment:
         import ray
         from ray import serve as ray_serve
 
-        from serve.app import build_app
+        from swiftkv_platform.serve.app import build_app
 
         with closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))

@@ -18,11 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.attempt.checkpoints import AttemptCheckpoints
-from jobs.attempt.downloads import teacher_path
-from jobs.worker.calibrate import calibrate
-from jobs.worker.measure import Evaluation
-from jobs.worker.prepare import compute_dtype, load_student, open_lazy, prepare
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.completions import AnswerStore
@@ -34,6 +29,11 @@ from swiftkv_platform.distillation.measured import MeasuredStudent
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.evaluation.quality import Totals
+from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
+from swiftkv_platform.jobs.attempt.downloads import teacher_path
+from swiftkv_platform.jobs.worker.calibrate import calibrate
+from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy, prepare
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

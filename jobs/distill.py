@@ -1,7 +1,7 @@
 """The entrypoint of an attempt: prepare, train, evaluate and publish on a Ray cluster. It knows Ray and the attempt's
 place in the object store; what happens on a worker is `train_loop`'s business.
 
-    python -m jobs.distill --job-id ID --attempt N --store URI
+    python -m swiftkv_platform.jobs.distill --job-id ID --attempt N --store URI
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ from typing import NoReturn
 import ray
 from ulid import ULID
 
-from jobs.attempt.events import Reporter
-from jobs.attempt.tailing import following
-from jobs.driver import (
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Manifest
+from swiftkv_platform.contract.events import AttemptEvent
+from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION, refusal
+from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
+from swiftkv_platform.jobs.attempt.events import Reporter
+from swiftkv_platform.jobs.attempt.tailing import following
+from swiftkv_platform.jobs.driver import (
     have_data_written,
     measure,
     needed_resources,
@@ -32,16 +38,10 @@ from jobs.driver import (
     train,
     warn_if_too_large,
 )
-from jobs.failures import Failure, explain, root_cause
-from jobs.sweep import run_sweep
-from jobs.tasks import evaluate
-from jobs.values import StoppedError
-from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import MANIFEST, AttemptRequest, Manifest
-from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION, refusal
-from swiftkv_platform.contract.reasons import ReasonCode
-from swiftkv_platform.errors import ConflictError, InvalidInputError, StorageError
+from swiftkv_platform.jobs.failures import Failure, explain, root_cause
+from swiftkv_platform.jobs.sweep import run_sweep
+from swiftkv_platform.jobs.tasks import evaluate
+from swiftkv_platform.jobs.values import StoppedError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -61,7 +61,7 @@ _TERMINATED = 128 + signal.SIGTERM
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 when the artifact is published, 1 after an `error` event, 143 when told to stop."""
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.distill", description="Run one attempt of a distillation job."
+        prog="python -m swiftkv_platform.jobs.distill", description="Run one attempt of a distillation job."
     )
     parser.add_argument("--job-id", required=True)
     parser.add_argument("--attempt", required=True, type=int)

@@ -10,15 +10,15 @@ from typing import Any
 
 import ray
 
-from jobs.attempt.chosen import finished_before
-from jobs.attempt.control import LOOK_INTERVAL_S, look
-from jobs.attempt.events import Reporter
-from jobs.attempt.places import say_waiting
-from jobs.group import group_size, run_together
-from jobs.tasks import prepare, publish, task_options, write
-from jobs.values import STOPPED, Plan, StoppedError, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.jobs.attempt.chosen import finished_before
+from swiftkv_platform.jobs.attempt.control import LOOK_INTERVAL_S, look
+from swiftkv_platform.jobs.attempt.events import Reporter
+from swiftkv_platform.jobs.attempt.places import say_waiting
+from swiftkv_platform.jobs.group import group_size, run_together
+from swiftkv_platform.jobs.tasks import prepare, publish, task_options, write
+from swiftkv_platform.jobs.values import STOPPED, Plan, StoppedError, WorkerConfig
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.storage.object_store import ObjectStore
@@ -38,7 +38,7 @@ def train(
     rows_uri = (rows_store or store).uri
     say_waiting(reporter, request.spec, "prepare")
     plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
-    from jobs.ray_train import fit  # takes seconds, in which the task has begun
+    from swiftkv_platform.jobs.ray_train import fit  # takes seconds, in which the task has begun
 
     plan: Plan = wait_for(plan_ref, store, request)
     for message, is_warning in plan.messages:
@@ -73,7 +73,7 @@ def measure(
     """Have the job's workers measure what was trained, together; returns what the first one published.
 
     Args:
-        task: `jobs.tasks.evaluate` or `evaluate_trial`.
+        task: `swiftkv_platform.jobs.tasks.evaluate` or `evaluate_trial`.
     """
     resources = request.spec.resources
     num_workers = group_size(resources)

@@ -12,10 +12,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from jobs.attempt.control import LOOK_INTERVAL_S, look
-from jobs.failures import explain, root_cause
-from jobs.values import STOPPED, Member, StoppedError
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.jobs.attempt.control import LOOK_INTERVAL_S, look
+from swiftkv_platform.jobs.failures import explain, root_cause
+from swiftkv_platform.jobs.values import STOPPED, Member, StoppedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.specs import ResourcesSpec
 from swiftkv_platform.storage.object_store import ObjectStore

@@ -12,13 +12,6 @@ from dataclasses import dataclass
 
 import ray
 
-from jobs.attempt.control import LOOK_INTERVAL_S, checkpoint_on_sigterm, look
-from jobs.attempt.events import Reporter
-from jobs.attempt.tailing import following
-from jobs.driver import as_task, measure, train, wait_for
-from jobs.failures import explain, root_cause
-from jobs.tasks import evaluate_trial, publish_trial
-from jobs.values import STOPPED, StoppedError
 from swiftkv_platform.contract.attempt_id import AttemptId, trials_prefix
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import (
@@ -34,6 +27,13 @@ from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.contract.sweeps import GROUP_SIZE_FIELD, Point, SweepReport, Trial, expand, point, summarise
 from swiftkv_platform.errors import InvalidInputError, QualityGateError, TrainingError
+from swiftkv_platform.jobs.attempt.control import LOOK_INTERVAL_S, checkpoint_on_sigterm, look
+from swiftkv_platform.jobs.attempt.events import Reporter
+from swiftkv_platform.jobs.attempt.tailing import following
+from swiftkv_platform.jobs.driver import as_task, measure, train, wait_for
+from swiftkv_platform.jobs.failures import explain, root_cause
+from swiftkv_platform.jobs.tasks import evaluate_trial, publish_trial
+from swiftkv_platform.jobs.values import STOPPED, StoppedError
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.reports.sweep import sweep_page
 from swiftkv_platform.storage.addresses import open_store

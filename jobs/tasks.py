@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.attempt.downloads import access_of, teacher_path
-from jobs.attempt.places import say_placed
-from jobs.attempt.preparation import StoredPreparation, find_rows, find_start, publish_rows, start_key
-from jobs.values import Member, Outcome, Plan, WorkerConfig
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
+from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
+from swiftkv_platform.jobs.attempt.places import say_placed
+from swiftkv_platform.jobs.attempt.preparation import StoredPreparation, find_rows, find_start, publish_rows, start_key
+from swiftkv_platform.jobs.values import Member, Outcome, Plan, WorkerConfig
 from swiftkv_platform.logs import configure_logging
 from swiftkv_platform.specs import JobSpec, ResourcesSpec
 from swiftkv_platform.storage.addresses import open_store
@@ -22,14 +22,14 @@ from swiftkv_platform.storage.artifacts import fetch_directory
 from swiftkv_platform.traces import spans_of_jobs
 
 if TYPE_CHECKING:
-    from jobs.attempt.preparation import Prepared
-    from jobs.worker.memory import Workspace
+    from swiftkv_platform.jobs.attempt.preparation import Prepared
+    from swiftkv_platform.jobs.worker.memory import Workspace
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
     """Let the teacher write a worker's share (`jobs.worker.generate_data`), unless the rows are prepared already."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="write", worker=worker)
-    from jobs.worker.generate_data import write as run
+    from swiftkv_platform.jobs.worker.generate_data import write as run
 
     store = open_store(store_uri)
     say_placed(store, request, "write")
@@ -39,8 +39,8 @@ def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
     """Prepare rows (`jobs.worker.prepare`), or take those that an earlier attempt has prepared."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="prepare")
-    from jobs.worker.generate_data import AttemptAnswers
-    from jobs.worker.prepare import prepare as run
+    from swiftkv_platform.jobs.worker.generate_data import AttemptAnswers
+    from swiftkv_platform.jobs.worker.prepare import prepare as run
 
     store = open_store(store_uri)
     say_placed(store, request, "prepare")
@@ -68,7 +68,7 @@ def task_options(resources: ResourcesSpec) -> dict[str, Any]:
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
     """Train on a worker (`jobs.worker.train`). Code that starts the workers needs neither model nor
     trainer, whose imports take seconds."""
-    from jobs.worker.train import train_loop_per_worker as run
+    from swiftkv_platform.jobs.worker.train import train_loop_per_worker as run
 
     return run(config)
 
@@ -80,7 +80,7 @@ def evaluate_trial(
     configure_logging(
         job_id=request.job_id, attempt=request.attempt, phase="evaluate", trial=request.spec.name, rank=member.rank
     )
-    from jobs.worker.evaluate import evaluate_trial as run
+    from swiftkv_platform.jobs.worker.evaluate import evaluate_trial as run
 
     with _evaluating(request, store_uri, stored, member) as prepared:
         return run(request, store_uri, checkpoint, prepared)
@@ -91,7 +91,7 @@ def publish_trial(
 ) -> Manifest:
     """The task after a sweep's last trial, see `jobs.worker.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="publish")
-    from jobs.worker.evaluate import publish_trial as run
+    from swiftkv_platform.jobs.worker.evaluate import publish_trial as run
 
     return run(request, store_uri, spec, trial_store_uri, trial, files)
 
@@ -101,7 +101,7 @@ def evaluate(
 ) -> Manifest | None:
     """Measure what was trained together with the other workers, see `jobs.worker.evaluate`."""
     configure_logging(job_id=request.job_id, attempt=request.attempt, phase="evaluate", rank=member.rank)
-    from jobs.worker.evaluate import evaluate_and_publish
+    from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
 
     with _traced(request, "evaluate", rank=member.rank), _evaluating(request, store_uri, stored, member) as prepared:
         return evaluate_and_publish(request, store_uri, checkpoint, prepared)
@@ -144,8 +144,8 @@ def _evaluating(
     request: AttemptRequest, store_uri: str, stored: StoredPreparation, member: Member
 ) -> Iterator[Prepared]:
     """Join the workers of an evaluation, and bring what it measures on to this machine."""
-    from jobs.worker.joining import joined
-    from jobs.worker.memory import shared_workspace
+    from swiftkv_platform.jobs.worker.joining import joined
+    from swiftkv_platform.jobs.worker.memory import shared_workspace
     from swiftkv_platform.model.workers import Workers
 
     if member.rank == 0:
@@ -164,8 +164,8 @@ def _evaluating(
 
 def _have_start(request: AttemptRequest, stored: StoredPreparation, rows: Path, workspace: Workspace) -> None:
     """Have the workers find the start that is measured, where an attempt before has trained and cleaned up."""
-    from jobs.worker.calibrate import find_start
-    from jobs.worker.prepare import set_up_process, task_device
+    from swiftkv_platform.jobs.worker.calibrate import find_start
+    from swiftkv_platform.jobs.worker.prepare import set_up_process, task_device
     from swiftkv_platform.model.workers import Workers
 
     spec, workers = request.spec, Workers()

@@ -13,10 +13,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as ASGIScope
 
-from serve.quotas import Quota, Quotas
 from swiftkv_platform.errors import ForbiddenError, SwiftKVError
 from swiftkv_platform.security.credentials import shows_token
 from swiftkv_platform.security.principals import Authenticator, Scope
+from swiftkv_platform.serve.quotas import Quota, Quotas
 
 REPLICA_HEADER = "x-replica"
 """Header of every answer: Serve's name of the replica that gave it."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from starlette.requests import ClientDisconnect, Request
 from ulid import ULID
 
-from serve.access import Caller
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import DeadlineExceededError, SwiftKVError
+from swiftkv_platform.serve.access import Caller
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine import RequestOutput, RequestStream

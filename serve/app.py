@@ -1,4 +1,7 @@
-"""The Ray Serve application, `serve.app:build_app` in a Serve config. Knows how many replicas, not what they do."""
+"""The Ray Serve application, `swiftkv_platform.serve.app:build_app` in a Serve config.
+
+Knows how many replicas, not what they do.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from typing import Any
 from ray import serve as ray_serve
 from ray.serve.config import RequestRouterConfig
 
-from serve.args import ReplicaArgs, ServeArgs
-from serve.deployment import Replica
-from serve.prefix_router import ROUTER
 from swiftkv_platform.contract.autoscaling import autoscaling_config, replica_resources
+from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs
+from swiftkv_platform.serve.deployment import Replica
+from swiftkv_platform.serve.prefix_router import ROUTER
 
 MAX_ONGOING_REQUESTS = 4096
 """Requests Serve hands to a replica at once. Far more than an engine admits: the replica itself refuses what is too

@@ -19,11 +19,11 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve.problems import too_large
+from swiftkv_platform.serve.problems import too_large
 from swiftkv_platform.web.middleware import BodyLimit
 
 if TYPE_CHECKING:
-    from serve.current import Current, Version
+    from swiftkv_platform.serve.current import Current, Version
 
 MAX_BODY_BYTES = 16 << 20
 """Largest body that is read, unless a deployment says otherwise; a larger one gets 413."""

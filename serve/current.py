@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from serve.access import Caller
-from serve.answers import Answers, RequestContext
-from serve.args import Served
-from serve.metrics import Metrics
-from serve.quotas import Reservation
-from serve.shadow import Shadow
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError, RateLimitedError, SwiftKVError
+from swiftkv_platform.serve.access import Caller
+from swiftkv_platform.serve.answers import Answers, RequestContext
+from swiftkv_platform.serve.args import Served
+from swiftkv_platform.serve.metrics import Metrics
+from swiftkv_platform.serve.quotas import Reservation
+from swiftkv_platform.serve.shadow import Shadow
 
 if TYPE_CHECKING:
     from swiftkv_platform.engine.frontend import EngineFrontend

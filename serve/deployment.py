@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from ray import serve as ray_serve
 
-from serve.args import HUB_PREFIX, ReplicaArgs, Served
-from serve.chat import set_template
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
-from serve.metrics import Metrics
-from serve.metrics_export import RayMetricsExport
-from serve.request_logs import RequestLog
-from serve.shadow import Comparison, EngineJudge, Judge, ModelJudge, Shadow
-from serve.swaps import Swaps
-from serve.tracing import configured_tracing
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
 from swiftkv_platform.errors import ModelError, ObjectNotFoundError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.security.credentials import open_credentials
+from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, Served
+from swiftkv_platform.serve.chat import set_template
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.metrics import Metrics
+from swiftkv_platform.serve.metrics_export import RayMetricsExport
+from swiftkv_platform.serve.request_logs import RequestLog
+from swiftkv_platform.serve.shadow import Comparison, EngineJudge, Judge, ModelJudge, Shadow
+from swiftkv_platform.serve.swaps import Swaps
+from swiftkv_platform.serve.tracing import configured_tracing
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import Access
 from swiftkv_platform.storage.addresses import open_store
@@ -41,10 +41,10 @@ from swiftkv_platform.storage.artifacts import manifest_digest
 from swiftkv_platform.storage.downloads import download_model
 
 if TYPE_CHECKING:
-    from serve.backends import Surroundings
     from swiftkv_platform.configs.adapter import BaseModelReference
     from swiftkv_platform.engine import AsyncLLMEngine
     from swiftkv_platform.engine.frontend import EngineFrontend
+    from swiftkv_platform.serve.backends import Surroundings
 
 _BASE = "base.name_or_path"
 
@@ -243,10 +243,10 @@ def _whole(directory: Path, served: Served) -> Iterator[Path]:
 
 def _load_engine(directory: Path, served: Served) -> EngineFrontend:
     """The engine that `choose_backend` names, on the model."""
-    from serve.backends import choose_backend
+    from swiftkv_platform.serve.backends import choose_backend
 
     if choose_backend(served.engine, _surroundings(directory, served)) == "vllm":
-        from serve.vllm_engine import load_vllm
+        from swiftkv_platform.serve.vllm_engine import load_vllm
 
         return load_vllm(directory, served.engine)
     from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
@@ -257,8 +257,8 @@ def _load_engine(directory: Path, served: Served) -> EngineFrontend:
 def _surroundings(directory: Path, served: Served) -> Surroundings:
     import torch
 
-    from serve.backends import Surroundings
     from swiftkv_platform.engine.loading import read_served_config
+    from swiftkv_platform.serve.backends import Surroundings
 
     config, has_cuda = read_served_config(directory, served.engine), torch.cuda.is_available()
     heads = getattr(config, "num_key_value_heads_swiftkv", None)

@@ -13,19 +13,19 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BeforeValidator, FailFast
 from sse_starlette import EventSourceResponse
 
-from serve.access import AnswerHeaders, Door, Gate, TheCaller
-from serve.answers import Answers, RequestContext, whole
-from serve.bodies import Bodies, BodyRoute, LimitedBodies
-from serve.chat import chat_prompt
-from serve.current import Current, Version
-from serve.openai import DONE, openai_router
-from serve.problems import add_problem_handlers, refusal
-from serve.rendering import rendered
-from serve.sampling import encodable, prompts_of
-from serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Authenticator
+from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, TheCaller
+from swiftkv_platform.serve.answers import Answers, RequestContext, whole
+from swiftkv_platform.serve.bodies import Bodies, BodyRoute, LimitedBodies
+from swiftkv_platform.serve.chat import chat_prompt
+from swiftkv_platform.serve.current import Current, Version
+from swiftkv_platform.serve.openai import DONE, openai_router
+from swiftkv_platform.serve.problems import add_problem_handlers, refusal
+from swiftkv_platform.serve.rendering import rendered
+from swiftkv_platform.serve.sampling import encodable, prompts_of
+from swiftkv_platform.serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
 from swiftkv_platform.web.input_guard import InputGuard
 from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs

@@ -15,9 +15,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from swiftkv_platform.errors import SwiftKVError
 
 if TYPE_CHECKING:
-    from serve.shadow import Comparison
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.engine.frontend import EngineFrontend
+    from swiftkv_platform.serve.shadow import Comparison
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 

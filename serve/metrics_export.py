@@ -33,7 +33,7 @@ class Gauges(Protocol):
 
 
 class RayMetricsExport:
-    """`serve.metrics.Export` for one replica."""
+    """`swiftkv_platform.serve.metrics.Export` for one replica."""
 
     def __init__(self, deployment: str, replica: str) -> None:
         self._constant = {"deployment": deployment, "replica": replica}

@@ -7,9 +7,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve.prefixes import PrefixIndex, from_header
+from swiftkv_platform.serve.prefixes import PrefixIndex, from_header
 
-ROUTER = "serve.prefix_router.PrefixRouter"
+ROUTER = "swiftkv_platform.serve.prefix_router.PrefixRouter"
 """Import path of the router, for Serve's `RequestRouterConfig`."""
 
 DEFAULT_MAX_IMBALANCE = 4

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-PROXY_CALLBACK = "serve.prefixes:proxy_middlewares"
+PROXY_CALLBACK = "swiftkv_platform.serve.prefixes:proxy_middlewares"
 SESSION_HEADER = "x-session-id"
 """Header that Serve's proxy hands to the router. A caller's own is left as it is, and holds its requests to one
 replica."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from serve.current import Version
     from swiftkv_platform.engine import RequestOutput
+    from swiftkv_platform.serve.current import Version
 
 T = TypeVar("T")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve.access import Caller
-from serve.answers import Answers
-from serve.current import ModelCard
-from serve.schemas import Timings, Usage
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.serve.access import Caller
+from swiftkv_platform.serve.answers import Answers
+from swiftkv_platform.serve.current import ModelCard
+from swiftkv_platform.serve.schemas import Timings, Usage
 
 
 class RequestLog:

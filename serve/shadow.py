@@ -18,8 +18,8 @@ from swiftkv_platform.logs import get_logger
 if TYPE_CHECKING:
     import torch
 
-    from serve.answers import Answers
     from swiftkv_platform.engine import AsyncLLMEngine
+    from swiftkv_platform.serve.answers import Answers
 
 MAX_TOKENS = 2048
 """Longest prompt and answer that are compared."""

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from serve.args import Served
-from serve.current import Current, SwapState, Version
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.serve.args import Served
+from swiftkv_platform.serve.current import Current, SwapState, Version
 
 _LONGEST_MESSAGE = 500
 

@@ -16,11 +16,11 @@ from swiftkv_platform.traces import configured_provider
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-    from serve.access import Caller
-    from serve.answers import Answers
-    from serve.current import ModelCard
     from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.errors import SwiftKVError
+    from swiftkv_platform.serve.access import Caller
+    from swiftkv_platform.serve.answers import Answers
+    from swiftkv_platform.serve.current import ModelCard
 
 
 def configured_tracing() -> Tracing | None:

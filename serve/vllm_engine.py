@@ -24,7 +24,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VLLMDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from serve.vllm_options import check_params, engine_args, set_environment, vllm_params
 from swiftkv_platform.engine import EngineConfig, Prompt, SamplingParams
 from swiftkv_platform.engine.frontend import Admitted, EngineFrontend
 from swiftkv_platform.engine.grammars import GrammarCompiler
@@ -34,6 +33,7 @@ from swiftkv_platform.engine.requests import RequestReader
 from swiftkv_platform.engine.sequence import Sequence, SequenceStatus
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.logs import get_logger
+from swiftkv_platform.serve.vllm_options import check_params, engine_args, set_environment, vllm_params
 from swiftkv_platform.specs.engine import Backend
 
 

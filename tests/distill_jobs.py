@@ -44,7 +44,7 @@ def job_spec(teacher: Path | str, corpus: Path | str, *, max_steps: int | None, 
 
 
 def start(
-    store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1, module: str = "jobs.distill"
+    store: ObjectStore, spec: JobSpec, cluster: str, *, attempt: int = 1, module: str = "swiftkv_platform.jobs.distill"
 ) -> subprocess.Popen[bytes]:
     """The entrypoint, as a Ray Job runs it, or another `module` in its place."""
     newest = AttemptStore(store).newest_checkpoint(JOB, before_attempt=attempt)

@@ -23,14 +23,14 @@ from uuid import uuid4
 import ray
 import ray.train
 
-from jobs import distill, driver, ray_train, tasks
-from jobs.attempt.preparation import StoredPreparation
-from jobs.values import Outcome, Plan, WorkerConfig
-from jobs.worker import train
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.distillation.checkpoint import Progress, from_rank_0
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
+from swiftkv_platform.jobs import distill, driver, ray_train, tasks
+from swiftkv_platform.jobs.attempt.preparation import StoredPreparation
+from swiftkv_platform.jobs.values import Outcome, Plan, WorkerConfig
+from swiftkv_platform.jobs.worker import train
 from swiftkv_platform.specs import JobSpec
 
 
@@ -99,13 +99,13 @@ class Ledger:
 
 
 def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPreparation]:
-    """Wrap `prepare` of `jobs.tasks` to note where it runs."""
+    """Wrap `prepare` of `swiftkv_platform.jobs.tasks` to note where it runs."""
     (Ledger.of(request.spec).directory / "prepared-on").write_text(ray.get_runtime_context().get_node_id())
     return tasks.prepare(request, store_uri)
 
 
 def train_loop_per_worker(config: dict[str, WorkerConfig]) -> Outcome:
-    """Wrap the train loop of `jobs.worker.train` to write the ledger."""
+    """Wrap the train loop of `swiftkv_platform.jobs.worker.train` to write the ledger."""
     spec = config["worker"].request.spec
     ledger, context = Ledger.of(spec), ray.train.get_context()
     rank, world_size, began = context.get_world_rank(), context.get_world_size(), from_rank_0(time.time)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jobs
+import swiftkv_platform.jobs
 from swiftkv_platform.sources.teacher_config import builtin_teacher, read_config_file
 from swiftkv_platform.specs import BUILTIN_TEACHER, REAL_TEACHER, JobSpec
 
-RECIPES = sorted((Path(jobs.__path__[0]) / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(swiftkv_platform.jobs.__path__[0]) / "recipes").glob("*.yaml"))
 
 TEACHERS = {
     REAL_TEACHER: {

@@ -7,17 +7,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jobs.attempt.chosen import (
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, ManifestFile
+from swiftkv_platform.distillation.course import chosen_step
+from swiftkv_platform.distillation.uploads import Progress
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.jobs.attempt.chosen import (
     CHOSEN_STEP,
     ENDED,
     checkpoints_of_step,
     model_checkpoint,
     own_checkpoints_of_step,
 )
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, ManifestFile
-from swiftkv_platform.distillation.course import chosen_step
-from swiftkv_platform.distillation.uploads import Progress
-from swiftkv_platform.errors import StorageError
 from swiftkv_platform.storage.artifacts import (
     StoredDirectory,
     delete_directory,

@@ -82,7 +82,7 @@ class Reporter:
         self._write(lambda time: TrackingEvent(time=time, message=message, data=data))
 
     def placement(self, data: PlacementData) -> None:
-        """Tell of a place that is waited for, or found; see `jobs.attempt.places`."""
+        """Tell of a place that is waited for, or found; see `swiftkv_platform.jobs.attempt.places`."""
         message = f"{data['phase']}: {data['state']}"
         self._write(lambda time: PlacementEvent(time=time, message=message, data=data))
 

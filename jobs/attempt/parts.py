@@ -7,9 +7,9 @@ from __future__ import annotations
 import hashlib
 import time
 
-from jobs.attempt.events import Reporter
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.errors import ObjectNotFoundError
+from swiftkv_platform.jobs.attempt.events import Reporter
 from swiftkv_platform.storage.object_store import ObjectStore
 
 PROGRESS_INTERVAL_S = 30.0

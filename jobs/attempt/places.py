@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ray
 
-from jobs.attempt.events import Reporter
 from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.jobs.attempt.events import Reporter
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.object_store import ObjectStore
 

@@ -9,11 +9,6 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig
 
-from jobs.dry_run.fakes import Fakes, FakeWeights, FakeWorkers, faked
-from jobs.dry_run.figures import Collective, DryRun, Memory
-from jobs.dry_run.tracker import Gradients, Tracker
-from jobs.worker.measure import Evaluation
-from jobs.worker.prepare import compute_dtype, student_shape
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.distillation.fork import Fork
@@ -22,6 +17,11 @@ from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import Trainer
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.jobs.dry_run.fakes import Fakes, FakeWeights, FakeWorkers, faked
+from swiftkv_platform.jobs.dry_run.figures import Collective, DryRun, Memory
+from swiftkv_platform.jobs.dry_run.tracker import Gradients, Tracker
+from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.prepare import compute_dtype, student_shape
 from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.conversion import make_student_config
@@ -101,7 +101,7 @@ def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Coll
 
 
 def _spread(spec: JobSpec, config: Any, fakes: Fakes) -> Parallel:
-    """The fork over the workers, as `jobs.worker.train` has it."""
+    """The fork over the workers, as `swiftkv_platform.jobs.worker.train` has it."""
     fork = Fork(
         fakes.student(config),
         spec.distillation,

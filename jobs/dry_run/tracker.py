@@ -12,7 +12,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from jobs.dry_run.figures import Collective
+from swiftkv_platform.jobs.dry_run.figures import Collective
 
 
 class _NoModules:

@@ -13,15 +13,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jobs.attempt.chosen import CHOSEN_STEP
-from jobs.attempt.curve import read_curve
-from jobs.attempt.downloads import access_of, fetch_data, teacher_path
-from jobs.attempt.parts import StoredParts
-from jobs.attempt.preparation import Prepared
-from jobs.attempt.tracking import TrackedRun
-from jobs.worker.measure import Evaluation
-from jobs.worker.memory import Workspace, free_bytes, shared_workspace
-from jobs.worker.prepare import load_tokenizer, open_lazy, set_up_process, task_device
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest, Manifest
 from swiftkv_platform.distillation.checkpoint import INDEX, TrainedTensors
@@ -31,6 +22,15 @@ from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.parts import Parts
 from swiftkv_platform.evaluation.quality import Totals
 from swiftkv_platform.evaluation.report import Report, TrainingOutcome
+from swiftkv_platform.jobs.attempt.chosen import CHOSEN_STEP
+from swiftkv_platform.jobs.attempt.curve import read_curve
+from swiftkv_platform.jobs.attempt.downloads import access_of, fetch_data, teacher_path
+from swiftkv_platform.jobs.attempt.parts import StoredParts
+from swiftkv_platform.jobs.attempt.preparation import Prepared
+from swiftkv_platform.jobs.attempt.tracking import TrackedRun
+from swiftkv_platform.jobs.worker.measure import Evaluation
+from swiftkv_platform.jobs.worker.memory import Workspace, free_bytes, shared_workspace
+from swiftkv_platform.jobs.worker.prepare import load_tokenizer, open_lazy, set_up_process, task_device
 from swiftkv_platform.model.adapters import write_adapter
 from swiftkv_platform.model.checkpoint import LazyTensors, StoredTensors
 from swiftkv_platform.model.directories import ShardWriter

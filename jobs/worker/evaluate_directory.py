@@ -13,8 +13,6 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
-from jobs.worker.measure import Evaluation
 from swiftkv_platform.configs import SwiftKVConfigMixin
 from swiftkv_platform.contract.attempts import MANIFEST, Manifest
 from swiftkv_platform.data.packing import PackedRows
@@ -22,6 +20,8 @@ from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, ModelError
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.report import Report
+from swiftkv_platform.jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
+from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import DataSourceSpec, DataSpec, EvaluationSpec, JobSpec, ModelSpec
 from swiftkv_platform.specs.defaults import resolve_defaults

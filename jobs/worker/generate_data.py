@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.attempt.downloads import StoreFiles, access_of, teacher_path
-from jobs.attempt.events import Reporter
-from jobs.attempt.parts import PhaseProgress
-from jobs.worker.memory import free_bytes
-from jobs.worker.prepare import load_tokenizer, set_up_process, task_device, writer
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.completions import PromptSource
 from swiftkv_platform.data.documents import DocumentEncoder
 from swiftkv_platform.distillation.answers import write_answers
 from swiftkv_platform.errors import ObjectNotFoundError
+from swiftkv_platform.jobs.attempt.downloads import StoreFiles, access_of, teacher_path
+from swiftkv_platform.jobs.attempt.events import Reporter
+from swiftkv_platform.jobs.attempt.parts import PhaseProgress
+from swiftkv_platform.jobs.worker.memory import free_bytes
+from swiftkv_platform.jobs.worker.prepare import load_tokenizer, set_up_process, task_device, writer
 from swiftkv_platform.planning.writing import refuse, teacher_bytes
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

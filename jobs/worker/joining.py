@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from jobs.values import Member
+from swiftkv_platform.jobs.values import Member
 from swiftkv_platform.specs import ResourcesSpec
 
 _PATIENCE = timedelta(hours=24)

@@ -15,10 +15,6 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
-from jobs.values import Plan
-from jobs.worker.memory import give_back_freed_tensors
-from jobs.worker.telemetry import training_flops_per_token
 from swiftkv_platform.data.completions import AnswerStore, Teacher, WrittenBy
 from swiftkv_platform.data.packing import total_steps
 from swiftkv_platform.data.preparation import prepare_data
@@ -29,6 +25,10 @@ from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.evaluation.harness.run import check_tasks
 from swiftkv_platform.evaluation.quality import evaluation_rows
+from swiftkv_platform.jobs.attempt.downloads import StoreFiles, fetch_data, teacher_path
+from swiftkv_platform.jobs.values import Plan
+from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
+from swiftkv_platform.jobs.worker.telemetry import training_flops_per_token
 from swiftkv_platform.model import convert
 from swiftkv_platform.model.adapters import check_can_be_base
 from swiftkv_platform.model.tokenizers import check_tokenizer

@@ -1,5 +1,5 @@
 """Train loop of every Ray Train worker: the trainer, with the attempt's storage, events and tracking wired to it. With
-`jobs.ray_train` the only code that touches `ray.train`.
+`swiftkv_platform.jobs.ray_train` the only code that touches `ray.train`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,6 @@ import ray.train.torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.attempt.checkpoints import AttemptCheckpoints
-from jobs.attempt.control import ControlWatcher, told_to_leave
-from jobs.attempt.curve import Curve
-from jobs.attempt.downloads import access_of, teacher_path
-from jobs.attempt.events import MetricsBuffer, Reporter
-from jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
-from jobs.attempt.places import say_placed
-from jobs.attempt.preparation import StoredPreparation
-from jobs.attempt.tracking import TrackedRun
-from jobs.values import STOPPED, Outcome, WorkerConfig
-from jobs.worker.calibrate import find_start
-from jobs.worker.prepare import compute_dtype, load_student, open_lazy, set_up_process
-from jobs.worker.telemetry import Telemetry
 from swiftkv_platform.contract.attempts import Manifest
 from swiftkv_platform.contract.parents import Parent
 from swiftkv_platform.contract.stop_requests import StopRequest
@@ -49,6 +36,19 @@ from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer, TrainerListener
 from swiftkv_platform.errors import StorageError, TrainingError
+from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
+from swiftkv_platform.jobs.attempt.control import ControlWatcher, told_to_leave
+from swiftkv_platform.jobs.attempt.curve import Curve
+from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
+from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
+from swiftkv_platform.jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
+from swiftkv_platform.jobs.attempt.places import say_placed
+from swiftkv_platform.jobs.attempt.preparation import StoredPreparation
+from swiftkv_platform.jobs.attempt.tracking import TrackedRun
+from swiftkv_platform.jobs.values import STOPPED, Outcome, WorkerConfig
+from swiftkv_platform.jobs.worker.calibrate import find_start
+from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy, set_up_process
+from swiftkv_platform.jobs.worker.telemetry import Telemetry
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

@@ -1,15 +1,18 @@
-"""The page of `serve.openai.fields`: `python -m serve.openai.compatibility > docs/compatibility.md`."""
+"""The page of `serve.openai.fields`.
+
+Write it with `python -m swiftkv_platform.serve.openai.compatibility > docs/compatibility.md`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from serve.openai.fields import FIELDS, RequestField, Treatment
+from swiftkv_platform.serve.openai.fields import FIELDS, RequestField, Treatment
 
 _HEAD = """\
 # Compatibility with OpenAI's API
 
-<!-- Written by `python -m serve.openai.compatibility > docs/compatibility.md`. -->
+<!-- Written by `python -m swiftkv_platform.serve.openai.compatibility > docs/compatibility.md`. -->
 
 `/v1/completions` and `/v1/chat/completions` take OpenAI's fields and vLLM's extensions, each in one of three ways:
 

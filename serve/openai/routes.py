@@ -16,23 +16,23 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse
 
-from serve.access import Caller, TheCaller
-from serve.answers import Answers, RequestContext, whole
-from serve.bodies import BodyRoute
-from serve.chat import chat_prompt
-from serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
-from serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
-from serve.rendering import rendered
-from serve.sampling import prompts_of
-from serve.tools.answers import CallStreams, with_calls
-from serve.tools.calling import tool_calling
 from swiftkv_platform.errors import NotFoundError, SwiftKVError
+from swiftkv_platform.serve.access import Caller, TheCaller
+from swiftkv_platform.serve.answers import Answers, RequestContext, whole
+from swiftkv_platform.serve.bodies import BodyRoute
+from swiftkv_platform.serve.chat import chat_prompt
+from swiftkv_platform.serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
+from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
+from swiftkv_platform.serve.rendering import rendered
+from swiftkv_platform.serve.sampling import prompts_of
+from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
+from swiftkv_platform.serve.tools.calling import tool_calling
 from swiftkv_platform.web.openai_errors import openai_error
 from swiftkv_platform.web.problems import problem_of
 
 if TYPE_CHECKING:
-    from serve.current import Current, Version
     from swiftkv_platform.engine import RequestOutput
+    from swiftkv_platform.serve.current import Current, Version
 
 DONE = "[DONE]"
 

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from serve.openai.fields import Route, Treatment, fields_of, names_without_effect
-from serve.openai.messages import ChatMessage
-from serve.sampling import PromptField, SamplingFields, check_generates
-from serve.tools.schemas import ToolFields
 from swiftkv_platform.engine import SamplingParams
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FrozenModel
+from swiftkv_platform.serve.openai.fields import Route, Treatment, fields_of, names_without_effect
+from swiftkv_platform.serve.openai.messages import ChatMessage
+from swiftkv_platform.serve.sampling import PromptField, SamplingFields, check_generates
+from swiftkv_platform.serve.tools.schemas import ToolFields
 from swiftkv_platform.specs.limits import MAX_MESSAGES
 
 

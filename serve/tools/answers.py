@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from serve.tools.calling import ToolCalling
-from serve.tools.parser import ToolCallParser
-from serve.tools.pieces import Assembled, CallBegin, Piece, Text
+from swiftkv_platform.serve.tools.calling import ToolCalling
+from swiftkv_platform.serve.tools.parser import ToolCallParser
+from swiftkv_platform.serve.tools.pieces import Assembled, CallBegin, Piece, Text
 
 
 def with_calls(choice: dict[str, Any], calling: ToolCalling) -> dict[str, Any]:

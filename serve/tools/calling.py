@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve.chat import chat_template
-from serve.tools.families import FAMILIES, Family, family_of
-from serve.tools.grammar import CallGrammar
-from serve.tools.parser import ToolCallParser
-from serve.tools.schemas import FunctionTool, NamedTool, ToolFields
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.serve.chat import chat_template
+from swiftkv_platform.serve.tools.families import FAMILIES, Family, family_of
+from swiftkv_platform.serve.tools.grammar import CallGrammar
+from swiftkv_platform.serve.tools.parser import ToolCallParser
+from swiftkv_platform.serve.tools.schemas import FunctionTool, NamedTool, ToolFields
 
 _ANY_OBJECT = {"type": "object"}
 

@@ -7,8 +7,8 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from serve.tools.formats import HermesParser, Llama3Parser, MistralParser
-from serve.tools.parser import ToolCallParser
+from swiftkv_platform.serve.tools.formats import HermesParser, Llama3Parser, MistralParser
+from swiftkv_platform.serve.tools.parser import ToolCallParser
 
 NAME, ARGUMENTS = "\x00name\x00", "\x00arguments\x00"
 """Stand for both in a layout."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from serve.tools.growing import Reading
-from serve.tools.json_calls import read_arguments, read_call, read_calls
-from serve.tools.parser import ToolCallParser
+from swiftkv_platform.serve.tools.growing import Reading
+from swiftkv_platform.serve.tools.json_calls import read_arguments, read_call, read_calls
+from swiftkv_platform.serve.tools.parser import ToolCallParser
 
 
 class HermesParser(ToolCallParser):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve.tools.families import ARGUMENTS, NAME, Layout
+from swiftkv_platform.serve.tools.families import ARGUMENTS, NAME, Layout
 from swiftkv_platform.specs.structured_outputs import WHITESPACE
 
 Schema = Mapping[str, Any]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Protocol
 
-from serve.tools.growing import GrowingText, Reading
+from swiftkv_platform.serve.tools.growing import GrowingText, Reading
 
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which families write arguments."""

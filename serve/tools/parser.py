@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Set
 from typing import ClassVar
 
-from serve.tools.growing import GrowingText, Reading
-from serve.tools.pieces import Arguments, CallBegin, Piece, Text
+from swiftkv_platform.serve.tools.growing import GrowingText, Reading
+from swiftkv_platform.serve.tools.pieces import Arguments, CallBegin, Piece, Text
 
 
 class ToolCallParser(ABC):

@@ -103,7 +103,9 @@ def build_components(settings: Settings) -> Components:
         ),
         objects=objects,
         attempts=AttemptStore(objects, max_log_bytes=settings.max_log_bytes),
-        entrypoint=Entrypoint((sys.executable, "-m", "jobs.distill"), objects.uri, worker_environment()),
+        entrypoint=Entrypoint(
+            (sys.executable, "-m", "swiftkv_platform.jobs.distill"), objects.uri, worker_environment()
+        ),
         outbox=SqlOutbox(database),
         files=SqlFiles(database),
         policies=policies,

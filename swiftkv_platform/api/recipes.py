@@ -30,7 +30,7 @@ class Recipe:
 @cache
 def recipes() -> Sequence[Recipe]:
     """Return all recipes by id; they are part of the installation, and read once."""
-    directory = files("jobs") / "recipes"
+    directory = files("swiftkv_platform.jobs") / "recipes"
     found = [item for item in directory.iterdir() if item.name.endswith(".yaml")]
     return [_recipe(item.name, item.read_text(encoding="utf-8")) for item in sorted(found, key=lambda item: item.name)]
 

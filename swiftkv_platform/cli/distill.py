@@ -40,8 +40,8 @@ def distill(
 def _run(spec: JobSpec, output: Path) -> Path:
     try:
         # Not before the command runs: torch and Ray take seconds to import.
-        from jobs.distill import run_local
-        from jobs.failures import explain
+        from swiftkv_platform.jobs.distill import run_local
+        from swiftkv_platform.jobs.failures import explain
     except ModuleNotFoundError as error:
         raise InvalidInputError(
             f"Distilling here needs {error.name}; pip install 'swiftkv-platform[train]' would do, or "

@@ -11,7 +11,7 @@ from swiftkv_platform.cli.sources import model_config
 from swiftkv_platform.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from jobs.dry_run import DryRun, Memory
+    from swiftkv_platform.jobs.dry_run import DryRun, Memory
 
 _GIB = 1 << 30
 _COLUMNS = ("GiB of a worker at the peak", "peak", "parameters", "gradients", "optimizer", "the rest")
@@ -28,7 +28,7 @@ def print_dry_run(recipe: str, config: str | None, *, json: bool) -> None:
     spec = read_spec(Path(recipe))
     values = model_config(config or spec.model.name_or_path)
     try:
-        from jobs.dry_run import dry_run
+        from swiftkv_platform.jobs.dry_run import dry_run
     except ModuleNotFoundError as error:
         raise InvalidInputError(
             f"a dry run needs {error.name}, which is not installed; pip install 'swiftkv-platform[train]' would do",

@@ -55,7 +55,7 @@ def evaluate(
     """Measure a student against its teacher. The exit code is 1 unless every limit of its job's spec is
     kept; a limit that the samples cannot decide is not."""
     try:
-        from jobs.worker.evaluate_directory import (
+        from swiftkv_platform.jobs.worker.evaluate_directory import (
             evaluate_directory,  # not before the command runs: torch takes seconds
         )
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
 """Deployments as Ray Serve applications, over the declarative REST interface of Ray's dashboard. Knows Ray's
-words, neither models nor torch: what an application is, `serve.app:build_app` knows on the cluster.
+words, neither models nor torch: what an application is, `swiftkv_platform.serve.app:build_app` knows on the cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swiftkv_platform.orchestration.deployment import DeploymentState, Deploymen
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs.deployment import ResolvedDeployment, ServedSpec
 
-APPLICATION = "serve.app:build_app"
+APPLICATION = "swiftkv_platform.serve.app:build_app"
 """Import path of the application of every deployment."""
 
 TenantAccess = Callable[[str | None], Access]

@@ -77,7 +77,7 @@ class RayHead:
             # Ray's own 15 lets every other process of the machine keep a replica waiting for its turn on a core.
             "RAY_worker_niceness": "0",
             # Serve's proxy tells the router how a prompt begins.
-            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.prefixes:proxy_middlewares",
+            "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "swiftkv_platform.serve.prefixes:proxy_middlewares",
         }
 
     def answers(self) -> bool:

@@ -70,7 +70,7 @@ class Entrypoint:
     """The command that an attempt is."""
 
     command: Sequence[str]
-    """Program and first arguments, e.g. `("python", "-m", "jobs.distill")`."""
+    """Program and first arguments, e.g. `("python", "-m", "swiftkv_platform.jobs.distill")`."""
     store_uri: str
     """Address of the store in which the attempt finds `attempt.json` and leaves everything."""
     env: Mapping[str, str] = field(default_factory=dict)

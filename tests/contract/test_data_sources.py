@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.attempt.downloads import StoreFiles
 from swiftkv_platform.contract.files import StoredFile, file_key, new_file_id
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.jobs.attempt.downloads import StoreFiles
 from swiftkv_platform.sources import Access
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 from swiftkv_platform.storage.addresses import open_store

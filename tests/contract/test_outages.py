@@ -22,11 +22,11 @@ from urllib.parse import quote
 
 import pytest
 
-from jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.api.dependencies import Components
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError, StorageError
+from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store

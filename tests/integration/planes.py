@@ -137,7 +137,8 @@ class Plane:
 
     Args:
         settings: `SWIFTKV_*` variables beside those that place it.
-        entrypoint: arguments of Python that run an attempt in place of the stand-in, e.g. `("-m", "jobs.distill")`.
+        entrypoint: arguments of Python that run an attempt in place of the stand-in, e.g.
+            `("-m", "swiftkv_platform.jobs.distill")`.
         shared: another one, whose attempts' script and store this one uses as well.
     """
 

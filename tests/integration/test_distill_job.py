@@ -27,10 +27,10 @@ def test_calibration_and_evaluation_are_divided_among_workers(tiny_teacher: Path
     """By the workers that train afterwards; both measure what they have trained."""
     import ray
 
-    from jobs.attempt.events import Reporter
-    from jobs.driver import measure, train
-    from jobs.tasks import evaluate
-    from jobs.worker.calibrate import calibrate
+    from swiftkv_platform.jobs.attempt.events import Reporter
+    from swiftkv_platform.jobs.driver import measure, train
+    from swiftkv_platform.jobs.tasks import evaluate
+    from swiftkv_platform.jobs.worker.calibrate import calibrate
     from swiftkv_platform.model.checkpoint import StoredTensors
 
     corpus = tmp_path / "corpus.jsonl"
@@ -84,7 +84,7 @@ def test_what_only_the_cluster_can_know_is_an_error_event(
     code: str,
     field: str,
 ) -> None:
-    from jobs.distill import run_attempt
+    from swiftkv_platform.jobs.distill import run_attempt
 
     columnless = tmp_path / "rows.jsonl"
     columnless.write_text('{"nothing": 1}\n')
@@ -114,7 +114,7 @@ def test_a_job_without_a_control_plane(tiny_teacher: Path, corpus: Path, tmp_pat
     program = """
 import sys
 from pathlib import Path
-from jobs.distill import run_local
+from swiftkv_platform.jobs.distill import run_local
 from swiftkv_platform.specs import load_spec
 def say(event):
     print(event.type, event.message, sep="\\t", flush=True)
@@ -156,7 +156,7 @@ run_local(load_spec(Path(sys.argv[1])), Path(sys.argv[2]), on_event=say)
 
 
 def test_an_output_that_holds_something_else_is_refused_at_once(tmp_path: Path) -> None:
-    from jobs.distill import run_local
+    from swiftkv_platform.jobs.distill import run_local
 
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConflictError, match="holds no artifact"):

@@ -156,7 +156,7 @@ def _assert_artifact_is_complete(store: ObjectStore, said: list[AttemptEvent], d
 
 
 def _another_attempt_trains_no_more_and_meets_its_gate(store: ObjectStore, spec: JobSpec) -> None:
-    from jobs.distill import run_attempt
+    from swiftkv_platform.jobs.distill import run_attempt
 
     checkpoint = AttemptStore(store).newest_checkpoint(JOB)
     gated = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"max_kl": 1e-9})})

@@ -43,9 +43,9 @@ def sweep_spec(teacher: Path, corpus: Path) -> JobSpec:
 def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, tmp_path: Path) -> None:
     """One of two learning rates makes the loss infinite: a result of the sweep, not a failure of the job. The first
     attempt ends where it has published and not yet said so."""
-    from jobs.attempt.events import Reporter
-    from jobs.distill import run_attempt
-    from jobs.sweep import run_sweep
+    from swiftkv_platform.jobs.attempt.events import Reporter
+    from swiftkv_platform.jobs.distill import run_attempt
+    from swiftkv_platform.jobs.sweep import run_sweep
 
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(80)))
@@ -87,7 +87,7 @@ def test_a_sweep_publishes_its_choice_and_repeats_no_trial(tiny_teacher: Path, t
 @pytest.mark.usefixtures("cluster")
 def test_a_paused_sweep_goes_on_from_the_checkpoints_of_its_trials(tiny_teacher: Path, tmp_path: Path) -> None:
     """Only the pause ends the first attempt; the second one's spec asks for a few steps more than were done."""
-    from jobs.distill import run_attempt
+    from swiftkv_platform.jobs.distill import run_attempt
 
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": f"def add_{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(80)))
@@ -130,9 +130,9 @@ def _assert_it_is_the_trained_student(tmp_path: Path, kl: float, corpus: Path) -
     from transformers import AutoModelForCausalLM
 
     import swiftkv_platform.model  # noqa: F401 (registers the classes)
-    from jobs.worker.prepare import load_tokenizer
     from swiftkv_platform.data.preparation import prepare_data
     from swiftkv_platform.evaluation.quality import evaluate
+    from swiftkv_platform.jobs.worker.prepare import load_tokenizer
 
     artifact, rows = tmp_path / "artifact", tmp_path / "rows"
     spec = sweep_spec(artifact, corpus)

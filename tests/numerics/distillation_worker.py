@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
@@ -24,6 +23,7 @@ from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.model import checkpoint, convert
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

@@ -17,16 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-import jobs.worker.evaluate as evaluation
-import jobs.worker.measure as measure
 import swiftkv_platform.distillation.weights as weights
-from jobs.attempt.checkpoints import AttemptCheckpoints
-from jobs.attempt.parts import StoredParts
-from jobs.attempt.preparation import Prepared
-from jobs.worker.calibrate import calibrate
-from jobs.worker.evaluate import evaluate_and_publish
-from jobs.worker.memory import shared_workspace
-from jobs.worker.prepare import compute_dtype, load_tokenizer, open_lazy, set_up_process
+import swiftkv_platform.jobs.worker.evaluate as evaluation
+import swiftkv_platform.jobs.worker.measure as measure
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows
@@ -41,6 +34,13 @@ from swiftkv_platform.evaluation.continuations import compare_continuations
 from swiftkv_platform.evaluation.harness.run import run_tasks
 from swiftkv_platform.evaluation.harness.tasks import resolve_tasks
 from swiftkv_platform.evaluation.quality import evaluate
+from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
+from swiftkv_platform.jobs.attempt.parts import StoredParts
+from swiftkv_platform.jobs.attempt.preparation import Prepared
+from swiftkv_platform.jobs.worker.calibrate import calibrate
+from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
+from swiftkv_platform.jobs.worker.memory import shared_workspace
+from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_tokenizer, open_lazy, set_up_process
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.model.workers import Workers

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from jobs.attempt.downloads import teacher_path
 from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.jobs.attempt.downloads import teacher_path
 from swiftkv_platform.model import convert_checkpoint
 from swiftkv_platform.model.gguf import gguf_directory
 from swiftkv_platform.sources import Access

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from jobs.worker.prepare import compute_dtype, load_student, open_lazy
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.parallel import parallelize
 from swiftkv_platform.distillation.weights import save_lazy
+from swiftkv_platform.jobs.worker.prepare import compute_dtype, load_student, open_lazy
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning import LayerMap, read_architecture

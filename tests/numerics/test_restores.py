@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from jobs.attempt.checkpoints import AttemptCheckpoints
-from jobs.attempt.parents import open_parent, trained_tensors
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.parents import Parent
@@ -27,6 +25,8 @@ from swiftkv_platform.distillation.parallel import Parallel, parallelize
 from swiftkv_platform.distillation.pieces import INDEX
 from swiftkv_platform.distillation.uploads import Retries
 from swiftkv_platform.errors import StorageError
+from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
+from swiftkv_platform.jobs.attempt.parents import open_parent, trained_tensors
 from swiftkv_platform.model import convert
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import publish_directory

@@ -9,9 +9,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from serve.current import Current
-from serve.http import create_http_app
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.web import hostile_json
 from swiftkv_platform.web.hostile_json import check_json
 

@@ -15,11 +15,11 @@ from fastapi.testclient import TestClient
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from serve.access import Gate
 from swiftkv_platform.cli.app import app as cli
 from swiftkv_platform.errors import InvalidInputError, UnauthenticatedError
 from swiftkv_platform.orchestration.tenants import Tenants
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, revoke_key
+from swiftkv_platform.serve.access import Gate
 from swiftkv_platform.settings import Settings
 from tests.unit.api.conftest import control_plane, make_parts
 

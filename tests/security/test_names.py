@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from jobs.attempt.downloads import access_of
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.jobs.attempt.downloads import access_of
 from swiftkv_platform.orchestration.tenants import Tenants
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source

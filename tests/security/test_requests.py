@@ -14,10 +14,10 @@ import pytest
 import pytest_asyncio
 from transformers import PreTrainedTokenizerFast
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
 from tests.unit.engine.tiny_models import CONTEXT, save_swiftkv
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

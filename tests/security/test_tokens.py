@@ -22,13 +22,13 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serve.access import Gate
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, UnauthenticatedError
 from swiftkv_platform.security.credentials import Credentials, open_credentials
 from swiftkv_platform.security.keys import create_key
 from swiftkv_platform.security.principals import Scope
 from swiftkv_platform.security.signing_keys import REFETCH_INTERVAL_S
 from swiftkv_platform.security.tokens import TokenVerifier
+from swiftkv_platform.serve.access import Gate
 from swiftkv_platform.settings import Settings
 from tests.fakes.oidc_issuer import Issuer, make_key, public_jwk, run_issuer
 from tests.unit.api.conftest import SPEC, control_plane, make_parts

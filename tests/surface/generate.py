@@ -16,13 +16,13 @@ from fastapi import FastAPI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
-from serve.access import Caller
-from serve.answers import Answers
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.serve.access import Caller
+from swiftkv_platform.serve.answers import Answers
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
 from tests.unit.engine.tiny_models import save_swiftkv
 
 GREEDY = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}

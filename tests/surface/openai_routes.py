@@ -12,11 +12,11 @@ import pytest
 from fastapi import FastAPI
 from transformers import AutoTokenizer
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
 from tests.unit.engine.tiny_models import save_swiftkv
 
 MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

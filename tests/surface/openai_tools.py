@@ -14,11 +14,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 import swiftkv_platform.sources
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
-from serve.tools.families import FAMILIES
 from swiftkv_platform.engine import EngineConfig
 from swiftkv_platform.engine.frontend import EngineFrontend
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.tools.families import FAMILIES
 from tests.fakes.tokenizers import EOS
 from tests.unit.engine.tiny_models import save_swiftkv
 

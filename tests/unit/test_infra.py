@@ -98,10 +98,7 @@ def test_dockerfiles_copy_what_exists_pin_their_base_and_drop_root(path: Path) -
         assert (ROOT / source).exists(), source
     kept = {line[1:] for line in Path(f"{path}.dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == set(sources)
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
-        "packages"
-    ]
-    assert set(packages) <= set(sources)
+    assert {"swiftkv_platform", "jobs", "serve"} <= set(sources)
     bases = re.findall(r"^FROM (\S+:\S+)", text, re.MULTILINE)
     assert len(set(bases)) == 1
     assert "python -m venv /opt/swiftkv" in text, "a job's entrypoint names the control plane's interpreter"

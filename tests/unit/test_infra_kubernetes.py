@@ -11,9 +11,9 @@ import pytest
 import yaml
 from fastapi.routing import APIRoute
 
-from serve.app import DRAIN_TIMEOUT_S
 from swiftkv_platform.api.routes import health
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.serve.app import DRAIN_TIMEOUT_S
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from tests.infra_files import (
@@ -299,7 +299,7 @@ def test_ray_clusters_run_the_pinned_ray_behind_a_token(document: dict[str, Any]
 def test_the_serve_config_is_one_that_ray_and_our_application_accept() -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from serve.args import ServeArgs
+    from swiftkv_platform.serve.args import ServeArgs
 
     [service] = [parameter.values[0] for parameter in objects("RayService")]
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))

@@ -17,9 +17,9 @@ from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingReply
 from ray.autoscaler.v2.utils import ResourceRequestUtil
 from ray.core.generated.autoscaler_pb2 import GangResourceRequest
 
-from jobs.ray_train import scaling_config
-from jobs.tasks import task_options
-from serve.app import build_app
+from swiftkv_platform.jobs.ray_train import scaling_config
+from swiftkv_platform.jobs.tasks import task_options
+from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.job import load_spec
 from tests.infra_files import environments, kustomizations, named

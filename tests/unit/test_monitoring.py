@@ -15,9 +15,9 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
-from serve.metrics import Metrics
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.settings import Settings
 from tests.infra_files import INFRA, documents, pod_templates
 from tests.prometheus import program

@@ -19,6 +19,8 @@ def modules() -> dict[str, Path]:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
+            if package != "swiftkv_platform":  # a link below it leads there
+                parts = ("swiftkv_platform", *parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 

@@ -49,7 +49,8 @@ _SPEC_LABEL = "demo-spec"
 
 def llm_spec(*, short: bool = False) -> dict[str, Any]:
     """The recipe; `short` makes it a few minutes, long enough to see every part work and too short to learn from."""
-    spec: dict[str, Any] = yaml.safe_load((files("jobs") / "recipes" / RECIPE).read_text(encoding="utf-8"))
+    recipe = files("swiftkv_platform.jobs") / "recipes" / RECIPE
+    spec: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     if short:
         for source, count in zip(spec["data"]["sources"], (4, 2), strict=True):
             source["sample_count"] = count

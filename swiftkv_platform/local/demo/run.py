@@ -161,7 +161,8 @@ def download_evaluation(client: Client, job: Job) -> dict[str, Any]:
 
 def job_spec(model: str | None) -> dict[str, Any]:
     """The recipe, which lies in the installed package; for another teacher half of that one's layers are skipped."""
-    spec: dict[str, Any] = yaml.safe_load((files("jobs") / "recipes" / RECIPE).read_text(encoding="utf-8"))
+    recipe = files("swiftkv_platform.jobs") / "recipes" / RECIPE
+    spec: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     if model is not None:
         path = Path(model).expanduser()
         # The job runs in another directory than this process.

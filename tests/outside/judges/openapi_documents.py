@@ -6,9 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from serve.current import Current
-from serve.http import create_http_app
 from swiftkv_platform.api.app import create_app
+from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.settings import Settings
 
 if __name__ == "__main__":

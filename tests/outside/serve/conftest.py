@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from serve.vllm_engine import VLLMEngine, load_vllm
 from swiftkv_platform.engine import EngineConfig, SamplingParams
+from swiftkv_platform.serve.vllm_engine import VLLMEngine, load_vllm
 from tests.rays import become_a_driver
 
 become_a_driver()

@@ -16,13 +16,13 @@ import httpx
 import psutil
 import pytest
 
-import serve.vllm_engine
-from serve.args import ReplicaArgs
-from serve.current import Current
-from serve.deployment import load_version
-from serve.http import create_http_app
-from serve.swaps import Swaps
+import swiftkv_platform.serve.vllm_engine
 from swiftkv_platform.errors import ArtifactCorruptError, ModelError
+from swiftkv_platform.serve.args import ReplicaArgs
+from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.deployment import load_version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.swaps import Swaps
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.surface.generate import greedy
@@ -45,8 +45,8 @@ def artifact(tmp_path: Path) -> Path:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions that are not compiled, so that they are there in seconds."""
-    load: Callable[..., Any] = serve.vllm_engine.load_vllm
-    monkeypatch.setattr(serve.vllm_engine, "load_vllm", lambda *args: load(*args, enforce_eager=True))
+    load: Callable[..., Any] = swiftkv_platform.serve.vllm_engine.load_vllm
+    monkeypatch.setattr(swiftkv_platform.serve.vllm_engine, "load_vllm", lambda *args: load(*args, enforce_eager=True))
 
 
 def document(artifact: Path, name: str, **engine: Any) -> dict[str, Any]:
@@ -99,7 +99,7 @@ async def test_a_flipped_byte_never_comes_to_vllm(artifact: Path, monkeypatch: p
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    monkeypatch.setattr(serve.vllm_engine, "load_vllm", lambda *_: pytest.fail("vLLM was started"))
+    monkeypatch.setattr(swiftkv_platform.serve.vllm_engine, "load_vllm", lambda *_: pytest.fail("vLLM was started"))
     served = document(artifact, "one", **ENGINE)
     with pytest.raises(ArtifactCorruptError, match=r"model\.safetensors"):
         await Swaps(Current(), lambda one: load_version(ReplicaArgs(id="dep_1"), one)).want(served)
@@ -115,7 +115,7 @@ async def test_a_device_that_vllm_was_not_built_for_is_refused(artifact: Path) -
 HOLD = """
 import sys, time
 from pathlib import Path
-from serve.vllm_engine import load_vllm
+from swiftkv_platform.serve.vllm_engine import load_vllm
 from swiftkv_platform.engine import EngineConfig
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     request = AttemptRequest(job_id=JOB, attempt=1, spec=spec, run_id="run")
     store = open_store(str(directory / "store"))
     AttemptStore(store).write_request(request)
-    command = [python, "-m", "jobs.distill", "--job-id", JOB, "--attempt", "1", "--store", store.uri]
+    command = [python, "-m", "swiftkv_platform.jobs.distill", "--job-id", JOB, "--attempt", "1", "--store", store.uri]
     subprocess.run(command, check=True, env={**os.environ, "RAY_ADDRESS": "local"})
     return directory / "store" / request.attempt_id.artifact_prefix
 

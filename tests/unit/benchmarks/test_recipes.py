@@ -33,7 +33,7 @@ def test_the_page_shows_what_is_planned_and_found() -> None:
 
 @pytest.mark.parametrize("name", read_found(FOUND))
 def test_a_stored_dry_run_is_near_its_plan(name: str) -> None:
-    from jobs.dry_run import DryRun
+    from swiftkv_platform.jobs.dry_run import DryRun
 
     found, spec = DryRun.model_validate(read_found(FOUND)[name]), recipes()[name]
     planned = estimate(spec, teacher_config(spec), ())
@@ -63,7 +63,7 @@ def test_figures_stand_behind_the_plans() -> None:
 
 @pytest.mark.slow  # a dry run of the smallest recipe
 def test_a_dry_run_is_stored_and_not_repeated(tmp_path: Path) -> None:
-    from jobs.dry_run import DryRun
+    from swiftkv_platform.jobs.dry_run import DryRun
 
     able = {name for name, spec in recipes().items() if spec.sharding.strategy == "fsdp2"}
     path = tmp_path / "found.json"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.attempt.checkpoints import AttemptCheckpoints
-from jobs.attempt.chosen import finished_before
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.distillation.course import Course
+from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
+from swiftkv_platform.jobs.attempt.chosen import finished_before
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, read_manifest

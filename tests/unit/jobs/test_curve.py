@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.attempt import curve
-from jobs.attempt.curve import Curve, read_curve
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.errors import StorageError
+from swiftkv_platform.jobs.attempt import curve
+from swiftkv_platform.jobs.attempt.curve import Curve, read_curve
 from tests.fakes.object_store import InMemoryObjectStore
 
 FIRST, SECOND = AttemptId("job", 1), AttemptId("job", 2)

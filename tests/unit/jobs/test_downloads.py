@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.attempt.downloads import teacher_path
 from swiftkv_platform.errors import ModelError
+from swiftkv_platform.jobs.attempt.downloads import teacher_path
 from swiftkv_platform.specs import ModelSpec
 
 

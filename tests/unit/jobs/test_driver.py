@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from jobs.driver import refuse_unshared_store
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.jobs.driver import refuse_unshared_store
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore
 

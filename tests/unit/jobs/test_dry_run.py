@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from jobs.dry_run import DryRun, dry_run
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.jobs.dry_run import DryRun, dry_run
 from swiftkv_platform.orchestration.estimates import Estimate, estimate, memory_by_phase
 from swiftkv_platform.planning.phases import PhaseMemory
 from swiftkv_platform.specs import JobSpec, load_spec
@@ -171,7 +171,9 @@ def test_the_command_prints_what_was_found(smallest: tuple[DryRun, Estimate], mo
     printed = CliRunner().invoke(app, ["plan", "--dry-run", path, "--json"])
     assert printed.exit_code == 0, printed.output
     assert DryRun.model_validate(json.loads(printed.stdout)) == smallest[0]
-    monkeypatch.setattr("jobs.dry_run.dry_run", lambda *_: smallest[0])  # what the command has just found, in seconds
+    monkeypatch.setattr(
+        "swiftkv_platform.jobs.dry_run.dry_run", lambda *_: smallest[0]
+    )  # what the command has just found, in seconds
     table = CliRunner().invoke(app, ["plan", "--dry-run", path])
     assert "collectives of a step" in table.stdout
     assert "Workspaces of kernels" in table.stdout

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import ConflictError, StorageError
+from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore

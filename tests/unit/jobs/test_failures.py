@@ -11,8 +11,8 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 
-from jobs.failures import Failure, explain, root_cause
 from swiftkv_platform.errors import DataError, LossNotFiniteError, QualityGateError, StorageError, SwiftKVError
+from swiftkv_platform.jobs.failures import Failure, explain, root_cause
 
 
 def _from_task(error: Exception) -> Exception:

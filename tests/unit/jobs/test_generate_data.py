@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from jobs.tasks import prepare, write
-from jobs.worker import generate_data
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data import completions
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.jobs.tasks import prepare, write
+from swiftkv_platform.jobs.worker import generate_data
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from jobs.worker.memory import give_back_freed_tensors
+from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
 
 
 def anonymous_mib():

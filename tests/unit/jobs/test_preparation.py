@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.attempt.preparation import find_rows
-from jobs.tasks import prepare
-from jobs.worker.calibrate import calibrate
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.errors import DataError
+from swiftkv_platform.jobs.attempt.preparation import find_rows
+from swiftkv_platform.jobs.tasks import prepare
+from swiftkv_platform.jobs.worker.calibrate import calibrate
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

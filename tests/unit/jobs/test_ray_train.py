@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from jobs.ray_train import _Trainer
+from swiftkv_platform.jobs.ray_train import _Trainer
 
 
 @pytest.fixture

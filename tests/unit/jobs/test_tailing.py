@@ -8,10 +8,10 @@ from queue import SimpleQueue
 import pytest
 from structlog.testing import capture_logs
 
-from jobs.attempt.tailing import following
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import StorageError
+from swiftkv_platform.jobs.attempt.tailing import following
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectInfo
@@ -23,7 +23,7 @@ REQUEST = AttemptRequest(job_id="job", attempt=1, spec=JobSpec(name="n"), run_id
 
 @pytest.fixture(autouse=True)
 def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.attempt.tailing._INTERVAL_S", 0.01)
+    monkeypatch.setattr("swiftkv_platform.jobs.attempt.tailing._INTERVAL_S", 0.01)
 
 
 class FlakyStore(InMemoryObjectStore):

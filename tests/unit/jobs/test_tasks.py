@@ -16,19 +16,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jobs.attempt.curve import Curve
-from jobs.attempt.preparation import Prepared
-from jobs.values import Plan
-from jobs.worker.calibrate import calibrate
-from jobs.worker.evaluate import evaluate_and_publish
-from jobs.worker.prepare import load_student
-from jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import ADAPTER_LINEAGE, AttemptRequest
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.fork import trained_parameters
 from swiftkv_platform.errors import ArtifactCorruptError, DataError, InvalidInputError, ModelError, QualityGateError
 from swiftkv_platform.evaluation.quality import evaluate
+from swiftkv_platform.jobs.attempt.curve import Curve
+from swiftkv_platform.jobs.attempt.preparation import Prepared
+from swiftkv_platform.jobs.values import Plan
+from swiftkv_platform.jobs.worker.calibrate import calibrate
+from swiftkv_platform.jobs.worker.evaluate import evaluate_and_publish
+from swiftkv_platform.jobs.worker.prepare import load_student
+from swiftkv_platform.jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec, PublishSpec
 from swiftkv_platform.storage.addresses import open_store

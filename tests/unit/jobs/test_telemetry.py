@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from jobs.worker.telemetry import Telemetry, training_flops_per_token
 from swiftkv_platform.distillation.trainer import StepMetrics
+from swiftkv_platform.jobs.worker.telemetry import Telemetry, training_flops_per_token
 from swiftkv_platform.model import convert
 from swiftkv_platform.specs import JobSpec
 from tests.numerics.distillation_worker import tiny_rows

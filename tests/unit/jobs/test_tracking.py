@@ -16,7 +16,7 @@ required_module("wandb")
 PROGRAM = """
 import shutil, sys
 from pathlib import Path
-from jobs.attempt.tracking import TrackedRun
+from swiftkv_platform.jobs.attempt.tracking import TrackedRun
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

@@ -11,8 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from jobs.values import WorkerConfig
-from jobs.worker.train import _RankZero
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
 from swiftkv_platform.contract.events import AttemptEvent
@@ -20,6 +18,8 @@ from swiftkv_platform.contract.reasons import CourseCode
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress
+from swiftkv_platform.jobs.values import WorkerConfig
+from swiftkv_platform.jobs.worker.train import _RankZero
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.attempt.downloads import StoreFiles, access_of
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.files import StoredFile, file_key, is_file_id, made_at, new_file_id
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError
+from swiftkv_platform.jobs.attempt.downloads import StoreFiles, access_of
 from swiftkv_platform.sources import FileSource, HubSource, parse_source
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store

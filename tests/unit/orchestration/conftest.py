@@ -56,7 +56,9 @@ class Plane:
             **parts,
             digest=manifest_digest,
             clock=self.clock,
-            entrypoint=Entrypoint(("python", "-m", "jobs.distill"), "memory://test", {"OMP_NUM_THREADS": "1"}),
+            entrypoint=Entrypoint(
+                ("python", "-m", "swiftkv_platform.jobs.distill"), "memory://test", {"OMP_NUM_THREADS": "1"}
+            ),
             max_running_jobs=max_running_jobs,
             interval_s=1.0,
         )

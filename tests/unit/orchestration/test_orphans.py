@@ -53,7 +53,7 @@ def test_a_job_that_the_restored_database_does_not_know_is_stopped(plane: Plane)
 def test_a_submission_that_arrives_after_its_job_was_cancelled_is_stopped(plane: Plane) -> None:
     """Ray took longer than the request: when the job was looked at it was not there, so the job has ended."""
     job = plane.submit()
-    entrypoint = Entrypoint(("python", "-m", "jobs.distill"), STORE)
+    entrypoint = Entrypoint(("python", "-m", "swiftkv_platform.jobs.distill"), STORE)
     for status in (JobStatus.STARTING, JobStatus.CANCELLING, JobStatus.CANCELLED):
         moved, event = transition(plane.get(job), status, now=1000)
         plane.jobs.update(moved, events=[event])

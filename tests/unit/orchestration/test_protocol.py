@@ -27,7 +27,7 @@ def repeat(old_job: str, plane: Plane, job: Job) -> None:
 def printed_by_old_driver(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Output of the entrypoint of version 0.1.0, which begins with this parser."""
     parser = argparse.ArgumentParser(
-        prog="python -m jobs.distill", description="Run one attempt of a distillation job."
+        prog="python -m swiftkv_platform.jobs.distill", description="Run one attempt of a distillation job."
     )
     parser.add_argument("--job-id", required=True)
     parser.add_argument("--attempt", required=True, type=int)

@@ -23,7 +23,7 @@ def test_a_job_is_submitted_followed_and_its_model_stored(plane: Plane) -> None:
     assert plane.get(job).status is JobStatus.STARTING
     submission = plane.cluster.submissions[f"{job.id}-1"]
     arguments = f"--job-id {job.id} --attempt 1 --store memory://test --protocol {PROTOCOL}"
-    assert submission.entrypoint == f"python -m jobs.distill {arguments}"
+    assert submission.entrypoint == f"python -m swiftkv_platform.jobs.distill {arguments}"
     assert submission.env == {"OMP_NUM_THREADS": "1"}
     request = plane.store.read_request(AttemptId(job.id, 1))
     assert (request.spec, request.resume_from, request.run_id) == (job.spec, None, job.id)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve.app import build_app
-from serve.args import Served
 from swiftkv_platform.cluster.ray_serve import RayServe, _application, http_address
 from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.errors import ClusterUnavailableError, InvalidInputError
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
+from swiftkv_platform.serve.app import build_app
+from swiftkv_platform.serve.args import Served
 from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.fakes.scripted_server import Script, json_answer, serve
@@ -77,7 +77,8 @@ def test_unknown_arguments_are_refused() -> None:
 
 
 def test_building_the_application_imports_no_torch() -> None:
-    check = f"import sys; from serve.app import build_app; build_app({ARGS}); sys.exit('torch' in sys.modules)"
+    build = f"from swiftkv_platform.serve.app import build_app; build_app({ARGS})"
+    check = f"import sys; {build}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 

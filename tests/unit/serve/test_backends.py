@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve.args import Served
-from serve.backends import Surroundings, choose_backend
 from swiftkv_platform.engine import LLMEngine
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.engine_options import check_engine_options
+from swiftkv_platform.serve.args import Served
+from swiftkv_platform.serve.backends import Surroundings, choose_backend
 from swiftkv_platform.specs.engine import EngineConfig
 
 GPU = Surroundings(device="cuda", has_vllm=True, model_type="llama_swiftkv", has_exit_head=False)

@@ -11,10 +11,10 @@ import jsonschema
 import openai
 from transformers import AutoTokenizer
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.model.directories import copy_companions
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs.job import BUILTIN_TEACHER
 

@@ -14,13 +14,13 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from serve.args import ReplicaArgs, Served
-from serve.current import Current, Version
-from serve.deployment import load_version
-from serve.http import create_http_app
-from serve.swaps import Swaps
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert
+from swiftkv_platform.serve.args import ReplicaArgs, Served
+from swiftkv_platform.serve.current import Current, Version
+from swiftkv_platform.serve.deployment import load_version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.swaps import Swaps
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.unit.engine.tiny_models import make_model, save_dense, save_swiftkv
 

@@ -10,13 +10,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from serve.args import ReplicaArgs, Served
-from serve.chat import render_chat
-from serve.current import Current
-from serve.deployment import load_version
-from serve.http import create_http_app
-from serve.swaps import Swaps
 from swiftkv_platform.errors import InvalidInputError, ModelError
+from swiftkv_platform.serve.args import ReplicaArgs, Served
+from swiftkv_platform.serve.chat import render_chat
+from swiftkv_platform.serve.current import Current
+from swiftkv_platform.serve.deployment import load_version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.swaps import Swaps
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.unit.engine.tiny_models import make_model, save_swiftkv
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve.args import ReplicaArgs, ServeArgs, Served
-from serve.deployment import Loaded, load, load_version, model_card
-from serve.metrics import Metrics
 from swiftkv_platform.engine import AsyncLLMEngine, SamplingParams
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, ModelError
 from swiftkv_platform.model import export_adapter
+from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
+from swiftkv_platform.serve.deployment import Loaded, load, load_version, model_card
+from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import manifest_digest, publish_directory, read_manifest
 from tests.checkpoints import rewrite

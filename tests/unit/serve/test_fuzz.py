@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.schemas import APIOperation
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
-from serve.openai.fields import FIELDS
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.openai.fields import FIELDS
 from tests.servers import serving
 from tests.unit.engine.tiny_models import save_swiftkv
 

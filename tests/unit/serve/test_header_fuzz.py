@@ -18,14 +18,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
-from serve.prefixes import PrefixHeader
-from serve.tracing import Tracing
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.security.credentials import open_credentials
 from swiftkv_platform.security.keys import Scope as KeyScope
 from swiftkv_platform.security.keys import create_key
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.prefixes import PrefixHeader
+from swiftkv_platform.serve.tracing import Tracing
 from tests.fakes.oidc_issuer import run_issuer
 from tests.servers import serving
 from tests.unit.engine.tiny_models import save_swiftkv

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from ray.util.metrics import Metric
 
-from serve.metrics import Metrics
-from serve.metrics_export import RayMetricsExport
 from swiftkv_platform.errors import QueueFullError
+from swiftkv_platform.serve.metrics import Metrics
+from swiftkv_platform.serve.metrics_export import RayMetricsExport
 
 Record = tuple[str, float, dict[str, str]]
 
@@ -65,7 +65,7 @@ def test_a_replica_that_sees_many_models_stops_making_series(metrics: Metrics, r
 async def test_gauges_are_set_again_and_outlive_an_engine_that_fails(
     recorded: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.metrics_export._GAUGES_EVERY_S", 0.01)
+    monkeypatch.setattr("swiftkv_platform.serve.metrics_export._GAUGES_EVERY_S", 0.01)
 
     class Source:
         model, calls = "mdl_1", 0

@@ -12,10 +12,10 @@ from openai.types import completion_create_params as completion
 from openai.types.chat import chat_completion_stream_options_param as options
 from openai.types.chat import completion_create_params as chat
 
-from serve.openai.compatibility import page
-from serve.openai.fields import FIELDS, MAX_NAMES, Route, Treatment, fields_of, names_without_effect
-from serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.serve.openai.compatibility import page
+from swiftkv_platform.serve.openai.fields import FIELDS, MAX_NAMES, Route, Treatment, fields_of, names_without_effect
+from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
 
 PAGE = Path("docs/compatibility.md")
 BODIES: list[tuple[Route, type[OpenAIFields], Sequence[type]]] = [
@@ -55,7 +55,7 @@ def test_each_field_has_one_treatment(route: Route, _body: type[OpenAIFields], _
 
 
 def test_the_page_is_what_the_command_prints() -> None:
-    assert PAGE.read_text() == page(), f"write it again: python -m serve.openai.compatibility > {PAGE}"
+    assert PAGE.read_text() == page(), f"write it again: python -m swiftkv_platform.serve.openai.compatibility > {PAGE}"
 
 
 @pytest.mark.parametrize(

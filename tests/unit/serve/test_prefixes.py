@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from serve.prefix_router import PrefixRouter
-from serve.prefixes import (
+from swiftkv_platform.serve.prefix_router import PrefixRouter
+from swiftkv_platform.serve.prefixes import (
     BLOCK_BYTES,
     MAX_BLOCKS,
     MAX_SESSION_LENGTH,

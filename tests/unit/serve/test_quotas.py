@@ -11,13 +11,13 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
-from serve.quotas import Quota, Quotas
-from serve.request_logs import RequestLog
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.errors import RateLimitedError
 from swiftkv_platform.security.keys import ApiKey, KeyRing, Scope, create_key
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.quotas import Quota, Quotas
+from swiftkv_platform.serve.request_logs import RequestLog
 from tests.unit.engine.tiny_models import save_swiftkv
 
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}

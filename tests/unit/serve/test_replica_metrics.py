@@ -10,11 +10,11 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.errors import ClusterUnavailableError
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
 from tests.rays import free_port
 from tests.servers import serving
 from tests.unit.engine.tiny_models import save_swiftkv

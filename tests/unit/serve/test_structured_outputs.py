@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from transformers import AutoTokenizer
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
 from tests.unit.engine.tiny_models import save_swiftkv
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

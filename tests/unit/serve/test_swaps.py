@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from serve.answers import RequestContext
-from serve.args import Served
-from serve.current import Current, ModelCard, Version
-from serve.swaps import Swaps
 from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine, SamplingParams
 from swiftkv_platform.errors import EngineDeadError, ModelError
+from swiftkv_platform.serve.answers import RequestContext
+from swiftkv_platform.serve.args import Served
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.swaps import Swaps
 from tests.unit.engine.tiny_models import save_swiftkv
 
 LONG = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)

@@ -14,13 +14,13 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 import swiftkv_platform.sources
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
-from serve.openai.messages import ChatMessage
-from serve.tools.families import FAMILIES, family_of
-from serve.tools.grammar import CallGrammar
 from swiftkv_platform.engine import AsyncLLMEngine, EngineConfig, LLMEngine
 from swiftkv_platform.model import convert
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.openai.messages import ChatMessage
+from swiftkv_platform.serve.tools.families import FAMILIES, family_of
+from swiftkv_platform.serve.tools.grammar import CallGrammar
 from swiftkv_platform.specs.deployment import ToolCallParser
 from tests.fakes.tokenizers import EOS, byte_tokenizer
 from tests.unit.engine.tiny_models import make_model

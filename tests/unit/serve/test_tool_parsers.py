@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.tools.formats import HermesParser, Llama3Parser, MistralParser
-from serve.tools.parser import ToolCallParser
-from serve.tools.pieces import Arguments, Assembled, Call, CallBegin, Text
+from swiftkv_platform.serve.tools.formats import HermesParser, Llama3Parser, MistralParser
+from swiftkv_platform.serve.tools.parser import ToolCallParser
+from swiftkv_platform.serve.tools.pieces import Arguments, Assembled, Call, CallBegin, Text
 
 NAMES = frozenset({"get_weather", "get_time", "search"})
 PARIS, ROME = '{"city": "Paris", "unit": "C"}', '{"city": "Rome"}'

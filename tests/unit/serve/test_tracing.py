@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from serve.current import Current, ModelCard, Version
-from serve.http import create_http_app
-from serve.tracing import Tracing, configured_tracing
 from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
+from swiftkv_platform.serve.current import Current, ModelCard, Version
+from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.tracing import Tracing, configured_tracing
 from tests.unit.engine.tiny_models import save_swiftkv
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

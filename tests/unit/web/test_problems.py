@@ -9,7 +9,6 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from serve.problems import add_problem_handlers
 from swiftkv_platform.api import error_handlers
 from swiftkv_platform.errors import (
     ClusterUnavailableError,
@@ -26,6 +25,7 @@ from swiftkv_platform.errors import (
     SwiftKVError,
     UnauthenticatedError,
 )
+from swiftkv_platform.serve.problems import add_problem_handlers
 
 MEMBERS = {"type", "title", "status", "detail", "instance", "code", "errors"}
 

@@ -28,7 +28,8 @@ from tests.rays import become_a_driver
 become_a_driver()
 
 # A search for new counterexamples belongs to `make soak`; elsewhere the same examples are tried each time.
-settings.register_profile("repeatable", deadline=None, derandomize="SWIFTKV_SOAK" not in os.environ)
+SOAK = "SWIFTKV_SOAK" in os.environ
+settings.register_profile("repeatable", deadline=None, derandomize=not SOAK)
 settings.load_profile("repeatable")
 
 
@@ -43,6 +44,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     starts_a_service = any(service in name for service in _SERVICES for name in names)
     if starts_a_service or (isinstance(item, pytest.Function) and _starts_a_process(item)):
         item.add_marker("slow")
+    for marker in item.iter_markers():
+        if marker.name in ("slow", "integration", "soak"):
+            item.user_properties.append((marker.name, marker.args[0] if marker.args else ""))
 
 
 def _starts_a_process(item: pytest.Function) -> bool:
@@ -58,18 +62,43 @@ def _starts_a_process(item: pytest.Function) -> bool:
     return False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse tests of one name, of which xdist would run the first alone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `make soak` runs, and refuse tests of one name, of which xdist would run the first alone."""
     twice = [name for name, count in Counter(item.nodeid for item in items).items() if count > 1]
     if twice:
         message = f"several tests are called {', '.join(twice)}"
         raise ValueError(message)
+    if not SOAK:
+        left = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
 
 
 def pytest_collection_finish() -> None:
     """Leave what was imported out of the garbage collector's passes, each of which would take a second and more."""
     gc.collect()
     gc.freeze()
+
+
+_durations: dict[str, tuple[float, dict[str, str]]] = {}
+"""Seconds of each test with its fixtures, and what marks it, by name."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    seconds, _ = _durations.get(report.nodeid, (0.0, {}))
+    _durations[report.nodeid] = seconds + report.duration, dict(report.user_properties)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the slowest tests; point at those that say nothing of it (`slow` above 5 s, with a reason above 30 s)."""
+    slowest = sorted(_durations.items(), key=lambda item: -item[1][0])[:15]
+    if not slowest or slowest[0][1][0] < 1.0:
+        return
+    terminalreporter.section("slowest tests")
+    for name, (seconds, marks) in slowest:
+        unmarked = not SOAK and ((seconds > 5 and not marks) or (seconds > 30 and not any(marks.values())))
+        note = " (no marker says why)" if unmarked else ""
+        terminalreporter.write_line(f"{seconds:7.1f} s {name}{note}")
 
 
 _internal_errors: list[str] = []

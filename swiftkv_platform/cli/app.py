@@ -18,7 +18,7 @@ from swiftkv_platform.cli import (
     serving,
 )
 from swiftkv_platform.cli.deployments import deployments_app
-from swiftkv_platform.cli.doctor.command import doctor
+from swiftkv_platform.cli.doctor import doctor
 from swiftkv_platform.cli.files import files_app
 from swiftkv_platform.cli.jobs import jobs_app
 from swiftkv_platform.cli.keys import keys_app

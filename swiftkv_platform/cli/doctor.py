@@ -1,30 +1,36 @@
-"""Findings, and how checks run: side by side, each within its time. Knows no check."""
+"""`swiftkv doctor`: runs the checks of `doctor_checks.py` side by side, each within its time, and prints findings."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
+from rich.markup import escape
+
+from swiftkv_platform.cli.context import Json, settings
+from swiftkv_platform.cli.output import err, out, print_json
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
 
+GIB = 1 << 30
 Status = Literal["ok", "warning", "failed"]
-_BY_WEIGHT: tuple[Status, ...] = ("ok", "warning", "failed")
+_STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+"""From the mildest status to the gravest."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of a check."""
+    """Outcome of a check: one sentence, and the remedy where there is something to do."""
 
     status: Status
     message: str
-    """One sentence."""
     advice: str = ""
-    """Remedy; empty where there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +51,47 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at."""
+    """One thing to look at; `remedy` is the advice where the check itself breaks or does not end in time."""
 
     name: str
     examine: Callable[[Surroundings], Finding]
     remedy: str
-    """Advice where the check itself ends neither in time nor in order."""
+
+
+def doctor(
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a check may take.")] = 30.0,
+    min_free_gib: Annotated[float, typer.Option(min=0.0, help="Free disk space to ask for, GiB.")] = 2.0,
+    json: Json = False,
+) -> None:
+    """Look at everything the platform needs here, and say what to do; the exit code is not 0 where something failed."""
+    from swiftkv_platform.cli import doctor_checks
+
+    with err().status("Looking"):
+        try:
+            surroundings = Surroundings(settings(), min_free_bytes=int(min_free_gib * GIB), timeout_s=timeout)
+        except InvalidInputError as error:
+            # Without settings no other check knows what to look at.
+            results = [("settings", Finding("failed", one_line(error), "correct or unset these variables"))]
+        else:
+            results = run_checks(doctor_checks.CHECKS, surroundings)
+    counts: dict[str, int] = {status: sum(finding.status == status for _, finding in results) for status in _STYLES}
+    if json:
+        print_json({"checks": [{"name": name, **asdict(finding)} for name, finding in results], **counts})
+    else:
+        _print(results)
+        out().print(", ".join(f"{count} {status}" for status, count in counts.items()) + ".", highlight=False)
+    if counts["failed"]:
+        raise typer.Exit(1)
+
+
+def _print(results: list[tuple[str, Finding]]) -> None:
+    width = max(len(name) for name, _ in results)
+    for name, finding in results:
+        status = f"[{_STYLES[finding.status]}]{finding.status:<7}[/]"
+        line = f"{status}  [bold]{name:<{width}}[/]  {escape(finding.message)}"
+        out().print(line, highlight=False, soft_wrap=True)
+        if finding.advice:
+            out().print(f"{'':<9}{'':<{width}}  To do: {escape(finding.advice)}", highlight=False, soft_wrap=True)
 
 
 def run_checks(checks: Iterable[Check], surroundings: Surroundings) -> list[tuple[str, Finding]]:
@@ -62,7 +103,7 @@ def run_checks(checks: Iterable[Check], surroundings: Surroundings) -> list[tupl
 
 def worst(findings: Sequence[Finding]) -> Finding:
     """The findings of the gravest status as one."""
-    status = max((each.status for each in findings), key=_BY_WEIGHT.index)
+    status = max((each.status for each in findings), key=list(_STYLES).index)
     gravest = [each for each in findings if each.status == status]
     advice = dict.fromkeys(each.advice for each in gravest if each.advice)
     message = "; ".join(each.message.removesuffix(".") for each in gravest)

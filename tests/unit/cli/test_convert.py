@@ -105,4 +105,4 @@ def test_an_adapter_needs_a_base(tiny_teacher: Path, tmp_path: Path) -> None:
     assert run("convert", tiny_teacher, tmp_path / "student", "-l", "2").exit_code == 0
     result = run("export", tmp_path / "student", tmp_path / "adapter", "--adapter")
     assert result.exit_code != 0
-    assert "--base with the model that it was made from would do" in result.output
+    assert "use --base with the model that it was made from" in result.output

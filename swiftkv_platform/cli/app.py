@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
 from swiftkv_platform.cli import access, analyze, convert, deployments, distill, local, plan
@@ -18,14 +20,8 @@ app = typer.Typer(
     help="Distil and serve SwiftKV models: long prompts at half the prefill compute.",
 )
 
-for command in (local.up, local.down, local.status, local.demo, doctor):
-    app.command()(command)
-app.add_typer(jobs_app, name="jobs")
-app.add_typer(files_app, name="files")
-app.add_typer(models_app, name="models")
-app.add_typer(deployments.deployments_app, name="deployments")
-app.add_typer(access.keys_app, name="keys")
-for command in (
+_MACHINE: tuple[Callable[..., None], ...] = (local.up, local.down, local.status, local.demo, doctor)
+_WORK: tuple[Callable[..., None], ...] = (
     distill.distill,
     distill.evaluate,
     analyze.analyze,
@@ -39,6 +35,14 @@ for command in (
     local.prune,
     local.backup,
     local.restore,
-):
+)
+for command in _MACHINE:
+    app.command()(command)
+app.add_typer(jobs_app, name="jobs")
+app.add_typer(files_app, name="files")
+app.add_typer(models_app, name="models")
+app.add_typer(deployments.deployments_app, name="deployments")
+app.add_typer(access.keys_app, name="keys")
+for command in _WORK:
     app.command()(command)
 app.command(hidden=True)(local.sweep)

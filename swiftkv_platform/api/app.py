@@ -24,11 +24,10 @@ from swiftkv_platform.api.dependencies import (
     source_rules,
     webhook_rules,
 )
-from swiftkv_platform.api.following import Followers
+from swiftkv_platform.api.following import Followers, Watches
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
-from swiftkv_platform.api.instruments import ControlPlaneHistograms
+from swiftkv_platform.api.instruments import ControlPlaneHistograms, SweeperMetrics
 from swiftkv_platform.api.job_logs import LogFollowers
-from swiftkv_platform.api.key_uses import KeyUses
 from swiftkv_platform.api.routes import (
     audit,
     dashboard,
@@ -43,10 +42,8 @@ from swiftkv_platform.api.routes import (
     quota,
     recipes,
 )
-from swiftkv_platform.api.sessions import Sessions
-from swiftkv_platform.api.sweeper_metrics import SweeperMetrics
-from swiftkv_platform.api.upload_places import UploadPlaces
-from swiftkv_platform.api.watches import Watches
+from swiftkv_platform.api.routes.files import UploadPlaces
+from swiftkv_platform.api.sessions import KeyUses, Sessions
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.audit import SqlAudit
 from swiftkv_platform.database.key_uses import SqlKeyUses

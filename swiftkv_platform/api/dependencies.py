@@ -12,8 +12,8 @@ from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer, SecurityScopes
 
 from swiftkv_platform.api.audit import record_of
+from swiftkv_platform.api.following import Watches
 from swiftkv_platform.api.sessions import Session, Sessions
-from swiftkv_platform.api.watches import Watches
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
 from swiftkv_platform.database.catalog import SqlCatalog

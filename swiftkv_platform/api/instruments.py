@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.orchestration.instruments import Instruments
+from swiftkv_platform.orchestration.orphans import Orphans
+from swiftkv_platform.orchestration.ports import Clock
+from swiftkv_platform.orchestration.sweeper import Sweeper
 
 _REQUESTS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _TICKS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -59,3 +66,76 @@ class ControlPlaneHistograms:
                 step()
 
         return run
+
+
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """The answer of `ask`, asked again once it is older than `keep_s` seconds; one thread asks at a time."""
+
+    def __init__(self, ask: Callable[[], T], clock: Clock, *, keep_s: float) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._keep_s = keep_s
+        self._kept: tuple[float, T] | None = None
+        """Time of the last question, and its answer."""
+        self._lock = threading.Lock()
+
+    def get(self) -> T:
+        """Raises as `ask`; a failure is not kept."""
+        with self._lock:
+            now = self._clock()
+            if self._kept is None or now - self._kept[0] >= self._keep_s:
+                self._kept = now, self._ask()
+            return self._kept[1]
+
+
+def complaint_of(check: Callable[[], None]) -> Callable[[], str | None]:
+    """`check` as a question: what it complains of, None for nothing."""
+
+    def ask() -> str | None:
+        try:
+            check()
+        except SwiftKVError as error:
+            return error.message
+        return None
+
+    return ask
+
+
+class SweeperMetrics:
+    """A collector that counts nothing itself. A control plane that stands by has counted nothing, and shows nothing."""
+
+    def __init__(self, sweeper: Sweeper, orphans: Orphans) -> None:
+        self._sweeper = sweeper
+        self._orphans = orphans
+
+    def describe(self) -> Iterable[Metric]:
+        """Announce no metric ahead of time."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._sweeper.counts
+        yield _gauge("swiftkv_database_rows", "Rows by table, when they were last counted.", "table", counts.rows)
+        yield _gauge("swiftkv_store_objects", "Objects in the store by kind, likewise.", "kind", counts.objects)
+        yield _gauge("swiftkv_store_bytes", "Their bytes.", "kind", counts.bytes)
+        swept = self._sweeper.swept
+        for what, text in (("rows", "Rows"), ("objects", "Objects"), ("bytes", "Bytes")):
+            removed = CounterMetricFamily(
+                f"swiftkv_swept_{what}", f"{text} that this process has removed.", labels=["kind"]
+            )
+            for kind, total in swept.items():
+                if getattr(total, what):
+                    removed.add_metric([kind], getattr(total, what))
+            yield removed
+        yield CounterMetricFamily(
+            "swiftkv_orphans_stopped", "Attempts without a job that were stopped.", value=self._orphans.stopped
+        )
+
+
+def _gauge(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import event
 from typer.testing import CliRunner
 
-from swiftkv_platform.api.key_uses import KeyUses
+from swiftkv_platform.api.sessions import KeyUses
 from swiftkv_platform.cli.app import app as cli
 from swiftkv_platform.database.key_uses import SqlKeyUses
 from swiftkv_platform.database.session import Database

@@ -17,6 +17,7 @@ from swiftkv_platform.api.catalog_schemas import (
     DeploymentMetricsAnswer,
     ReplicaMetricsAnswer,
 )
+from swiftkv_platform.api.changes import IfMatch, tag
 from swiftkv_platform.api.dependencies import (
     Asker,
     Deployer,
@@ -28,7 +29,6 @@ from swiftkv_platform.api.dependencies import (
     source_rules,
     tenant_access,
 )
-from swiftkv_platform.api.preconditions import IfMatch, tag
 from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError

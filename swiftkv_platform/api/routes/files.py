@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -13,15 +17,88 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from swiftkv_platform.api.dependencies import Parts, Reader, TheSettings, Writer, file_limits
-from swiftkv_platform.api.file_schemas import FileAnswer, FileDeletedAnswer
-from swiftkv_platform.api.schemas import ListAnswer, list_answer
-from swiftkv_platform.api.upload_places import UploadPlaces
-from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.files import Purpose
+from swiftkv_platform.api.schemas import Answer, ListAnswer, list_answer
+from swiftkv_platform.errors import InvalidInputError, OverloadedError
+from swiftkv_platform.orchestration.files import File, Purpose
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.uploading import FileService
 from swiftkv_platform.web.openai_errors import ERROR_RESPONSES
+
+
+class FileAnswer(Answer):
+    """An uploaded file. Times are Unix seconds."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    """Name as it was uploaded."""
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+    """Every row has been looked at before the file was kept."""
+    expires_at: int | None
+    """From then on no new job may use the file; it is deleted once no job does."""
+    sha256: str
+    rows: int
+    format: str
+    """Row format of its first row; `prompts` for rows that only the teacher's answers complete."""
+
+    @classmethod
+    def of(cls, file: File) -> Self:
+        return cls(
+            id=file.id,
+            bytes=file.size,
+            created_at=file.created_at,
+            filename=file.filename,
+            purpose=file.purpose,
+            expires_at=file.expires_at,
+            sha256=file.sha256,
+            rows=file.rows,
+            format=file.format,
+        )
+
+
+class FileDeletedAnswer(Answer):
+    """Confirmation that a file is deleted."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+MOST = 8
+"""Uploads that a control plane reads at a time."""
+MOST_OF_A_TENANT = 2
+_RETRY_AFTER_S = 5.0
+
+
+class UploadPlaces:
+    """Places of uploads under way, by tenant."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter()
+        self._lock = Lock()
+
+    @contextmanager
+    def place(self, tenant: str) -> Iterator[None]:
+        """Hold a place. Raises `OverloadedError` where none is free."""
+        with self._lock:
+            if self._taken.total() >= MOST or self._taken[tenant] >= MOST_OF_A_TENANT:
+                raise OverloadedError(
+                    f"{self._taken[tenant]} uploads of tenant {tenant!r} are under way, {self._taken.total()} in all; "
+                    f"at most {MOST_OF_A_TENANT} of a tenant and {MOST} in all are read at a time",
+                    retry_after_s=_RETRY_AFTER_S,
+                )
+            self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[tenant] -= 1
+                self._taken += Counter()  # forgets tenants without any
+
 
 PATH = "/v1/files"
 FORM_BYTES = 1 << 16

@@ -12,8 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from swiftkv_platform.api.dependencies import Components
-from swiftkv_platform.api.instruments import ControlPlaneHistograms
-from swiftkv_platform.api.probing import Kept, complaint_of
+from swiftkv_platform.api.instruments import ControlPlaneHistograms, Kept, complaint_of
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.web.problems import FieldProblem, make_problem, problem_response
 from swiftkv_platform.web.swagger import OPEN

@@ -8,7 +8,17 @@ from fastapi import APIRouter, Depends, Path, Response, status
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from swiftkv_platform.api.catalog_schemas import ModelAnswer
+from swiftkv_platform.api.catalog_schemas import (
+    AliasAnswer,
+    ComparisonAnswer,
+    CreateModel,
+    LineageAnswer,
+    ModelAnswer,
+    PromotionAnswer,
+    PromotionRequest,
+    RollbackRequest,
+)
+from swiftkv_platform.api.changes import IfMatch, tag
 from swiftkv_platform.api.dependencies import (
     Deletions,
     Deployer,
@@ -18,16 +28,6 @@ from swiftkv_platform.api.dependencies import (
     TheParents,
     Writer,
     registry_service,
-)
-from swiftkv_platform.api.model_requests import CreateModel
-from swiftkv_platform.api.preconditions import IfMatch, tag
-from swiftkv_platform.api.registry_schemas import (
-    AliasAnswer,
-    ComparisonAnswer,
-    LineageAnswer,
-    PromotionAnswer,
-    PromotionRequest,
-    RollbackRequest,
 )
 from swiftkv_platform.api.routes.jobs import Create
 from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer

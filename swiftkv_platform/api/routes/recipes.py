@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Literal
 
+import yaml
 from fastapi import APIRouter
 
 from swiftkv_platform.api.dependencies import Reader
-from swiftkv_platform.api.recipes import recipes
 from swiftkv_platform.api.schemas import Answer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.ports import Slice
 from swiftkv_platform.specs import JobSpec
+
+_EDITOR_LINE = "# yaml-language-server:"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A spec with the comments that explain it."""
+
+    id: str
+    """Name of its file, without the ending."""
+    description: str
+    """Comment at its head."""
+    text: str
+    """Its YAML."""
+    spec: JobSpec
+
+
+@cache
+def recipes() -> Sequence[Recipe]:
+    """Return all recipes by id; they are part of the installation, and read once."""
+    directory = files("swiftkv_platform.jobs") / "recipes"
+    found = [item for item in directory.iterdir() if item.name.endswith(".yaml")]
+    return [_recipe(item.name, item.read_text(encoding="utf-8")) for item in sorted(found, key=lambda item: item.name)]
+
+
+def _recipe(name: str, text: str) -> Recipe:
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(_EDITOR_LINE))
+    head = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        head.append(line.removeprefix("#").strip())
+    spec = JobSpec.model_validate(yaml.safe_load(text))
+    return Recipe(name.removesuffix(".yaml"), " ".join(head), text, spec)
+
 
 router = APIRouter(tags=["jobs"])
 

@@ -45,22 +45,20 @@ from swiftkv_platform.api.routes import (
 from swiftkv_platform.api.routes.files import UploadPlaces
 from swiftkv_platform.api.sessions import KeyUses, Sessions
 from swiftkv_platform.api.webhook_sender import send_webhook
-from swiftkv_platform.database.audit import SqlAudit
-from swiftkv_platform.database.key_uses import SqlKeyUses
+from swiftkv_platform.database.access import SqlAudit, SqlKeyUses, SqlSessions
 from swiftkv_platform.database.retention import SqlRetention
-from swiftkv_platform.database.sessions import SqlSessions
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.attention import SPARING, Attention
+from swiftkv_platform.orchestration.deploying import DeploymentReconciler
 from swiftkv_platform.orchestration.files import files_of
-from swiftkv_platform.orchestration.instruments import Instruments
 from swiftkv_platform.orchestration.leadership import Leadership, Lease
+from swiftkv_platform.orchestration.limits import AttemptLimits
 from swiftkv_platform.orchestration.loop import ControlLoop
 from swiftkv_platform.orchestration.orphans import Orphans
 from swiftkv_platform.orchestration.parents import Parents
+from swiftkv_platform.orchestration.reading import Instruments
 from swiftkv_platform.orchestration.reconciler import Reconciler
-from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.sweeper import Sweeper
 from swiftkv_platform.orchestration.tenants import Policies, Tenants
 from swiftkv_platform.orchestration.uploading import FileSweeper

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
-from swiftkv_platform.orchestration.versions import Expected
+from swiftkv_platform.orchestration.changes import Expected
 from swiftkv_platform.specs.deployment import Change
 
 

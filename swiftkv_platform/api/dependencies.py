@@ -16,18 +16,17 @@ from swiftkv_platform.api.following import Watches
 from swiftkv_platform.api.sessions import Session, Sessions
 from swiftkv_platform.cluster.ray_jobs import RayJobs
 from swiftkv_platform.cluster.ray_serve import RayServe
-from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.database.catalog import SqlCatalog, SqlRegistry
 from swiftkv_platform.database.files import SqlFiles
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.outbox import SqlOutbox
-from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.costs import Prices
 from swiftkv_platform.orchestration.files import FileRepository
-from swiftkv_platform.orchestration.job_limits import JobLimits
+from swiftkv_platform.orchestration.limits import JobLimits
 from swiftkv_platform.orchestration.parents import Parents
 from swiftkv_platform.orchestration.ports import Catalog, Clock, JobCluster, JobRepository, Leases, Page, ServeCluster
 from swiftkv_platform.orchestration.reconciler import Entrypoint

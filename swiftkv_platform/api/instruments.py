@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from swiftkv_platform.errors import SwiftKVError
-from swiftkv_platform.orchestration.instruments import Instruments
 from swiftkv_platform.orchestration.orphans import Orphans
 from swiftkv_platform.orchestration.ports import Clock
+from swiftkv_platform.orchestration.reading import Instruments
 from swiftkv_platform.orchestration.sweeper import Sweeper
 
 _REQUESTS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

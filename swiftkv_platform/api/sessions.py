@@ -12,8 +12,7 @@ import secrets
 import threading
 from dataclasses import dataclass
 
-from swiftkv_platform.database.key_uses import SqlKeyUses
-from swiftkv_platform.database.sessions import SqlSessions, StoredSession
+from swiftkv_platform.database.access import SqlKeyUses, SqlSessions, StoredSession
 from swiftkv_platform.errors import DatabaseUnavailableError, UnauthenticatedError
 from swiftkv_platform.logs import get_logger
 from swiftkv_platform.orchestration.ports import Clock

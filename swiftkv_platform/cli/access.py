@@ -170,7 +170,7 @@ def _last_used() -> Mapping[str, int]:
     chosen = settings()
     if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
         return {}  # opening an SQLite file would make it
-    from swiftkv_platform.database.key_uses import SqlKeyUses  # other commands do without SQL
+    from swiftkv_platform.database.access import SqlKeyUses  # other commands do without SQL
     from swiftkv_platform.database.session import Database
 
     try:

@@ -16,6 +16,8 @@ from swiftkv_platform.orchestration.job import Job, Model
 from swiftkv_platform.planning import resolve_num_key_value_layers
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.parents import ParentName
+from swiftkv_platform.specs.publish import PublicationSpec, PublishSpec
+from swiftkv_platform.specs.training import TrainingSpec
 
 FROM = "training.from"
 _LONGEST_STEM = 80
@@ -85,13 +87,13 @@ class Ancestor:
     """Job that made it."""
 
 
+@dataclass(frozen=True)
 class Parents:
     """Looks up parents in database and store."""
 
-    def __init__(self, jobs: ParentJobs, models: ParentModels, objects: ParentObjects) -> None:
-        self._jobs = jobs
-        self._models = models
-        self._objects = objects
+    jobs: ParentJobs
+    models: ParentModels
+    objects: ParentObjects
 
     def __call__(self, spec: JobSpec, tenant: str) -> FoundParent | None:
         """Find what a spec continues from; None for one that starts from its teacher.
@@ -112,11 +114,11 @@ class Parents:
         found: list[Ancestor] = []
         while len(found) < _MOST_ANCESTORS:
             try:
-                name = self._jobs.get(job_id, tenant=tenant).spec.training.from_
+                name = self.jobs.get(job_id, tenant=tenant).spec.training.from_
                 if name is None:
                     break
                 parsed = ParentName.parse(name)
-                job_id = parsed.job or self._models.get_model(name, tenant=tenant).job_id
+                job_id = parsed.job or self.models.get_model(name, tenant=tenant).job_id
             except NotFoundError:  # deleted since
                 break
             found.append(Ancestor(name, job_id))
@@ -124,12 +126,12 @@ class Parents:
 
     def _model(self, model_id: str, tenant: str) -> FoundParent:
         try:
-            model = self._models.get_model(model_id, tenant=tenant)
-            job = self._jobs.get(model.job_id, tenant=tenant)
+            model = self.models.get_model(model_id, tenant=tenant)
+            job = self.jobs.get(model.job_id, tenant=tenant)
         except NotFoundError as error:
             raise _refused(model_id, "there is no such model; GET /models lists those there are") from error
         attempt = AttemptId(model.job_id, model.attempt)
-        if self._objects.artifact_manifest(attempt) is None:
+        if self.objects.artifact_manifest(attempt) is None:
             raise _refused(model_id, "its files are not in the object store; another model would do")
         parent = Parent(
             name=model.id, kind="model", key=attempt.artifact_prefix, job_id=job.id, sha256=model.manifest_digest
@@ -139,12 +141,12 @@ class Parents:
     def _checkpoint(self, name: ParentName, tenant: str) -> FoundParent:
         assert name.job is not None, "a name is a model's or a checkpoint's"
         try:
-            job = self._jobs.get(name.job, tenant=tenant)
+            job = self.jobs.get(name.job, tenant=tenant)
         except NotFoundError as error:
             raise _refused(str(name), f"there is no job {name.job}; GET /jobs lists those there are") from error
         if job.spec.sweep is not None:
             raise _refused(str(name), f"{job.id} is a sweep, whose model would do, and no checkpoint of its trials")
-        complete = self._objects.list_checkpoints(job.id)
+        complete = self.objects.list_checkpoints(job.id)
         found = [each for each in complete if each.step == name.step and name.attempt in (None, each.attempt)]
         if not found:
             raise _refused(str(name), f"{job.id} has no such checkpoint; {_there_are(complete)}")
@@ -292,4 +294,50 @@ def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str =
         "would do",
         field=field,
         value=ours,
+    )
+
+
+_TENANT = "{tenant}"
+_FIELD = "publish.to"
+_LONGEST_STEM = 90
+"""Characters of a model's name that go into the name of a job that publishes it."""
+
+
+@dataclass(frozen=True)
+class PublishRules:
+    """Places that the operator opens, since the platform writes there with its own credentials."""
+
+    targets: Sequence[str] = ()
+    """Prefixes of `publish.to`, in which `{tenant}` stands for the caller's tenant."""
+
+    def check(self, publish: PublicationSpec, tenant: str) -> None:
+        """Raises `InvalidInputError` for a place that is closed."""
+        opened = [target.replace(_TENANT, tenant).rstrip("/") for target in self.targets]
+        if any(publish.to == each or publish.to.startswith(f"{each}/") for each in opened):
+            return
+        raise InvalidInputError(
+            f"{_FIELD} is {publish.to!r}, where tenant {tenant!r} may not publish; open to it are "
+            f"{', '.join(opened) or 'no places (SWIFTKV_PUBLISH_TARGETS)'}",
+            field=_FIELD,
+            value=publish.to,
+        )
+
+
+NOWHERE = PublishRules()
+
+
+def copying_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
+    """The spec of a job that copies a model, and neither trains nor measures."""
+    theirs = found.spec
+    training = TrainingSpec.model_validate({"from": found.parent.name, "max_steps": 0})
+    return JobSpec(
+        name=f"publish-{theirs.name[:_LONGEST_STEM]}",
+        model=theirs.model,
+        swiftkv=theirs.swiftkv,
+        distillation=theirs.distillation,
+        training=training,
+        resources=theirs.resources.model_copy(
+            update={"num_workers": 1, "gpus_per_worker": 0, "accelerator_type": None}
+        ),
+        publish=PublishSpec(to=publish.to, private=publish.private),
     )

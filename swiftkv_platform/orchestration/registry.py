@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from swiftkv_platform.errors import ConflictError, InvalidInputError, NotFoundError, StaleVersionError
+from swiftkv_platform.orchestration.changes import Expected
 from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus
 from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.ports import Clock
-from swiftkv_platform.orchestration.versions import Expected
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 
 ALIAS_PATTERN = r"^[a-z][a-z0-9-]{0,31}$"
@@ -64,12 +64,12 @@ class Registry(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class RegistryService:
     """Promoting, rolling back and looking up."""
 
-    def __init__(self, registry: Registry, *, clock: Clock) -> None:
-        self._registry = registry
-        self._clock = clock
+    registry: Registry
+    clock: Clock
 
     def resolve(self, name: str, tenant: str) -> tuple[Model, str | None]:
         """The model that a `mdl_` id, a `job_` id or an alias stands for; and the alias, if it is one.
@@ -78,29 +78,29 @@ class RegistryService:
         """
         if name.startswith("mdl_"):
             try:
-                return self._registry.get_model(name, tenant=tenant), None
+                return self.registry.get_model(name, tenant=tenant), None
             except NotFoundError as error:
                 raise _no_model(name) from error
         if name.startswith("job_"):
-            model = self._registry.model_of_job(name, tenant=tenant)
+            model = self.registry.model_of_job(name, tenant=tenant)
             if model is None:
                 raise _no_model(name)
             return model, None
-        stack = _stack(self._registry.promotions(tenant=tenant, alias=name))
+        stack = _stack(self.registry.promotions(tenant=tenant, alias=name))
         if not stack:
             raise _no_model(name)
-        return self._registry.get_model(stack[-1], tenant=tenant), name
+        return self.registry.get_model(stack[-1], tenant=tenant), name
 
     def aliases(self, tenant: str) -> Mapping[str, Sequence[Promotion]]:
         """History by alias."""
         found: dict[str, list[Promotion]] = {}
-        for promotion in self._registry.promotions(tenant=tenant):
+        for promotion in self.registry.promotions(tenant=tenant):
             found.setdefault(promotion.alias, []).append(promotion)
         return found
 
     def history(self, alias: str, tenant: str) -> Sequence[Promotion]:
         """Raises `NotFoundError` for an alias that nothing was ever promoted to."""
-        found = self._registry.promotions(tenant=tenant, alias=alias)
+        found = self.registry.promotions(tenant=tenant, alias=alias)
         if not found:
             raise NotFoundError(f"there is no alias {alias!r}; GET /aliases lists them", field="alias", value=alias)
         return found
@@ -117,8 +117,8 @@ class RegistryService:
         Raises `NotFoundError` for an unknown model, `PreconditionFailedError` for an alias at another version than
         `expected`, and `StaleVersionError` where another model is promoted at the same time.
         """
-        model = self._registry.get_model(model_id, tenant=tenant)
-        seen = _version(self._registry.promotions(tenant=tenant, alias=alias))
+        model = self.registry.get_model(model_id, tenant=tenant)
+        seen = _version(self.registry.promotions(tenant=tenant, alias=alias))
 
         def decide(history: Sequence[Promotion]) -> Promotion:
             if expected is not None:
@@ -166,7 +166,7 @@ class RegistryService:
             made.append(decide(history))
             return made[-1]
 
-        self._registry.promote(remember, alias, tenant, _swap)
+        self.registry.promote(remember, alias, tenant, _swap)
         return made[-1]
 
     def _promotion(
@@ -181,7 +181,7 @@ class RegistryService:
         by: str,
         reason: str,
     ) -> Promotion:
-        now = int(self._clock())
+        now = int(self.clock())
         return Promotion(new_id("prm"), tenant, alias, action, model, previous, reason, by, now, version)
 
 

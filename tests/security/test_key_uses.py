@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from swiftkv_platform.api.sessions import KeyUses
 from swiftkv_platform.cli.app import app as cli
-from swiftkv_platform.database.key_uses import SqlKeyUses
+from swiftkv_platform.database.access import SqlKeyUses
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError
 from swiftkv_platform.security.keys import KeyRing, Scope, create_key, rotate_key

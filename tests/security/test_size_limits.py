@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.job import Attempt, Job, JobStatus
-from swiftkv_platform.orchestration.job_limits import JobLimits
+from swiftkv_platform.orchestration.limits import AttemptLimits, JobLimits
 from swiftkv_platform.specs import JobSpec
 
 LIMITS = JobLimits(max_workers=8, max_batch_size=64, max_runtime_s=3600)

@@ -33,9 +33,9 @@ from swiftkv_platform.api.schemas import ListAnswer, list_answer
 from swiftkv_platform.cluster.replica_metrics import read_replica_metrics
 from swiftkv_platform.errors import ClusterUnavailableError
 from swiftkv_platform.orchestration.deploying import DeploymentService
-from swiftkv_platform.orchestration.deployment_limits import DeploymentLimits
+from swiftkv_platform.orchestration.deployment import RouteRules
+from swiftkv_platform.orchestration.limits import DeploymentLimits
 from swiftkv_platform.orchestration.registry import RegistryService
-from swiftkv_platform.orchestration.routes import RouteRules
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.specs.deployment import DeploymentSpec
 

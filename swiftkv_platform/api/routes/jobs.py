@@ -30,8 +30,8 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.estimates import machines
 from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.job import Job, JobStatus
+from swiftkv_platform.orchestration.parents import PublishRules
 from swiftkv_platform.orchestration.ports import JobFilter
-from swiftkv_platform.orchestration.publishing import PublishRules
 from swiftkv_platform.orchestration.service import JobService
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.base import Label

@@ -32,9 +32,8 @@ from swiftkv_platform.api.dependencies import (
 from swiftkv_platform.api.routes.jobs import Create
 from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare
-from swiftkv_platform.orchestration.parents import publishing_spec
+from swiftkv_platform.orchestration.parents import copying_spec, publishing_spec
 from swiftkv_platform.orchestration.ports import Page, Slice
-from swiftkv_platform.orchestration.publishing import copying_spec
 from swiftkv_platform.orchestration.registry import ALIAS_PATTERN, RegistryService
 from swiftkv_platform.specs.publish import PublicationSpec
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.engine import LLMEngine
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.orchestration.engine_options import check_engine_options
+from swiftkv_platform.orchestration.deploying import check_engine_options
 from swiftkv_platform.serve.args import Served
 from swiftkv_platform.serve.backends import Surroundings, choose_backend
 from swiftkv_platform.specs.engine import EngineConfig

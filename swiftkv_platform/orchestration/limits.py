@@ -4,10 +4,93 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swiftkv_platform.contract.reasons import ReasonCode
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
 from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.job import Job, JobStatus, Reason
 from swiftkv_platform.orchestration.tenants import NO_LIMITS, Policies
+from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.specs.deployment import ResolvedDeployment
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    """Most that the operator lets one job ask for; None is no limit."""
+
+    max_workers: int | None = None
+    """Workers at a time, over all trials of a sweep."""
+    max_batch_size: int | None = None
+    """Rows of a step, and of one worker's pass."""
+    max_runtime_s: int | None = None
+    """Seconds of an attempt."""
+
+    def check(self, spec: JobSpec) -> None:
+        """Raises `InvalidInputError`, with field, value and limit."""
+        trials = 1 if spec.sweep is None else min(spec.sweep.max_concurrent, spec.sweep.num_trials)
+        training = spec.training
+        asked = (
+            ("resources.num_workers", spec.resources.max_workers * trials, self.max_workers),
+            ("training.batch_size", training.batch_size, self.max_batch_size),
+            ("training.micro_batch_size", training.micro_batch_size, self.max_batch_size),
+            ("limits.max_runtime_s", spec.limits.max_runtime_s, self.max_runtime_s),
+        )
+        for field, value, most in asked:
+            if value is not None and most is not None and value > most:
+                raise InvalidInputError(
+                    f"{field} comes to {value}, and the operator's limit is {most}; {most} or less would do",
+                    field=field,
+                    value=value,
+                )
+
+
+UNLIMITED = JobLimits()
+
+
+@dataclass(frozen=True)
+class AttemptLimits:
+    """Time that the operator grants every attempt."""
+
+    placement_s: float = 1800.0
+    """Seconds that an attempt may hold a slot while none of its workers has found a place."""
+    max_runtime_s: int | None = None
+    """Seconds that it may run, whatever its spec says; None leaves it to the spec."""
+
+    def exceeded(self, job: Job, now: float) -> Reason | None:
+        """Why the job's attempt must end; None if it may go on."""
+        return self._not_placed(job, now) or self._overdue(job, now)
+
+    def _overdue(self, job: Job, now: float) -> Reason | None:
+        since, own = job.attempt.submitted_at, job.spec.limits.max_runtime_s
+        limits = [limit for limit in (own, self.max_runtime_s) if limit is not None]
+        if since is None or not limits or now - since <= min(limits):
+            return None
+        whose = "limits.max_runtime_s" if own == min(limits) else "the operator's maximum"
+        message = f"attempt {job.attempt.number} ran longer than {whose}, {min(limits)} s"
+        return Reason(ReasonCode.MAX_RUNTIME_EXCEEDED, message, field="limits.max_runtime_s")
+
+    def _not_placed(self, job: Job, now: float) -> Reason | None:
+        """Another try would ask for the same again, so this ends the job."""
+        attempt = job.attempt
+        if attempt.waiting:
+            since, needs = attempt.waiting_since, "; ".join(attempt.waiting.values())
+        elif job.status is JobStatus.STARTING and not attempt.placed:
+            since, needs = (
+                attempt.submitted_at,
+                "the attempt itself, of which nothing has been heard since it was submitted",
+            )
+        else:
+            return None
+        if since is None or now - since <= self.placement_s:
+            return None
+        message = (
+            f"attempt {attempt.number} has found no place on the cluster for {self.placement_s:g} s: {needs}; "
+            "fewer or smaller resources.num_workers, or a larger cluster, would do"
+        )
+        return Reason(ReasonCode.NOT_PLACED, message, field="resources")
+
+
+DEFAULT_LIMITS = AttemptLimits()
+
 
 _NOTHING = Demand()
 

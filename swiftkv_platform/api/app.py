@@ -11,6 +11,7 @@ from dataclasses import replace
 from uuid import uuid4
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
@@ -26,7 +27,7 @@ from swiftkv_platform.api.dependencies import (
 )
 from swiftkv_platform.api.following import Followers, Watches
 from swiftkv_platform.api.guards import OriginGuard, SecurityHeaders, too_large
-from swiftkv_platform.api.instruments import ControlPlaneHistograms, SweeperMetrics
+from swiftkv_platform.api.instruments import ControlPlaneHistograms, ControlPlaneMetrics
 from swiftkv_platform.api.job_logs import LogFollowers
 from swiftkv_platform.api.routes import (
     audit,
@@ -128,10 +129,9 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
         app.state.upload_places = UploadPlaces()
         operator_files = _operator_files(credentials, parts.policies)
         app.state.readiness = health.Readiness(parts, loops)
-        app.state.metrics = health.metrics_registry(
-            parts, loops, lambda: reconciler.jobs_put_off, operator_files, histograms
-        )
-        app.state.metrics.register(SweeperMetrics(sweeper, orphans))
+        app.state.metrics = CollectorRegistry()
+        histograms.register(app.state.metrics)
+        app.state.metrics.register(ControlPlaneMetrics(parts, loops, reconciler, operator_files, sweeper, orphans))
         for loop in loops:
             loop.start()
         try:

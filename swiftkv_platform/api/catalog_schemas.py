@@ -1,8 +1,8 @@
-"""The JSON that callers see of models and deployments. Knows no route and no database."""
+"""The JSON of models, deployments, aliases, lineage and comparisons. Knows no route and no database."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
@@ -58,21 +58,6 @@ class ModelAnswer(Answer):
     lineage: dict[str, Any]
     metrics: dict[str, Any]
 
-    @classmethod
-    def of(cls, model: Model) -> Self:
-        return cls(
-            id=model.id,
-            name=model.name,
-            created_at=model.created_at,
-            job_id=model.job_id,
-            attempt=model.attempt,
-            artifact_uri=model.artifact_uri,
-            manifest_digest=model.manifest_digest,
-            size=model.size,
-            lineage=dict(model.lineage),
-            metrics=dict(model.metrics),
-        )
-
 
 @merge_patch_of(DeploymentSpec)
 class DeploymentChange(MergePatch):
@@ -127,17 +112,9 @@ class DeploymentAnswer(ResolvedDeployment, _DeploymentHead):
 
     @classmethod
     def of(cls, deployment: Deployment, serve_url: str) -> Self:
-        spec, state = deployment.spec, deployment.state
-        return cls(
-            **spec.model_dump(),
-            created_at=deployment.created_at,
-            version=deployment.version,
-            status=state.status,
-            message=state.message,
-            replicas=state.replicas,
-            load_seconds=dict(state.load_seconds),
-            url=serve_url.rstrip("/") + spec.route_prefix.rstrip("/"),
-        )
+        spec, kept = deployment.spec, {"created_at": deployment.created_at, "version": deployment.version}
+        url = serve_url.rstrip("/") + spec.route_prefix.rstrip("/")
+        return cls(**spec.model_dump(), **vars(deployment.state), **kept, url=url)
 
 
 Reason = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -173,10 +150,6 @@ class PromotionAnswer(Answer):
     version: int
     """Version of the alias from then on; `ETag` has it too, for `If-Match`."""
 
-    @classmethod
-    def of(cls, promotion: Promotion) -> Self:
-        return cls(**{name: getattr(promotion, name) for name in cls.model_fields if name != "object"})
-
 
 class AliasAnswer(Answer):
     """Model that an alias stands for, and its history."""
@@ -192,9 +165,8 @@ class AliasAnswer(Answer):
 
     @classmethod
     def of(cls, alias: str, history: Sequence[Promotion]) -> Self:
-        newest = history[-1]
-        answers = [PromotionAnswer.of(item) for item in history]
-        return cls(id=alias, version=newest.version, model=newest.model, history=answers)
+        newest = {"version": history[-1].version, "model": history[-1].model}
+        return cls.model_validate({"id": alias, **newest, "history": history})
 
 
 class LineageDeployment(Answer):
@@ -245,29 +217,17 @@ class LineageAnswer(Answer):
         ancestors: Sequence[Ancestor],
     ) -> Self:
         newest = {item.alias: item.model for item in history}
-        return cls(
-            data_fingerprint=model.lineage.get("data_fingerprint"),
-            teacher=model.lineage.get("teacher"),
-            revision=model.lineage.get("revision"),
-            code_version=model.lineage.get("code_version"),
-            spec=model.lineage.get("spec"),
-            ancestors=[AncestorAnswer(name=each.name, job_id=each.job_id) for each in ancestors],
-            job_id=model.job_id,
-            attempt=model.attempt,
-            model=model.id,
-            artifact_uri=model.artifact_uri,
-            manifest_digest=model.manifest_digest,
-            aliases=sorted(alias for alias, current in newest.items() if current == model.id),
-            promotions=[PromotionAnswer.of(item) for item in history if model.id in (item.model, item.previous)],
-            deployments=[
-                LineageDeployment(
-                    id=item.spec.id,
-                    route_prefix=item.spec.route_prefix,
-                    alias=item.spec.alias,
-                    status=item.state.status,
-                )
-                for item in deployments
-            ],
+        origin = ("data_fingerprint", "teacher", "revision", "code_version", "spec")
+        return cls.model_validate(
+            {
+                **vars(model),
+                **{name: model.lineage.get(name) for name in origin},
+                "model": model.id,
+                "ancestors": ancestors,
+                "aliases": sorted(alias for alias, current in newest.items() if current == model.id),
+                "promotions": [item for item in history if model.id in (item.model, item.previous)],
+                "deployments": [{**dict(item.spec), "status": item.state.status} for item in deployments],
+            }
         )
 
 
@@ -299,10 +259,16 @@ class ComparisonAnswer(Answer):
 
     @classmethod
     def of(cls, found: Comparison) -> Self:
-        return cls(
-            a=found.a.id,
-            b=found.b.id,
-            figures=[FigureAnswer(name=each.name, a=each.a, b=each.b, better=each.better) for each in found.figures],
-            differences=[DifferenceAnswer(name=name, a=a, b=b) for name, (a, b) in found.differences.items()],
-            spec_differences=[DifferenceAnswer(name=name, a=a, b=b) for name, (a, b) in found.spec_differences.items()],
+        return cls.model_validate(
+            {
+                "a": found.a.id,
+                "b": found.b.id,
+                "figures": found.figures,
+                "differences": _listed(found.differences),
+                "spec_differences": _listed(found.spec_differences),
+            }
         )
+
+
+def _listed(differences: Mapping[str, tuple[Any, Any]]) -> list[dict[str, Any]]:
+    return [{"name": name, "a": a, "b": b} for name, (a, b) in differences.items()]

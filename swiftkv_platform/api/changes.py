@@ -95,7 +95,7 @@ def if_match(
     versions = frozenset(int(match[1]) for match in found if match is not None)
     if None in found:
         raise InvalidInputError(
-            f'If-Match is {value!r}; `ETag` of an earlier answer, such as "3" with its quotation marks, or * would do',
+            f'If-Match is {value!r}; expected `ETag` of an earlier answer, such as "3" with its quotation marks, or *',
             field="If-Match",
             value=value,
         )

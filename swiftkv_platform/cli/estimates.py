@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def foresee(spec: JobSpec, *, config: Path | None, num_tokens: int | None = None
     or its directory, `num_tokens` the tokens of an epoch. Raises as `validate`.
     """
     found = validate(spec, read_stored, config=config, machines=machines(settings()), num_tokens=num_tokens)
-    return Estimate.model_validate({"object": "distillation.estimate", **asdict(found)})
+    return Estimate.model_validate({"object": "distillation.estimate", **found.model_dump()})
 
 
 def print_plan(path: Path, *, config: Path | None, num_tokens: int | None, json: bool) -> None:

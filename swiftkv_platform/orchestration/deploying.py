@@ -198,7 +198,7 @@ def check_engine_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= _MOST):
             raise InvalidInputError(
-                f"engine.{name} is {value:g}; a finite number of at most 63 bits would do",
+                f"engine.{name} is {value:g}; expected a finite number of at most 63 bits",
                 field=f"engine.{name}",
                 value=str(value),
             )

@@ -105,7 +105,7 @@ class RouteRules:
         placed = home + route_prefix.rstrip("/")
         if len(placed) > LONGEST_PREFIX:
             raise InvalidInputError(
-                f"route_prefix would be {placed!r}, {len(placed)} characters; at most {LONGEST_PREFIX} would do",
+                f"route_prefix would be {placed!r}, {len(placed)} characters; at most {LONGEST_PREFIX} are accepted",
                 field="route_prefix",
                 value=route_prefix,
             )
@@ -128,7 +128,7 @@ def _check_segments(route_prefix: str) -> None:
     if "." in segments or ".." in segments or segments[0] == _SERVES_OWN:
         raise InvalidInputError(
             f"route_prefix is {route_prefix!r}; the segments '.' and '..', and '-' at the beginning, have a meaning of "
-            "their own; another name would do",
+            "their own; use another name",
             field="route_prefix",
             value=route_prefix,
         )

@@ -37,7 +37,7 @@ class JobLimits:
         for field, value, most in asked:
             if value is not None and most is not None and value > most:
                 raise InvalidInputError(
-                    f"{field} comes to {value}, and the operator's limit is {most}; {most} or less would do",
+                    f"{field} comes to {value}, and the operator's limit is {most}; use {most} or less",
                     field=field,
                     value=value,
                 )
@@ -84,7 +84,7 @@ class AttemptLimits:
             return None
         message = (
             f"attempt {attempt.number} has found no place on the cluster for {self.placement_s:g} s: {needs}; "
-            "fewer or smaller resources.num_workers, or a larger cluster, would do"
+            "use fewer or smaller resources.num_workers, or a larger cluster"
         )
         return Reason(ReasonCode.NOT_PLACED, message, field="resources")
 
@@ -139,7 +139,7 @@ class DeploymentLimits:
             name, asked, most = alone
             raise OverQuotaError(
                 f"the deployment asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} "
-                f"is {most:g}: it could never run; fewer max_replicas or smaller ones would do",
+                f"is {most:g}: it could never run; use fewer max_replicas or smaller ones",
                 field=name,
                 value=asked,
             )

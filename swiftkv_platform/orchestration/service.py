@@ -142,12 +142,13 @@ class JobService:
             return found
         speed, source = measured
         if found.process_memory is not None and speed.process_memory is not None:
-            found = replace(found, process_memory=speed.process_memory)
+            found = found.model_copy(update={"process_memory": speed.process_memory})
         if found.total_flops is None or spec.sweep is not None:
             return found
         training = found.total_flops / (speed.flops_per_second * spec.resources.max_workers)
         seconds = speed.startup_s + training + speed.finish_s
-        return replace(found, seconds=seconds, speed_source=source, cost=self.prices.cost(spec, seconds))
+        cost = self.prices.cost(spec, seconds)
+        return found.model_copy(update={"seconds": seconds, "speed_source": source, "cost": cost})
 
     def submit(
         self, spec: JobSpec, caller: Caller, *, idempotency_key: str | None = None, traceparent: str | None = None
@@ -183,7 +184,7 @@ class JobService:
             name, asked, most = exceeded
             raise OverQuotaError(
                 f"the job asks for {asked:g} of what {name} counts, and the quota {name} of tenant {tenant!r} is "
-                f"{most:g}: it could never start; fewer or smaller resources.num_workers would do",
+                f"{most:g}: it could never start; use fewer or smaller resources.num_workers",
                 field="resources",
                 value=asked,
             )

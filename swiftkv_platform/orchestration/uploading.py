@@ -77,8 +77,8 @@ class FileService:
         most = self._limits_of(caller).max_bytes
         if announced > most:
             raise InvalidInputError(
-                f"file has {announced} bytes, and a file of tenant {caller.tenant!r} may have {most}; several files "
-                "would do",
+                f"file has {announced} bytes, and a file of tenant {caller.tenant!r} may have {most}; use "
+                "several files",
                 field="file",
                 value=announced,
             )

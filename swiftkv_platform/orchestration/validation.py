@@ -94,7 +94,7 @@ def _check_layers(spec: JobSpec, num_hidden_layers: int) -> None:
 def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
     value = config.get("num_hidden_layers")
     if not isinstance(value, int) or value < 2:
-        raise unusable(name, f"its config.json has num_hidden_layers {value!r}; a decoder of 2 or more layers would do")
+        raise unusable(name, f"its config.json has num_hidden_layers {value!r}; expected a decoder of 2 or more layers")
     return value
 
 
@@ -119,14 +119,14 @@ def _check_task(task: TaskSpec, field: str, access: Access) -> None:
     if is_builtin and BUILTIN_TASKS[name] and task.data_dir is None:
         wanted = " and ".join(BUILTIN_TASKS[name])
         raise InvalidInputError(
-            f"{field} is {name!r} without data_dir; a directory that holds {wanted} would do",
+            f"{field} is {name!r} without data_dir; use a directory that holds {wanted}",
             field=f"{field}.data_dir",
             value=None,
         )
     file = parse_location(name, field=field) if task.names_file else None
     if isinstance(file, PathSource) and not os.path.isfile(file.path):  # noqa: PTH113 (which raises for some)
         raise InvalidInputError(
-            f"{field} is {name!r}: no such file; a task's .yaml file, or a name that the harness knows, would do",
+            f"{field} is {name!r}: no such file; use a task's .yaml file, or a name that the harness knows",
             field=field,
             value=name,
         )

@@ -188,7 +188,7 @@ def rotate_key(
         _check_times(new)
         end = max(now, not_before or now) + overlap_s
         if end > LATEST:
-            raise InvalidInputError(f"overlap is {overlap_s} s; an end before the year 10000 would do", field="overlap")
+            raise InvalidInputError(f"overlap is {overlap_s} s; use an end before the year 10000", field="overlap")
         others = [key for key in keys if key.name != name or not key.has_expired(now)]
         _write(path, [*(_ending(key, end) if key.name == name else key for key in others), new])
     return token, new
@@ -216,7 +216,7 @@ def _ending(key: ApiKey, end: int) -> ApiKey:
 def _check_times(key: ApiKey) -> None:
     if key.expires_at is not None and key.not_before is not None and key.expires_at <= key.not_before:
         raise InvalidInputError(
-            f"expires_at is {key.expires_at}, not after not_before ({key.not_before}); a later end would do",
+            f"expires_at is {key.expires_at}, not after not_before ({key.not_before}); use a later end",
             field="expires_at",
             value=key.expires_at,
         )

@@ -94,7 +94,7 @@ def _verified(token: str, header: dict[str, Any], trusted: _Trusted) -> dict[str
     """The claims of a token with a good signature, in its time, for this platform."""
     algorithm, key_id = header.get("alg"), header.get("kid")
     if algorithm not in trusted.issuer.algorithms:
-        raise _refusal(f"the token's algorithm is not accepted; {', '.join(trusted.issuer.algorithms)} would do")
+        raise _refusal(f"the token's algorithm is not accepted; accepted are {', '.join(trusted.issuer.algorithms)}")
     if "crit" in header or not isinstance(key_id, str) or not key_id:
         raise _refusal("the token's header has no `kid`, or extensions (`crit`)")
     key = trusted.keys.find(key_id)

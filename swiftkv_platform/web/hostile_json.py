@@ -48,7 +48,7 @@ def check_json(body: bytes, *, allow_nul: bool = False) -> None:
     try:
         body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _refused((), f"is not UTF-8 at byte {error.start}; UTF-8 would do") from error
+        raise _refused((), f"is not UTF-8 at byte {error.start}; use UTF-8") from error
     if b"\0" in body:
         raise _refused((), r"has a NUL byte; in JSON text it is written \u0000")
     if len(body) <= _ALWAYS_WALKED or _could_be_hostile(body):
@@ -118,7 +118,7 @@ def _check_value(document: Any, *, allow_nul: bool) -> None:
 
 def _check_integers(values: Sequence[int], place: Place) -> None:
     if max(values) > MAX_INTEGER or min(values) < -MAX_INTEGER - 1:
-        raise _refused(place, f"is an integer of more than 63 bits; -2^63..{MAX_INTEGER} would do")
+        raise _refused(place, f"is an integer of more than 63 bits; expected -2^63..{MAX_INTEGER}")
 
 
 def _check_key(key: str, place: Place) -> None:
@@ -128,7 +128,7 @@ def _check_key(key: str, place: Place) -> None:
 
 
 def _too_deep(place: Place) -> InvalidInputError:
-    return _refused(place, f"has lists and objects more than {MAX_DEPTH} deep; fewer would do")
+    return _refused(place, f"has lists and objects more than {MAX_DEPTH} deep; use fewer")
 
 
 def _refused(place: Place, problem: str) -> InvalidInputError:

@@ -75,7 +75,7 @@ class FieldProblem(BaseModel):
     value: Any = None
     """Value as it was sent; null where it is missing or long."""
     message: str
-    """Statement of the problem, and of what would do."""
+    """Statement of the problem, and of what is accepted."""
 
 
 class Problem(BaseModel):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.errors import InvalidInputError, lone_surrogate
 
 MAX_INTEGER = 2**63 - 1
 """Largest magnitude that databases and other languages hold."""
@@ -37,13 +37,8 @@ Place = tuple[str | int, ...]
 
 
 def check_json(body: bytes, *, allow_nul: bool = False) -> None:
-    """Return if a body is good, or no JSON at all, which its reader notices.
-
-    Args:
-        allow_nul: NUL in strings passes; databases cannot hold it.
-
-    Raises:
-        InvalidInputError: names the field, or `body`.
+    """Return if a body is good, or no JSON at all, which its reader notices. NUL in strings, which databases cannot
+    hold, passes with `allow_nul`. Raises `InvalidInputError` that names the field, or `body`.
     """
     try:
         body.decode("utf-8")
@@ -57,12 +52,8 @@ def check_json(body: bytes, *, allow_nul: bool = False) -> None:
 
 def check_text(text: str, place: Place, *, allow_nul: bool = False) -> None:
     """Raise `InvalidInputError` for text that UTF-8, or with NUL a database, cannot hold."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            message = f"has a lone surrogate at character {error.start}, which is no text; leave it out"
-            raise _refused(place, message) from error
+    if (found := lone_surrogate(text)) is not None:
+        raise _refused(place, f"has a lone surrogate at character {found}, which is no text; leave it out")
     if "\0" in text and not allow_nul:
         raise _refused(place, f"has NUL at character {text.index(chr(0))}; leave it out")
 

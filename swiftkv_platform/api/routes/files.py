@@ -23,7 +23,7 @@ from swiftkv_platform.orchestration.files import File, Purpose
 from swiftkv_platform.orchestration.ports import Page, Slice
 from swiftkv_platform.orchestration.service import Caller
 from swiftkv_platform.orchestration.uploading import FileLimits, FileService
-from swiftkv_platform.web.openai_errors import ERROR_RESPONSES
+from swiftkv_platform.web.problems import ERROR_RESPONSES
 
 
 class FileAnswer(Answer):

@@ -32,8 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.reports import benchmark_parser, write_report
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress

@@ -20,8 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import swiftkv_platform.distillation.weights as weights
 import swiftkv_platform.jobs.worker.evaluate as evaluation
 import swiftkv_platform.jobs.worker.measure as measure
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import AttemptRequest, Manifest, StopRequest
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.data.prepared import PreparedData
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress

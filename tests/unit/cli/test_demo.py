@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
-from swiftkv_platform.local.demo.plot import plot_loss
-from swiftkv_platform.local.demo.report import build_report, print_report, write_report
+from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.demo.run import job_spec
 from swiftkv_platform.specs import JobSpec
 from tests.requirements import required_module

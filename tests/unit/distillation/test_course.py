@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseEvent
-from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseCode, CourseEvent
 from swiftkv_platform.distillation.course import Course, Turn, chosen_step, measured, turn_notes, went_back
 from swiftkv_platform.specs import TrainingSpec
 

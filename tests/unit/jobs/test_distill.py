@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import PROTOCOL
 from swiftkv_platform.contract.events import ErrorEvent
-from swiftkv_platform.contract.protocol import PROTOCOL
 from swiftkv_platform.errors import ObjectNotFoundError
 from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.orchestration.reconciler import Entrypoint

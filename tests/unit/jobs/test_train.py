@@ -13,8 +13,7 @@ import torch
 
 from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.contract.events import AttemptEvent
-from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.contract.events import AttemptEvent, CourseCode
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress

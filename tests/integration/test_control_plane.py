@@ -92,6 +92,7 @@ def test_one_key_gives_one_job(plane: Plane) -> None:
     assert len(plane.ledger(first.id)) == 1
 
 
+@pytest.mark.soak("a control plane of its own")
 def test_poison_in_every_slot_stops_no_good_job(tmp_path: Path, ray_cluster: RayCluster) -> None:
     """A job that starts without a submission to its name cannot be followed: handling it raises each time."""
     plane = Plane(tmp_path / "poisoned", ray_cluster, {"SWIFTKV_MAX_RUNNING_JOBS": "2"})

@@ -71,8 +71,14 @@ def test_calibration_and_evaluation_are_divided_among_workers(tiny_teacher: Path
     ("section", "code", "field"),
     [
         ({"data": {"sources": [{"name_or_path": "{columnless}"}]}}, "data_error", "data.sources[0]"),
-        ({"swiftkv": {"num_key_value_layers": 9}}, "invalid_input", "swiftkv.num_key_value_layers"),
-        ({"model": {"name_or_path": "{nowhere}"}}, "model_error", "model.name_or_path"),
+        pytest.param(
+            *({"swiftkv": {"num_key_value_layers": 9}}, "invalid_input", "swiftkv.num_key_value_layers"),
+            marks=pytest.mark.soak("an attempt more"),
+        ),
+        pytest.param(
+            *({"model": {"name_or_path": "{nowhere}"}}, "model_error", "model.name_or_path"),
+            marks=pytest.mark.soak("an attempt more"),
+        ),
     ],
 )
 def test_what_only_the_cluster_can_know_is_an_error_event(

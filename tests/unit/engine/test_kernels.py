@@ -124,6 +124,7 @@ def test_a_row_that_is_not_finite_comes_back_as_nan(payload: torch.dtype, broken
 def test_without_a_compiler_that_works_they_are_not_available(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv(kernels.CACHE_VARIABLE, str(tmp_path))
     with capture_logs() as logs:
@@ -138,6 +139,13 @@ def test_a_processor_without_the_products_is_told(monkeypatch: pytest.MonkeyPatc
     with capture_logs() as logs:
         assert not kernels.available.__wrapped__()
     assert "the processor offers AVX2; AVX512 is needed" in logs[0]["reason"]
+
+
+def test_bfloat16_runs_on_a_processor_without_such_products(swiftkv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, greedy = EngineConfig(dtype="bfloat16", native_kernels=False), SamplingParams(max_tokens=8)
+    monkeypatch.setattr("swiftkv_platform.engine.weights.onednn_packs_bfloat16", lambda: False)
+    [output] = LLMEngine.from_pretrained(swiftkv_dir, options).generate([[1, 2, 3]], greedy)
+    assert len(output.token_ids) == 8
 
 
 def test_packed_weights_state_their_sizes(swiftkv_dir: Path, native_kernels: None) -> None:

@@ -222,7 +222,6 @@ def test_fp8_teachers_become_what_their_weights_stand_for(
     assert not hasattr(student.config, "quantization_config")
     assert student(prompt[None]).logits.isfinite().all()
     student.save_pretrained(tmp_path / "in-memory")
-
     streamed = convert_checkpoint(tmp_path / "teacher", tmp_path / "streamed", **SHAPE).path
     assert (streamed / "teacher-00001-of-00001.safetensors").samefile(tmp_path / "teacher" / "model.safetensors")
     assert_equal(*(AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("streamed", "in-memory")))

@@ -66,7 +66,6 @@ def test_measuring_changes_nothing_of_a_run_that_goes_well(tmp_path: Path, strat
     spec = {"sharding": {"strategy": strategy}}
     measured = _run(tmp_path, "measured", training={"keep_best": False}, spec=spec)
     plain = run(Run(store=str(tmp_path / "plain"), spec={"training": {"max_steps": 8}, **spec}))
-
     assert len(_kls(measured)) == 8
     assert all(later < earlier for earlier, later in pairwise(_kls(measured)))
     assert _actions(measured) == [("end", CourseCode.LAST_STEP)]
@@ -93,7 +92,6 @@ def test_every_strategy_measures_the_same(tmp_path: Path, trainable: str) -> Non
 def test_a_ruinous_rate_ends_no_worse_than_the_start(tmp_path: Path, strategy: str, optimizer: str) -> None:
     spec = {"optimizer": {**RUINOUS, "name": optimizer}, "sharding": {"strategy": strategy}}
     outcome = _run(tmp_path, "s", training={"guard": {"max_rollbacks": 2}}, spec=spec)
-
     *rollbacks, end = outcome.notes
     assert [note.data["action"] for note in rollbacks] == ["rollback"] * len(rollbacks)
     assert rollbacks[0].data["code"] is CourseCode.HELD_OUT_KL_ABOVE_START
@@ -109,7 +107,6 @@ def test_going_back_restores_the_state_and_halves_the_rate(tmp_path: Path) -> No
     outcome = _run(
         tmp_path, "s", training={"guard": {"max_rollbacks": 0}}, spec={"optimizer": {**RUINOUS, "weight_decay": 0.0}}
     )
-
     assert _actions(outcome) == [
         ("rollback", CourseCode.HELD_OUT_KL_ABOVE_START),
         ("end", CourseCode.ROLLBACKS_EXHAUSTED),
@@ -128,7 +125,6 @@ def test_a_run_resumed_across_a_step_back_equals_an_uninterrupted_one(
     whole = _run(tmp_path, "whole", training={}, spec=spec)
     first = _run(tmp_path, "cut", training={}, spec=spec, stop_after=stop_after)
     second = _run(tmp_path, "cut", training={}, spec=spec)
-
     assert ("rollback", CourseCode.HELD_OUT_KL_ABOVE_START) in _actions(whole)
     assert len(first.steps) == stop_after
     assert second.notes[-1] == whole.notes[-1]
@@ -140,7 +136,6 @@ def test_a_loss_that_is_not_finite_goes_back_as_well(tmp_path: Path) -> None:
     outcome = _run(
         tmp_path, "s", training={"guard": {"rate_factor": 1e-33}, "validation": {"every_steps": 5}}, spec=spec
     )
-
     assert _actions(outcome)[0] == ("rollback", CourseCode.LOSS_NOT_FINITE)
     assert _actions(outcome)[-1] == ("end", CourseCode.LAST_STEP)
     assert outcome.notes[-1].data["best_kl"] <= outcome.notes[-1].data["start_kl"]
@@ -150,7 +145,6 @@ def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     training = {"early_stopping": {"patience": 2, "min_delta": 10.0}, "max_steps": 8}
     outcome = _run(tmp_path, "s", training=training)
     again = _run(tmp_path, "s", training=training)
-
     assert [metrics.step for metrics in outcome.steps] == [1, 2]
     assert _actions(outcome) == [("end", CourseCode.EARLY_STOPPING)]
     assert outcome.notes[-1].data["chosen_step"] == 2
@@ -159,15 +153,11 @@ def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
 
 def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = iter([0.5, 0.4, 0.3, 0.35, 0.32, 0.31])
-    spec = {
-        "optimizer": {"schedule": "constant", "warmup_ratio": 0.0},
-        "checkpoint": {"every_steps": 1, "keep": 1},
-    }
+    spec = {"optimizer": {"schedule": "constant", "warmup_ratio": 0.0}, "checkpoint": {"every_steps": 1, "keep": 1}}
     with monkeypatch.context() as scripted:
         scripted.setattr(HeldOut, "measure", lambda _: next(figures))
         outcome = _run(tmp_path, "s", training={"max_steps": 5}, spec=spec)
     until_best = _run(tmp_path, "b", training={"max_steps": 2}, spec=spec)
-
     assert outcome.notes[-1].data["chosen_step"] == 2
     assert [path.name[:13] for path in _checkpoints(tmp_path, "s")] == ["step-00000002", "step-00000005"]
     kept = TrainedTensors(_checkpoints(tmp_path, "s")[0])
@@ -196,7 +186,6 @@ def test_bests_are_saved_as_often_as_the_spec_allows(
     assert outcome.notes[-1].data["chosen_step"] == chosen
     job = JobSpec.model_validate({"name": "j", **spec, "training": {**EVERY_STEP, **training, "batch_size": 8}})
     assert RunSchedule.of(job, 6).num_saves >= len(saved)
-
     figures = iter(kls)
     _run(tmp_path, "cut", training=training, spec=spec, stop_after=2)  # before step 2 is saved
     figures = iter(kls[max(step for step in saved if step < 2) + 1 :])
@@ -222,7 +211,6 @@ def test_a_searched_rate_trains_as_if_it_had_been_given(
     rate = note.data["learning_rate"]
     optimizer_given = {"learning_rate": rate, "warmup_ratio": 0.1, "name": optimizer}
     given = _run(tmp_path, "g", training=training, spec={**shared, "optimizer": optimizer_given}, stop_after=3)
-
     assert note.data["code"] is CourseCode.RATE_SEARCHED
     assert 2 <= len(note.data["tried"]) <= 4
     assert rate in [tried["learning_rate"] for tried in note.data["tried"]]
@@ -237,7 +225,6 @@ def test_a_resumed_run_does_not_search_again(tmp_path: Path, strategy: str) -> N
     whole = _run(tmp_path, "whole", training=training, spec=spec, stop_after=6)
     _run(tmp_path, "cut", training=training, spec=spec, stop_after=5)
     second = _run(tmp_path, "cut", training=training, spec=spec, stop_after=6)
-
     assert len(whole.notes) == 1
     assert second.notes == []
     assert [metrics.step for metrics in second.steps] == [5, 6]
@@ -290,7 +277,6 @@ def test_a_checkpoint_of_a_version_before_goes_on_as_it_did(tmp_path: Path) -> N
     for directory in _checkpoints(tmp_path, "cut"):
         _remove_course(directory, tmp_path / directory.name)
     second = _run(tmp_path, "cut", training={"max_steps": 6, "keep_best": False})
-
     assert [metrics.step for metrics in second.steps] == [3, 4, 5, 6]
     assert len(_kls(second)) == 4
     _assert_equal(second, whole)

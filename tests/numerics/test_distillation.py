@@ -71,7 +71,6 @@ def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str,
     spec = DistillationSpec.model_validate({"objective": objective, "trainable": trainable})
     fork = Fork(student, spec, dtype=torch.float32)
     batch = to_tensors(tiny_rows().batch([0, 1, 2]))
-
     sums = fork(**batch)
     sum(weight * sums[name] for name, weight in fork.loss_weights.items()).backward()
     actual = _gradients(fork)
@@ -79,7 +78,6 @@ def test_the_fork_equals_two_full_forward_passes(trainable: str, objective: str,
     expected_sums = _naive_losses(student, batch, spec.temperature)
     sum(weight * expected_sums[name] for name, weight in fork.loss_weights.items()).backward()
     expected = _gradients(fork)
-
     assert sums.keys() == fork.loss_weights.keys()
     for name in sums:
         torch.testing.assert_close(sums[name], expected_sums[name], rtol=1e-5, atol=1e-5)
@@ -95,9 +93,7 @@ def test_a_lower_layer_runs_once_and_remembers_no_gradient() -> None:
     fork = Fork(student, DistillationSpec(), dtype=torch.float32)
     outputs: list[torch.Tensor] = []
     student.model.layers[0].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-
     fork(**to_tensors(tiny_rows().batch([0])))["logits_loss"].backward()
-
     assert len(outputs) == 1
     assert not outputs[0].requires_grad
     assert all(p.grad is None for layer in student.model.layers[:NUM_KEY_VALUE_LAYERS] for p in layer.parameters())
@@ -108,9 +104,7 @@ def test_hidden_loss_compares_the_layer_it_names(layer: int) -> None:
     student = tiny_student()
     spec = DistillationSpec(hidden_loss_weight=1.0, hidden_loss_layer=layer)
     batch = to_tensors(tiny_rows().batch([0, 1]))
-
     actual = Fork(student, spec, dtype=torch.float32)(**batch)["hidden_loss"]
-
     states = []
     for enabled in (True, False):
         output = student.swiftkv(enabled)(
@@ -136,7 +130,6 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else() -> None:
         fork(**batch)["logits_loss"].backward()
         gradients.append(_gradients(fork))
         assert len(calls) == (3 if checkpointing else 2)  # teacher, student, and once again in the backward pass
-
     for name in gradients[0]:
         torch.testing.assert_close(gradients[1][name], gradients[0][name], msg=name)
 
@@ -151,7 +144,6 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
         teacher = student.swiftkv(False)(**inputs, use_cache=False).logits
         student.swiftkv(True)
-
     fork(**batch)["logits_loss"].backward()
     upper = student.model.layers[NUM_KEY_VALUE_LAYERS]
     assert upper.mlp.down_proj.weight.grad is not None
@@ -218,7 +210,6 @@ def test_a_loss_of_weight_zero_still_reaches_every_trained_parameter(
         "distillation": {"logits_loss_weight": 0.0, "hidden_loss_weight": 1.0},
     }
     outcome = run(_run(tmp_path, "s", spec=changes))
-
     first, *_, last = (metrics.losses for metrics in outcome.steps)
     assert first["loss"] == pytest.approx(first["hidden_loss"])
     assert first["logits_loss"] > 0
@@ -233,7 +224,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     whole = run(_run(tmp_path, "whole", spec=changes))
     first = run(_run(tmp_path, "cut", spec=changes, stop_after=3))
     second = run(_run(tmp_path, "cut", spec=changes))
-
     assert [m.step for m in first.steps] == [1, 2, 3]
     assert [m.step for m in second.steps] == [3, 4]  # the newest checkpoint is that of step 2
     for name, tensor in whole.trained.items():
@@ -269,9 +259,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     (newest,) = checkpoints.glob("step-00000002-*")  # that of step 3 is not begun
     (damaged,) = newest.glob("*.distcp")
     damaged.write_bytes(damaged.read_bytes()[::-1])
-
     second = run(_run(tmp_path, "s", spec=changes))
-
     assert [m.step for m in second.steps] == [2, 3, 4]
     for name, tensor in whole.trained.items():
         assert second.trained[name].equal(tensor), name
@@ -291,7 +279,6 @@ def test_a_run_told_to_end_saves_first_and_loses_no_step(
     first = run(_run(tmp_path, "cut", spec=seldom, stop_requests={1: StopRequest.SAVE, 3: stop_request}))
     saved = sorted(path.name[:13] for path in (tmp_path / "cut" / AttemptId("j", 1).checkpoints_prefix).iterdir())
     second = run(_run(tmp_path, "cut", spec=seldom))
-
     assert saved == ["step-00000001", "step-00000003"]
     assert [m.step for m in first.steps] == [1, 2, 3]
     assert [m.step for m in second.steps] == [4]
@@ -305,9 +292,7 @@ def test_another_attempt_goes_on_where_it_is_told_to_and_a_finished_run_trains_n
     run(_run(tmp_path, "s"))
     (newest,) = sorted((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).glob("step-00000004-*"))
     key = f"{AttemptId('j', 1).checkpoints_prefix}/{newest.name}"
-
     again = run(_run(tmp_path, "s", attempt=2, resume_from=key))
-
     assert again.steps == []
     assert not (tmp_path / "s" / AttemptId("j", 2).checkpoints_prefix).exists()
 
@@ -317,7 +302,6 @@ def test_checkpoints_are_rotated_and_hold_whole_tensors_by_the_students_names(
 ) -> None:
     changes = {"training": {"max_steps": 5}, "checkpoint": {"every_steps": 1, "keep": 2}}
     outcome = run(_run(tmp_path, "s", spec=changes))
-
     directories = sorted((tmp_path / "s" / AttemptId("j", 1).checkpoints_prefix).iterdir())
     assert [directory.name[:16] for directory in directories] == ["step-00000004-w1", "step-00000005-w1"]
     tensors = dict(TrainedTensors(directories[-1]))

@@ -91,7 +91,6 @@ def test_every_way_to_decode_gives_the_same_tokens(name: str, l: int, g: int, pr
     student = make_student(name, l, g)
     cached = student.generate(prompt[None], **GENERATE)[0, len(prompt) :]
     assert_greedy(student, prompt, cached, "cached, prefill skipped")
-
     padded = torch.cat((torch.full((9,), 256), prompt))
     other = torch.cat((prompt, torch.arange(9)))
     mask = torch.ones(2, len(padded), dtype=torch.long)
@@ -99,7 +98,6 @@ def test_every_way_to_decode_gives_the_same_tokens(name: str, l: int, g: int, pr
     batch = student.generate(torch.stack((padded, other)), attention_mask=mask, **GENERATE)[:, len(padded) :]
     assert_greedy(student, prompt, batch[0], "left-padded in a batch")
     assert_greedy(student, other, batch[1], "beside it")
-
     cache, tokens = None, []
     for chunk in prompt.split(11):
         output = student(chunk[None], past_key_values=cache, use_cache=True, logits_to_keep=1)

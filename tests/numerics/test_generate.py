@@ -157,12 +157,7 @@ def test_one_token_is_a_prompt(student: Any, prompts: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("implementation", "last", "any_token"),
-    [
-        ("eager", True, True),
-        ("sdpa", True, True),
-        ("flash_attention_2", True, False),
-        ("flex_attention", False, False),
-    ],
+    [("eager", True, True), ("sdpa", True, True), ("flash_attention_2", True, False), ("flex_attention", False, False)],
 )
 def test_what_a_backend_can_select(implementation: str, last: bool, any_token: bool) -> None:
     config = SimpleNamespace(_attn_implementation=implementation)

@@ -136,7 +136,6 @@ def _assert_same_losses(actual: Outcome, expected: Outcome) -> None:
 @pytest.mark.parametrize(("sharding", "cut"), list(product(SHARDINGS, CUTS)))
 def test_losses_agree(outcomes: dict[Any, Outcome], sharding: str, cut: tuple[int, int]) -> None:
     outcome, reference = outcomes[sharding, *cut], outcomes["reference",]
-
     assert len(outcome.steps) == NUM_STEPS
     _assert_same_losses(outcome, reference)
     assert outcome.frozen_changed == []
@@ -146,7 +145,6 @@ def test_losses_agree(outcomes: dict[Any, Outcome], sharding: str, cut: tuple[in
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(outcomes: dict[Any, Outcome], sharding: str) -> None:
     whole, resumed = outcomes[sharding, *CUTS[-1]], outcomes["resumed", sharding]
-
     assert [m.step for m in resumed.steps] == list(range(MIDDLE + 1, NUM_STEPS + 1))
     for name, tensor in whole.trained.items():
         assert resumed.trained[name].equal(tensor), name
@@ -155,7 +153,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(outcomes: dict[An
 @pytest.mark.parametrize(("began", "after", "workers"), HANDOVERS)
 def test_another_strategy_takes_over(outcomes: dict[Any, Outcome], began: str, after: str, workers: int) -> None:
     second, whole = outcomes["taken over", began, after], outcomes[began, *CUTS[-1]]
-
     _assert_same_losses(second, Outcome(whole.steps[MIDDLE:], whole.trained, [], []))
     for name, tensor in whole.trained.items():
         assert (second.trained[name] - tensor).norm() < 1e-3 * tensor.norm(), name
@@ -165,7 +162,6 @@ def test_another_strategy_takes_over(outcomes: dict[Any, Outcome], began: str, a
 def test_bfloat16_follows_the_same_course(outcomes: dict[Any, Outcome], sharding: str) -> None:
     """With gradient checkpointing, against DDP without."""
     outcome, reference = outcomes["bfloat16", sharding], outcomes["bfloat16", "ddp"]
-
     for mine, other in zip(outcome.steps, reference.steps, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=0.05)
     assert outcome.steps[-1].losses["loss"] < outcome.steps[0].losses["loss"]
@@ -180,7 +176,6 @@ def test_a_batch_that_workers_cannot_share_equally_is_trained_whole(outcomes: di
 def test_no_worker_holds_the_whole_model(outcomes: dict[Any, Outcome], sharding: str) -> None:
     """Half of it, and the module that is being read: here the vocabulary's weights are the largest."""
     outcome = outcomes["lazy", sharding]
-
     _assert_same_losses(outcome, outcomes["reference",])
     assert outcome.frozen_changed == []
     assert outcome.largest_share < 0.7
@@ -190,7 +185,6 @@ def test_no_worker_holds_the_whole_model(outcomes: dict[Any, Outcome], sharding:
 @pytest.mark.parametrize("trainable", ["tail", "all"])
 def test_whole_layers_train_sharded(outcomes: dict[Any, Outcome], trainable: str, sharding: str) -> None:
     sharded, replicated = outcomes[trainable, sharding], outcomes[trainable, "ddp"]
-
     _assert_same_losses(sharded, replicated)
     assert any("mlp" in name for name in sharded.trained)
     assert any(name.startswith("model.layers.0.") for name in sharded.trained) == (trainable == "all")
@@ -202,7 +196,6 @@ def test_another_strategy_takes_over_the_training_of_all_layers(
     outcomes: dict[Any, Outcome], began: str, after: str
 ) -> None:
     whole = outcomes["all", began]
-
     _assert_same_losses(outcomes["all", began, after], Outcome(whole.steps[MIDDLE:], whole.trained, [], []))
 
 
@@ -215,7 +208,6 @@ def test_heads_that_are_normalised_train_sharded(outcomes: dict[Any, Outcome], t
 def test_muon_trains_sharded_matrices(outcomes: dict[Any, Outcome]) -> None:
     """Its iterations run in bfloat16, which rounds otherwise where a matrix is in two parts."""
     sharded, replicated = outcomes["muon", "fsdp2", False], outcomes["muon", "ddp", False]
-
     for mine, other in zip(sharded.steps, replicated.steps, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=2e-2)
     assert sharded.steps[-1].losses["loss"] < 0.9 * sharded.steps[0].losses["loss"]
@@ -224,7 +216,6 @@ def test_muon_trains_sharded_matrices(outcomes: dict[Any, Outcome]) -> None:
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_a_resumed_muon_run_equals_an_uninterrupted_one(outcomes: dict[Any, Outcome], sharding: str) -> None:
     whole, resumed = outcomes["muon", sharding, False], outcomes["muon", sharding, True]
-
     assert [m.step for m in resumed.steps] == list(range(MIDDLE + 1, NUM_STEPS + 1))
     for name, tensor in whole.trained.items():
         assert resumed.trained[name].equal(tensor), name

@@ -37,10 +37,8 @@ def test_kl_and_both_gradients_equal_the_naive_computation(chunk_size: int | Non
     student = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
     student_head = _random(VOCAB, HIDDEN, seed=3).requires_grad_()
     inputs = (student, student_head)
-
     loss = logits_loss(student, teacher, student_head, teacher_head, temperature=temperature, chunk_size=chunk_size)
     expected = _naive_kl(student, teacher, student_head, teacher_head, temperature)
-
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     for actual, reference in zip(
         torch.autograd.grad(3.0 * loss, inputs), torch.autograd.grad(3.0 * expected, inputs), strict=True
@@ -65,10 +63,8 @@ def test_kl_gradient_holds_numerically_in_double_precision() -> None:
 def test_equal_hidden_states_cost_nothing_and_pull_nowhere() -> None:
     head = _random(VOCAB, HIDDEN, seed=1)
     student = _random(TOKENS, HIDDEN, seed=0).requires_grad_()
-
     loss = logits_loss(student, student.detach().clone(), head, head, temperature=2.0)
     loss.backward()
-
     assert loss.item() == pytest.approx(0.0, abs=1e-6)
     assert student.grad is not None
     assert student.grad.abs().max() < 1e-6
@@ -78,9 +74,7 @@ def test_no_gradient_reaches_the_teacher_or_a_frozen_head() -> None:
     teacher = _random(TOKENS, HIDDEN, seed=0).requires_grad_()
     head = _random(VOCAB, HIDDEN, seed=1)
     student = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
-
     logits_loss(student, teacher, head, head, temperature=2.0).backward()
-
     assert teacher.grad is None
     assert head.grad is None
     assert student.grad is not None
@@ -89,10 +83,8 @@ def test_no_gradient_reaches_the_teacher_or_a_frozen_head() -> None:
 def test_no_positions_is_a_zero_that_can_be_differentiated() -> None:
     head = _random(VOCAB, HIDDEN, seed=1)
     student = _random(0, HIDDEN, seed=2).requires_grad_()
-
     loss = logits_loss(student, student.detach(), head, head, temperature=2.0)
     loss.backward()
-
     assert loss.item() == 0.0
     assert student.grad is not None
     assert student.grad.shape == (0, HIDDEN)
@@ -103,10 +95,8 @@ def test_lm_loss_equals_cross_entropy(chunk_size: int | None) -> None:
     head = _random(VOCAB, HIDDEN, seed=1)
     targets = torch.arange(TOKENS) % VOCAB
     hidden = _random(TOKENS, HIDDEN, seed=2).requires_grad_()
-
     loss = lm_loss(hidden, head, targets, chunk_size=chunk_size)
     expected = F.cross_entropy(hidden @ head.T, targets, reduction="sum")
-
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
         torch.autograd.grad(loss, hidden), torch.autograd.grad(expected, hidden), rtol=1e-5, atol=1e-5
@@ -117,7 +107,6 @@ def test_lm_gradient_holds_numerically_in_double_precision() -> None:
     head = _random(VOCAB, HIDDEN, seed=1, dtype=torch.float64)
     hidden = _random(TOKENS, HIDDEN, seed=2, dtype=torch.float64).requires_grad_()
     targets = torch.arange(TOKENS) % VOCAB
-
     assert torch.autograd.gradcheck(lambda hidden: lm_loss(hidden, head, targets, chunk_size=4), (hidden,))
 
 
@@ -125,9 +114,7 @@ def test_bfloat16_sums_in_float32() -> None:
     """2,000 positions of equal loss: a bfloat16 sum would stop growing far below the true one."""
     head = torch.eye(VOCAB, HIDDEN, dtype=torch.bfloat16)
     student, teacher = torch.zeros(2000, HIDDEN, dtype=torch.bfloat16), torch.ones(2000, HIDDEN, dtype=torch.bfloat16)
-
     loss = logits_loss(student, teacher, head, head, temperature=1.0, chunk_size=1)
-
     per_position = _naive_kl(student[:1].double(), teacher[:1].double(), head.double(), head.double(), 1.0).item()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(2000 * per_position, rel=1e-3)
@@ -174,7 +161,6 @@ def _peak_bytes(num_tokens: int, *, fused: bool) -> int:
 def test_memory_does_not_grow_with_vocabulary_times_tokens() -> None:
     """From 192 to 768 tokens the logits of one model would take 288 MiB more; the loss keeps [tokens, hidden] only."""
     few, many = _peak_bytes(192, fused=True), _peak_bytes(768, fused=True)
-
     assert many - few < 64 * (768 - 192) * 4
     assert few < 2.1 * 160 * (1 << 17) * 4, "logits of both models for one chunk"
     assert _peak_bytes(64, fused=False) > 64 * (1 << 17) * 4 * 4, "the measurement sees whole logits"
@@ -185,10 +171,8 @@ def test_hidden_loss_is_the_mean_over_features_summed_over_positions() -> None:
         _random(TOKENS, HIDDEN, seed=0).requires_grad_(),
         _random(TOKENS, HIDDEN, seed=1).requires_grad_(),
     )
-
     loss = hidden_loss(student, teacher)
     loss.backward()
-
     assert loss.item() == pytest.approx(math.fsum(((student - teacher) ** 2).flatten().tolist()) / HIDDEN, rel=1e-5)
     assert teacher.grad is None
     assert student.grad is not None
@@ -212,10 +196,8 @@ def test_fewer_passes_change_nothing(shared: bool, temperature: float, distance:
     teacher, head = _random(tokens, hidden, seed=0), _random(vocab, hidden, seed=1) / 4
     student = (teacher + distance * _random(tokens, hidden, seed=2)).requires_grad_()
     own_head = head if shared else head + 0.01 * _random(vocab, hidden, seed=3)
-
     loss = logits_loss(student, teacher, own_head, head, temperature=temperature) / tokens
     expected = _chunked_kl_of_before(student, teacher, own_head, head, temperature) / tokens
-
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
     exact = student.detach().double().requires_grad_()
     truth = _naive_kl(exact, teacher.double(), own_head.double(), head.double(), temperature) / tokens

@@ -39,8 +39,7 @@ class File:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"),
-    list(product((torch.float32, torch.bfloat16, torch.int64), ((5,), (4000, 5), (900, 7, 3)))),
+    ("dtype", "shape"), list(product((torch.float32, torch.bfloat16, torch.int64), ((5,), (4000, 5), (900, 7, 3))))
 )
 def test_rows_of_a_piece_are_those_that_were_saved(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (100 * torch.randn(shape)).to(dtype)

@@ -77,12 +77,10 @@ def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Pa
     store.reachable.clear()
     uploader = Uploader(store, AT_ONCE)
     directory = staged(tmp_path, "a")
-
     uploader.start(directory, "a", Progress(1))
     assert store.committed == []  # `start` came back all the same
     store.reachable.set()
     uploader.finish()
-
     assert store.committed == ["a"]
     assert not directory.exists()
 
@@ -90,10 +88,8 @@ def test_training_goes_on_during_an_upload_and_the_end_waits_for_it(tmp_path: Pa
 def test_a_store_that_comes_back_in_time_loses_nothing(tmp_path: Path) -> None:
     store = Store(failures=2)
     uploader = Uploader(store, AT_ONCE)
-
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
     uploader.finish()
-
     assert (store.committed, store.lost) == (["a"], [])
 
 
@@ -102,12 +98,10 @@ def test_a_checkpoint_that_cannot_be_stored_is_reported_and_the_one_before_stays
     uploader = Uploader(store, AT_ONCE)
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
     uploader.finish()
-
     store.failures = 3
     uploader.start(staged(tmp_path, "b"), "b", Progress(2))
     uploader.start(staged(tmp_path, "c"), "c", Progress(3))
     uploader.finish()
-
     assert (store.committed, store.lost) == (["a", "c"], ["b"])
 
 
@@ -115,7 +109,6 @@ def test_the_last_checkpoint_must_arrive(tmp_path: Path) -> None:
     store = Store(failures=3)
     uploader = Uploader(store, AT_ONCE)
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
-
     with pytest.raises(StorageError, match="away"):
         uploader.finish()
     assert store.lost == ["a"]
@@ -124,7 +117,6 @@ def test_the_last_checkpoint_must_arrive(tmp_path: Path) -> None:
 def test_a_defect_is_no_failure_of_the_store(tmp_path: Path) -> None:
     uploader = Uploader(Store(failures=1, error=ValueError), AT_ONCE)
     uploader.start(staged(tmp_path, "a"), "a", Progress(1))
-
     with pytest.raises(ValueError, match="away"):
         uploader.finish()
 
@@ -189,7 +181,6 @@ def test_why_training_ended_counts_more_than_a_checkpoint_that_cannot_be_stored(
 ) -> None:
     with pytest.raises(LossNotFiniteError, match="loss nan") as caught:
         _Trainer(Store(failures=3, error=error), tmp_path, diverges=True).run()
-
     assert caught.value.__notes__ == ["The last checkpoint is not stored: away"]
 
 

@@ -238,9 +238,7 @@ async def test_one_request_too_many_is_refused_at_once(engine: AsyncLLMEngine) -
 
 
 async def test_a_full_queue_knows_how_long_its_places_are_taken(swiftkv_dir: Path) -> None:
-    engine = AsyncLLMEngine(
-        LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_seqs=1, max_num_waiting=2)),
-    )
+    engine = AsyncLLMEngine(LLMEngine.from_pretrained(swiftkv_dir, EngineConfig(max_num_seqs=1, max_num_waiting=2)))
     now = 100.0
     engine._departures = departures = Departures(lambda: now)
     tasks = [asyncio.create_task(answer(engine, [i], LONG)) for i in range(3)]

@@ -19,15 +19,7 @@ from swiftkv_platform.engine.memory import make_cache
 from swiftkv_platform.engine.sharding import shard
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.families import student_classes
-from tests.fakes.cuda import (
-    ALLOCATED_MEMORY,
-    DEVICE,
-    FREE_MEMORY,
-    PEAK_MEMORY,
-    TOTAL_MEMORY,
-    DeviceLog,
-    fake_cuda,
-)
+from tests.fakes.cuda import ALLOCATED_MEMORY, DEVICE, FREE_MEMORY, PEAK_MEMORY, TOTAL_MEMORY, DeviceLog, fake_cuda
 from tests.tiny_models import FAMILY_CONFIGS
 
 FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
@@ -241,7 +233,6 @@ def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, dra
     for outputs in steps(engine, log, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, early_exit=exits)):
         assert len(log.waits) <= bool(outputs) + 2 * drafting, log.waits
     engine.close()  # the end of what the other rank hears
-
     parts[1].model.set_attn_implementation("swiftkv_paged")
     log.clear()
     with torch.inference_mode():

@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.planning import (
-    LayerMap,
-    resolve_num_key_value_layers,
-    shared_key_value_heads,
-    student_layer_map,
-)
+from swiftkv_platform.planning import LayerMap, resolve_num_key_value_layers, shared_key_value_heads, student_layer_map
 from swiftkv_platform.planning.layers import split_by_size
 
 
@@ -85,13 +80,7 @@ def test_group_size_is_bounded_by_the_skipped_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "runs"),
-    [
-        ([], []),
-        ([4, 4, 4], [[4, 4], [4]]),
-        ([5, 5], [[5, 5]]),
-        ([3, 12, 3, 7], [[3], [12], [3, 7]]),
-    ],
+    ("sizes", "runs"), [([], []), ([4, 4, 4], [[4, 4], [4]]), ([5, 5], [[5, 5]]), ([3, 12, 3, 7], [[3], [12], [3, 7]])]
 )
 def test_runs_are_no_larger_than_the_limit_but_for_single_items(sizes: list[int], runs: list[list[int]]) -> None:
     assert [sizes[run] for run in split_by_size(sizes, 10)] == runs

@@ -55,12 +55,7 @@ def test_one_that_does_not_fit_a_worker_is_refused(resources: dict[str, Any], gi
 
 @pytest.mark.parametrize(
     "resources",
-    [
-        {},
-        {"gpus_per_worker": 1},
-        {"gpus_per_worker": 1, "accelerator_type": "L4"},
-        {"memory_per_worker": 20 << 30},
-    ],
+    [{}, {"gpus_per_worker": 1}, {"gpus_per_worker": 1, "accelerator_type": "L4"}, {"memory_per_worker": 20 << 30}],
 )
 def test_others_are_not(resources: dict[str, Any]) -> None:
     refuse_writers_without_room(spec(**resources), CONFIG)

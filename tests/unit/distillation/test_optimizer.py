@@ -32,31 +32,19 @@ def test_schedules_fall_towards_zero_without_reaching_it(schedule: str) -> None:
     assert 0.0 < rates[-1] < 0.02e-3
 
 
-def test_cosine_is_at_half_its_rate_half_way() -> None:
-    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3)
-
-
-def test_constant_stays() -> None:
+def test_rates_at_the_ends_of_schedules() -> None:
+    assert _rates(schedule="cosine", warmup_ratio=0.0)[TOTAL // 2] == pytest.approx(0.5e-3), "half way"
     assert _rates(schedule="constant")[10:] == [1e-3] * 90
-
-
-def test_no_warm_up_starts_at_the_full_rate() -> None:
     assert _rates(warmup_ratio=0.0, schedule="constant") == [1e-3] * TOTAL
-
-
-def test_a_single_step_has_the_full_rate() -> None:
-    assert learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3
+    assert learning_rate(OptimizerSpec(learning_rate=1e-3), 0, 1) == 1e-3, "a single step has the full rate"
 
 
 def test_weight_decay_spares_norms_and_biases() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=True), nn.RMSNorm(4))
     optimizer = build_optimizer(module.parameters(), OptimizerSpec(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert {name: decay[id(p)] for name, p in module.named_parameters()} == {
-        "0.weight": 0.1,
-        "0.bias": 0.0,
-        "1.weight": 0.0,
-    }
+    expected = {"0.weight": 0.1, "0.bias": 0.0, "1.weight": 0.0}
+    assert {name: decay[id(p)] for name, p in module.named_parameters()} == expected
 
 
 def test_the_rate_that_is_set_is_the_rate_that_is_used() -> None:

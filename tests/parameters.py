@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
+
+WIDE = pytest.mark.soak("a case of a product whose pairs of values, or whose values, occur elsewhere")
+
+
+def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Cases of each value with one of the others, which they take in turn; the rest of the product is in the soak."""
+    return [
+        pytest.param(value, other, marks=[] if at % len(others) == number else WIDE)
+        for at, value in enumerate(values)
+        for number, other in enumerate(others)
+    ]
 
 
 def pairwise(*dimensions: Iterable[Any], soak: bool = True) -> list[Any]:
@@ -20,9 +31,8 @@ def pairwise(*dimensions: Iterable[Any], soak: bool = True) -> list[Any]:
         best = max(cases, key=lambda case: len(pairs[case] & left))
         chosen.add(best)
         left -= pairs[best]
-    wide = pytest.mark.soak("a case of a product whose pairs of values occur elsewhere")
     return [
-        pytest.param(*(each[at] for each, at in zip(values, case, strict=True)), marks=() if case in chosen else wide)
+        pytest.param(*(each[at] for each, at in zip(values, case, strict=True)), marks=() if case in chosen else WIDE)
         for case in cases
         if soak or case in chosen
     ]

@@ -16,9 +16,9 @@ from swiftkv_platform.model import FAMILIES, convert, load_dense
 from swiftkv_platform.model.cache import cache_bytes
 from swiftkv_platform.model.checkpoint import Checkpoint
 from tests import reference
+from tests.parameters import WIDE, in_turn
 from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher, random_teacher, random_tokens
 
-WIDE = pytest.mark.soak("every family with every layer map")
 LAYER_MAPS = {"short-last-group": (2, 2), "l=L-1": (4, 1), "g=1": (2, 1), "g=2": (1, 2)}
 """l and g, of 5 layers; the first has groups of two layers and of one."""
 every_family = pytest.mark.parametrize("name", FAMILY_CONFIGS)
@@ -204,14 +204,7 @@ def test_a_mixed_group_keeps_its_longest_window(prompt: torch.Tensor) -> None:
     assert cache.layers[3].keys.shape[2] == WINDOW - 1  # the token that comes next takes the last place
 
 
-@pytest.mark.parametrize(
-    ("name", "g"),
-    [
-        pytest.param(name, g, marks=[] if at % 2 == g - 1 else WIDE)
-        for at, name in enumerate(FAMILY_CONFIGS)
-        for g in (1, 2)
-    ],
-)
+@pytest.mark.parametrize(("name", "g"), in_turn(FAMILY_CONFIGS, [1, 2]))
 @torch.no_grad()
 def test_calibration_improves_every_family(name: str, g: int) -> None:
     tokens = random_tokens(32, 64, seed=1)

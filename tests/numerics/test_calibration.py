@@ -107,7 +107,7 @@ def test_layers_with_other_orders_of_heads_and_other_bases_of_values_share_both(
 
 @pytest.mark.parametrize(
     ("family", "sharing"),
-    [("llama", "gqa"), ("llama", "mqa"), ("qwen2", "gqa"), ("qwen3", "mqa"), ("deepseek_v2", "gqa")],,
+    [("llama", "gqa"), ("llama", "mqa"), ("qwen2", "gqa"), ("qwen3", "mqa"), ("deepseek_v2", "gqa")],
 )
 def test_output_projections_of_its_own_bring_a_student_nearer(family: str, sharing: Any, tokens: torch.Tensor) -> None:
     shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 3, "sharing": sharing}

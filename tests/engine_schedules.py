@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
+from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel
 from swiftkv_platform.engine.memory import layer_shapes
 from tests import reference
@@ -16,6 +20,15 @@ from tests import reference
 TIE = 1e-4
 """Two logits, or a confidence and its threshold, that lie this close may go either way."""
 SHARED_PREFIXES = 3
+FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
+"""Draft costs with which everything that may be drafted is."""
+
+
+@contextmanager
+def free_drafts() -> Iterator[None]:
+    """Engines that are made meanwhile draft whatever they may."""
+    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+        yield
 
 
 @dataclass(frozen=True)

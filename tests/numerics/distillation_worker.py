@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from swiftkv_platform.contract.attempt_id import AttemptId
 from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.stop_requests import StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
@@ -30,6 +31,8 @@ from swiftkv_platform.storage.addresses import open_store
 from tests.numerics.spawning import run_in_group
 from tests.tiny_models import family_teacher, random_teacher
 
+CHECKPOINTS = AttemptId("j", 1).checkpoints_prefix
+"""Below a run's store."""
 VOCAB, ROW_LENGTH, NUM_LAYERS, NUM_KEY_VALUE_LAYERS = 50, 24, 5, 2
 
 
@@ -108,6 +111,11 @@ class Outcome:
     """Share of the model's elements that this worker held at one time while the weights were read."""
     share_read: float = 1.0
     """Bytes of weights that this worker read, as a share of the checkpoint's."""
+
+
+def assert_equal_weights(actual: Outcome, expected: Outcome) -> None:
+    for name, tensor in expected.trained.items():
+        assert actual.trained[name].equal(tensor), name
 
 
 def job_spec(sections: dict[str, Any]) -> JobSpec:

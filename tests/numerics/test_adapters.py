@@ -228,12 +228,7 @@ def test_a_flipped_bit_of_the_base_is_refused(base: Path, full: Path, tmp_path: 
     ],
 )
 def test_a_damaged_adapter_is_refused(
-    spoil: Callable[[dict[str, Any]], dict[str, Any]],
-    field: str,
-    message: str,
-    base: Path,
-    full: Path,
-    tmp_path: Path,
+    spoil: Callable[[dict[str, Any]], dict[str, Any]], field: str, message: str, base: Path, full: Path, tmp_path: Path
 ) -> None:
     export_adapter(full, tmp_path / "adapter", base=base)
     path = tmp_path / "adapter" / ADAPTER

@@ -123,9 +123,7 @@ def test_bins_hold_each_position_by_its_place_and_its_prompt(student: Any, packi
         counts[start : start + prompt] = False
     samples = Samples(rng.integers(VOCAB, size=starts[-1]).astype(np.int32), counts, starts)
     rows = pack(samples, np.arange(len(lengths)), max_length=MAX_LENGTH, pad_token_id=0, packing=packing)
-
     totals = evaluate(student, rows, max_tokens=1 << 20, batch_size=2)
-
     places = [place for prompt, length in zip(prompts, lengths, strict=True) for place in range(length - prompt - 1)]
     before = [prompt for prompt, length in zip(prompts, lengths, strict=True) for _ in range(length - prompt - 1)]
     kl = []
@@ -223,9 +221,7 @@ def test_the_exit_head_is_binned_by_its_confidence() -> None:
         for i in np.flatnonzero(rows.samples.counts[begin:end]):
             positions[int(p[i] / 0.05)] += 1
             agreements[int(p[i] / 0.05)] += bool(agrees[i])
-
     counts = evaluate(model, rows, max_tokens=1 << 20, batch_size=2).exit_head
-
     assert counts == ExitCounts(tuple(positions), tuple(agreements))
     assert sum(counts.positions) == rows.num_counted_tokens
     assert sum(count > 0 for count in positions) > 5
@@ -249,9 +245,7 @@ def test_continuations_are_compared_up_to_the_first_difference(end: int | None) 
     teacher_tokens = plain_greedy(model.swiftkv(False), to_tensors(rows.batch([0]))["input_ids"][:, :12], 6)
     model.generation_config.eos_token_id = None if end is None else teacher_tokens[2]
     model.swiftkv(False)
-
     quality = compare_continuations(model, rows, num_prompts=7, num_tokens=6, batch_size=4, decode=repr)
-
     assert not model.model.swiftkv_enabled
     assert quality is not None
     assert (quality.num_prompts, quality.prompt_length, quality.num_tokens) == (6, 12, 6)

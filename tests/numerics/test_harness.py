@@ -107,7 +107,6 @@ def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: 
     pairs = [(row["text"], choice) for row in QUESTIONS for choice in row["choices"]]
     requests = [Instance("loglikelihood", {}, arguments=pair, idx=i) for i, pair in enumerate(pairs)]
     answers = [score for score, _ in harness.loglikelihood(requests)]
-
     student.swiftkv(mode)
     expected = [log_likelihood(student, *pair) for pair in pairs]
     assert answers == pytest.approx(expected, rel=1e-5, abs=1e-4)
@@ -133,9 +132,7 @@ def test_the_command_runs_on_a_directory_with_our_classes_registered(
 def test_teacher_and_student_answer_a_local_task(student: Any, task_file: Path) -> None:
     specs = [str(task_file), TaskSpec(name=str(task_file), metric="acc_norm")]
     student.swiftkv(False).train()
-
     plain, normed = run_tasks(student, byte_tokenizer(), resolve_tasks(specs), EvaluationSpec(task_batch_size=2)).scores
-
     assert student.training
     assert not student.model.swiftkv_enabled
     student.eval()
@@ -330,9 +327,7 @@ def test_of_a_perplexity_less_is_better(student: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="no metric of which more is better; name one of byte_perplexity"):
         check_tasks([unnamed], byte_tokenizer())
     check_tasks([named], byte_tokenizer())
-
     (score,) = run_tasks(student, byte_tokenizer(), resolve_tasks([named]), EvaluationSpec(task_batch_size=1)).scores
-
     assert not score.higher_is_better
     assert score.drop == pytest.approx(100 * (score.student / score.teacher - 1), abs=1e-5)
 

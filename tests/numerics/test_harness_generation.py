@@ -113,7 +113,6 @@ def test_greedy_answers_are_those_of_generate(family: str, swiftkv: bool) -> Non
     requests = ask(CONTEXTS, until=["\n"], max_gen_toks=12)
     model = harness(student)
     expected = generated(model, requests)
-
     assert written(model, requests) == expected
     assert student.config._attn_implementation == own
     assert student.model.swiftkv_enabled == swiftkv

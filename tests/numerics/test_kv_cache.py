@@ -48,7 +48,6 @@ def test_eight_bits_stay_near_on_real_text(kv_cache_dtype: str, real_student: An
     kl = (exact.exp() * (exact - quantised)).sum(-1)
     assert 0 < kl.mean() < MAX_KL[kv_cache_dtype]
     assert kl.max() < 50 * MAX_KL[kv_cache_dtype]
-
     config, rows = real_student.config, real_text.numel() * real_student.config.num_key_value_heads
     assert [len(cache.layers) for cache in caches] == [9, 9]  # 6 + 6 / 2
     assert cache_bytes(caches[0]) == 9 * 2 * rows * config.head_dim * 4

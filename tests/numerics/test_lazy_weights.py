@@ -58,7 +58,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_sharded_worker_reads_its_own_part(name: str, outcomes: dict[tuple[str, str], Outcome]) -> None:
     sharded, whole = outcomes[name, "fsdp2"], outcomes[name, "ddp"]
-
     for mine, other in zip(sharded.steps, whole.steps, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=1e-4, abs=1e-5)
     assert sharded.frozen_changed == []
@@ -68,7 +67,6 @@ def test_a_sharded_worker_reads_its_own_part(name: str, outcomes: dict[tuple[str
 
 def test_zero_holds_a_unit_at_a_time(outcomes: dict[tuple[str, str], Outcome]) -> None:
     sharded, whole = outcomes["mixtral", "deepspeed"], outcomes["mixtral", "ddp"]
-
     for mine, other in zip(sharded.steps, whole.steps, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=1e-4, abs=1e-5)
     assert sharded.largest_share < 0.9
@@ -80,7 +78,6 @@ def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
     converted = convert(directory, **SHAPE, dtype=torch.bfloat16)
     lazy = LazyStudent.open(directory, {}, dtype=torch.bfloat16, **SHAPE)
     lazy.fill(lazy.model)
-
     expected = dict(converted.named_parameters())
     for parameter, tensor in lazy.model.named_parameters():
         assert tensor.equal(expected[parameter]), parameter

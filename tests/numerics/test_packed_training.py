@@ -47,12 +47,7 @@ def make_rows(*, packing: bool) -> PackedRows:
 
 
 def step(
-    student: Any,
-    rows: PackedRows,
-    *,
-    all_tokens: bool = False,
-    multiple: int = 1,
-    dtype: torch.dtype = torch.float32,
+    student: Any, rows: PackedRows, *, all_tokens: bool = False, multiple: int = 1, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Losses, and gradients, of one step over all rows, divided by the positions that count."""
     fork = Fork(student, DistillationSpec(hidden_loss_weight=1.0), dtype=dtype)

@@ -234,7 +234,6 @@ def test_an_evaluation_that_is_killed_repeats_nothing(
     with pytest.raises(ProcessExitedException):
         run_spawned(run_evaluation, [replace(case, killed_after="task-000")], 2, tmp_path / "killed")
     (outcome,) = run_spawned(run_evaluation, [case], 2, tmp_path / "again")
-
     assert_same_report(outcome.manifest.metrics, together["whole"].manifest.metrics)
     told = [stored.event for stored in AttemptStore(open_store(f"{case.directory}/store")).read_events(attempt, {})]
     ended = Counter(event.data["part"] for event in told if event.type == "progress" and event.data["total"] == 1)
@@ -383,7 +382,6 @@ def test_no_workers_anonymous_memory_reaches_the_model(name: str, tmp_path: Path
     print(f"\n{name}: {large.model_bytes >> 20} MiB, a layer {large.layer_bytes >> 20}, bound {bound >> 20} a worker")
     for rank, grown in enumerate(outcome.grown_bytes):
         print(f"worker {rank}:", {phase: f"{peak >> 20} MiB" for phase, peak in grown.items()})
-
     one = replace(case, directory=f"{case.directory}-alone", sharded=False)
     alone = train_and_evaluate(one, 1, tmp_path / "alone")
     print("one process:", {phase: f"{peak >> 20} MiB" for phase, peak in alone.grown_bytes[0].items()})

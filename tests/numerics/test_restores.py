@@ -209,7 +209,6 @@ def _newest(store: ObjectStore) -> str:
 def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int, tmp_path: Path) -> None:
     """Pieces were saved by two workers: of each, three and four workers read rows."""
     restored = _run(restore, saved.case, world_size, tmp_path)
-
     assert restored.step == 2
     assert restored.digests == saved.digests
     assert max(restored.read_of_pieces) < 1.2 * saved.size / world_size
@@ -218,7 +217,6 @@ def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int,
 
 def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path) -> None:
     back = _run(go_back, saved.case, SAVED_BY, tmp_path)
-
     assert back.digests.keys() == saved.digests.keys()
     assert back.digests != saved.digests
     assert max(back.read_of_pieces) < 1.2 * saved.size / SAVED_BY
@@ -226,7 +224,6 @@ def test_a_worker_that_goes_back_reads_its_own_part(saved: Saved, tmp_path: Path
 
 def test_of_what_all_workers_need_one_copy_comes_to_a_machine(saved: Saved, tmp_path: Path) -> None:
     restored = _run(restore, replace(saved.case, strategy="ddp"), SAVED_BY, tmp_path)
-
     assert restored.digests == saved.digests
     assert restored.read_of_pieces == [saved.size, 0]
 
@@ -237,7 +234,6 @@ def test_a_worker_reads_its_own_part_of_a_parent(saved: Saved, with_optimizer: b
     parent = Parent(name="job_a:2", kind="checkpoint", key=key, job_id="j", sha256="")
     case = replace(saved.case, parent=parent, with_optimizer=with_optimizer, directory=str(tmp_path / "parent"))
     started = _run(start_from_parent, case, 4, tmp_path)
-
     expected = {name: digest for name, digest in saved.digests.items() if with_optimizer or "optimizer" not in name}
     assert {name: started.digests[name] for name in expected} == expected
     share = saved.size if with_optimizer else saved.size / 3
@@ -252,7 +248,6 @@ def test_a_worker_reads_its_own_part_of_a_model(saved: Saved, tmp_path: Path) ->
     size = sum(info.size for info in store.list("model") if info.key.endswith(".safetensors"))
     parent = Parent(name="mdl_a", kind="model", key="model", job_id="j", sha256="")
     started = _run(start_from_parent, replace(saved.case, parent=parent), 4, tmp_path)
-
     for name, tensor in student.state_dict().items():
         if (digest := started.digests.get(f".model.student.{name}")) is not None:
             assert digest == hashlib.sha256(tensor.numpy().tobytes()).hexdigest(), name

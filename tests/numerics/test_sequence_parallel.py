@@ -53,7 +53,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_workers_that_share_rows_train_as_one(outcomes: dict[tuple[str, int], Outcome], name: str) -> None:
     together, alone = outcomes[name, 2], outcomes[name, 1]
-
     assert len(together.steps) == NUM_STEPS
     for mine, other in zip(together.steps, alone.steps, strict=True):
         assert mine.tokens == other.tokens

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,12 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
-from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.model import convert
+from tests.engine_schedules import free_drafts
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import family_teacher, random_teacher
 
-FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""Draft costs with which everything that may be drafted is."""
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.5, "top_k": 2, "top_p": 0.95, "min_p": 0.01}
 PROCESSED = {
@@ -55,12 +51,6 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def make_engine(loaded: LoadedModel, **config: Any) -> LLMEngine:
     return LLMEngine(loaded, EngineConfig(**{"kv_cache_bytes": 1 << 22, "block_size": 4, **config}))
-
-
-@contextmanager
-def free_drafts() -> Iterator[None]:
-    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
-        yield
 
 
 def prompts(count: int, vocab_size: int) -> list[list[int]]:

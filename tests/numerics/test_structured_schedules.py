@@ -10,27 +10,21 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import jsonschema
 import pytest
 import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
-from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.model import convert, load_dense
-from tests.engine_schedules import TIE, Arrival, Subject, random_arrivals, random_config, run
+from tests.engine_schedules import TIE, Arrival, Subject, free_drafts, random_arrivals, random_config, run
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import random_teacher
 
 NUM_SCHEDULES = max(int(os.environ.get("SWIFTKV_SCHEDULES", "50")) // 5, 1)
-FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""Draft costs with which everything that may be drafted is."""
 PET = {
     "type": "object",
     "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 12}},
@@ -62,12 +56,6 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
         plain = load_dense(directory) if name == "dense" else type(student).from_pretrained(directory)
         made[name] = Subject(load_model(directory, EngineConfig()), plain.eval())
     return made
-
-
-@contextmanager
-def free_drafts() -> Iterator[None]:
-    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
-        yield
 
 
 def constrained(draw: random.Random, arrivals: list[Arrival]) -> list[Arrival]:

@@ -17,18 +17,15 @@ import pytest
 import torch
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, SamplingParams
-from swiftkv_platform.engine.drafting import DraftCosts
 from swiftkv_platform.engine.loading import load_model
 from swiftkv_platform.engine.memory import layer_shapes
 from swiftkv_platform.engine.ranks import Leader
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export_adapter
 from swiftkv_platform.model.adapters import check_base
-from tests.engine_schedules import Subject, check_outputs, random_arrivals, run
+from tests.engine_schedules import Subject, check_outputs, free_drafts, random_arrivals, run
 from tests.tiny_models import disturb, family_teacher, random_teacher
 
-FREE = DraftCosts(lower=0.0, exit_head=0.0, row=0.0, max_step_tokens=1000)
-"""Draft costs with which everything that may be drafted is."""
 STUDENT = {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True}
 FAMILIES = ["dense", "deepseek_v2-lora"] + ["qwen3", "qwen3_moe"] * ("SWIFTKV_SOAK" in os.environ)
 """Each starts a process, which takes its time to import; DeepSeek-V2 has experts too."""
@@ -38,7 +35,7 @@ SMALL = {"max_num_batched_tokens": 16, "block_size": 4, "max_num_seqs": 4}
 
 @contextmanager
 def sharing(directory: Path, size: int = 2, **config: Any) -> Iterator[LLMEngine]:
-    with patch("swiftkv_platform.engine.llm_engine.draft_costs", return_value=FREE):
+    with free_drafts():
         engine = LLMEngine.from_pretrained(directory, EngineConfig(tensor_parallel_size=size, num_threads=1, **config))
     try:
         yield engine

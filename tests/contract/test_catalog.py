@@ -13,10 +13,7 @@ from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import ConflictError, NotFoundError, UnreadableRowError
 from swiftkv_platform.orchestration.deployment import Deployment, DeploymentState, DeploymentStatus, Holdings
-from swiftkv_platform.orchestration.job import (
-    Model,
-    new_id,
-)
+from swiftkv_platform.orchestration.job import Model, new_id
 from swiftkv_platform.orchestration.ports import Page
 from swiftkv_platform.specs.deployment import ResolvedDeployment
 from tests.records import TENANT, make_job, make_model, store

@@ -215,10 +215,7 @@ def test_jobs_go_on_when_postgresql_restarts(tmp_path: Path) -> None:
             database = Database(f"postgresql+psycopg://postgres@/postgres?host={quote(directory, safe='')}")
             database.upgrade()
             objects = LocalObjectStore(tmp_path / "store")
-            with (
-                closing(database),
-                serving_jobs(make_components(database, objects, clock=Clock()), tmp_path) as server,
-            ):
+            with closing(database), serving_jobs(make_components(database, objects, clock=Clock()), tmp_path) as server:
                 _through_restarts(server, postgres)
         finally:
             postgres.cleanup_mode = "stop"

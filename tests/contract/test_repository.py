@@ -33,10 +33,7 @@ from swiftkv_platform.orchestration.job import (
     status_event,
     transition,
 )
-from swiftkv_platform.orchestration.ports import (
-    JobFilter,
-    Page,
-)
+from swiftkv_platform.orchestration.ports import JobFilter, Page
 from tests.records import TENANT, make_job, make_model, message, store
 from tests.threads import at_once
 

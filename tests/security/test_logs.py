@@ -200,10 +200,7 @@ def house(ray: FakeRayLogs, tmp_path: Path, empty_database: Path) -> Iterator[Ho
     parts = make_parts(tmp_path, empty_database)
     settings = Settings(home=tmp_path, reconcile_interval_s=1e6, _env_file=None)
     seen_by_api = replace(parts, cluster=RayWithRealLogs(parts.cluster, RayJobs(ray.url)))  # type: ignore[arg-type]
-    with (
-        control_plane(parts, settings) as client,
-        serving(create_app(settings, components=seen_by_api)) as url,
-    ):
+    with control_plane(parts, settings) as client, serving(create_app(settings, components=seen_by_api)) as url:
         yield House(client, parts, settings, ray=ray, url=url)
 
 

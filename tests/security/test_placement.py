@@ -119,8 +119,7 @@ def test_one_trial_may_wait_while_another_trains(plane: Plane, reconciler: Recon
 
 
 @pytest.mark.parametrize(
-    ("asked", "reached"),
-    [(JobStatus.PAUSING, JobStatus.PAUSED), (JobStatus.CANCELLING, JobStatus.CANCELLED)],
+    ("asked", "reached"), [(JobStatus.PAUSING, JobStatus.PAUSED), (JobStatus.CANCELLING, JobStatus.CANCELLED)]
 )
 def test_a_user_reaches_an_attempt_that_waits_for_a_place(
     plane: Plane, reconciler: Reconciler, asked: JobStatus, reached: JobStatus

@@ -134,11 +134,7 @@ def test_a_checkpoint_becomes_a_model_by_a_job_that_trains_nothing(server: Serve
     assert response.headers["Location"] == f"/jobs/{job['id']}"
     assert (job["name"], job["metadata"]) == ("test-step-2", {"by": "hand"})
     spec, theirs = job["spec"], parent["spec"]
-    assert spec["training"] == {
-        **theirs["training"],
-        "from": f"{parent['id']}:ckpt_00000002_0001",
-        "max_steps": 0,
-    }
+    assert spec["training"] == {**theirs["training"], "from": f"{parent['id']}:ckpt_00000002_0001", "max_steps": 0}
     assert spec["evaluation"] == {**theirs["evaluation"], "max_kl": 0.5}
     assert spec["swiftkv"] == theirs["swiftkv"]
     assert server.parts.jobs.get(job["id"], tenant=job["tenant"]).traceparent == traceparent

@@ -295,10 +295,7 @@ def test_rays_version_and_size(doctor: Examine, version: str, cpus: int, status:
     import ray
 
     script = Script()
-    nodes = [
-        {"state": "ALIVE", "resources_total": {"CPU": cpus}},
-        {"state": "DEAD", "resources_total": {"CPU": 64.0}},
-    ]
+    nodes = [{"state": "ALIVE", "resources_total": {"CPU": cpus}}, {"state": "DEAD", "resources_total": {"CPU": 64.0}}]
     script.on("GET", "/api/version", json_answer({"version": "4", "ray_version": version or ray.__version__}))
     script.on("GET", "/api/v0/nodes", json_answer({"data": {"result": {"result": nodes}}}))
     with serve(script) as url:

@@ -175,10 +175,7 @@ SCENARIOS: list[tuple[Callable[[World, int, int], None], JobStatus, int]] = [
     ("script", "outcome", "attempts"), SCENARIOS, ids=[script.__name__ for script, *_ in SCENARIOS]
 )
 def test_a_kill_at_any_moment_changes_neither_the_outcome_nor_the_history(
-    plane: Plane,
-    script: Callable[[World, int, int], None],
-    outcome: JobStatus,
-    attempts: int,
+    plane: Plane, script: Callable[[World, int, int], None], outcome: JobStatus, attempts: int
 ) -> None:
     world = World(plane, plane.submit(), script)
     unharmed = Killer()

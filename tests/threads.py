@@ -9,7 +9,7 @@ from typing import Any
 
 from swiftkv_platform.errors import SwiftKVError
 
-_MOST_THREADS = 25
+MOST_THREADS = 25
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -22,6 +22,6 @@ def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
             return error
 
     waiting = list(calls)
-    threads = min(len(waiting), _MOST_THREADS)
+    threads = min(len(waiting), MOST_THREADS)
     with ThreadPoolExecutor(threads, initializer=threading.Barrier(threads).wait) as pool:
         return list(pool.map(outcome, waiting))

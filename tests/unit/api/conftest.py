@@ -90,7 +90,7 @@ class Server:
         self._webhooks = Deliverer(self.parts.outbox, webhook_rules(self.settings), send_webhook, self.parts.clock)
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, so that what probes ask is looked at anew."""
+        """Let time pass."""
         assert isinstance(self.parts.clock, Clock)
         self.parts.clock.now += seconds
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from swiftkv_platform.orchestration.ports import SubmissionStatus
-from tests.unit.api.conftest import SPEC, URL, Server, refusal
+from swiftkv_platform.orchestration.tenants import Tenants
+from swiftkv_platform.security.keys import Scope, create_key
+from tests.unit.api.conftest import SPEC, URL, Server, Start, refusal
 
 JOB_KEYS = {
     *("id", "object", "name", "status", "status_reason", "created_at", "started_at", "finished_at"),
@@ -188,3 +192,38 @@ def test_every_recipe_is_listed_with_its_comments_and_a_spec_that_is_accepted_as
     assert "# three to four minutes" in demo["text"], "comments stay"
     assert "yaml-language-server" not in demo["text"]
     assert yaml.safe_load(demo["text"])["training"]["max_steps"] == demo["spec"]["training"]["max_steps"] == 100
+
+
+def test_a_retry_is_answered_whatever_has_changed(start: Start, teacher: dict[str, str], tmp_path: Path) -> None:
+    """Each request goes to a control plane of its own, as after a restart with other settings."""
+    granted = tmp_path / "tenants.yaml"
+
+    def post(spec: dict[str, Any], roots: tuple[str, ...], grants: str = "max_queued_jobs: 1") -> httpx.Response:
+        granted.write_text(f"default: {{{grants}}}\n")
+        server = start(changed={"policies": Tenants(granted)}, source_roots=roots)
+        return server.client.post("/jobs", json=spec, headers={"Idempotency-Key": "once"})
+
+    spec, opened = {**SPEC, "model": teacher}, (str(tmp_path),)
+    refusal(post(spec, ()))  # a refusal is not remembered
+    first = post(spec, opened)
+    assert first.status_code == 201, first.text
+    shutil.rmtree(teacher["name_or_path"])  # its source vanishes
+    assert post({**spec, "training": {"seed": 0}}, opened).json() == first.json(), "the same spec, written out"
+    for again in (post(spec, ()), post(spec, (), "max_queued_jobs: 0, max_cpus: 0")):  # so do rules and quota
+        assert (again.status_code, again.json()) == (201, first.json())
+        assert again.headers["Location"] == f"/jobs/{first.json()['id']}"
+    other = post({**spec, "model": {"name_or_path": str(tmp_path / "missing")}}, opened)
+    assert (refusal(other)["field"], other.json()["code"]) == ("Idempotency-Key", "idempotency_key_reused")
+
+
+def test_a_key_is_its_tenants_alone(start: Start, tmp_path: Path) -> None:
+    """The lookup comes before every other check, so it must not cross tenants."""
+    path, ids = tmp_path / "keys.json", set()
+    for tenant in ("acme", "other"):
+        token = create_key(path, name=tenant, tenant=tenant, scopes=frozenset({Scope.ADMIN}))
+        headers = {"Idempotency-Key": "once", "authorization": f"Bearer {token}"}
+        server = start("http://swiftkv.example", api_keys_file=path)
+        answer = server.client.post("/jobs", json=SPEC, headers=headers)
+        assert (answer.status_code, answer.json()["tenant"]) == (201, tenant)
+        ids.add(answer.json()["id"])
+    assert len(ids) == 2

@@ -52,7 +52,7 @@ class Refusing:
         self._behind = port
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), type("_Bound", (_Passing,), {"front": self}))
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -414,6 +414,9 @@ JUNK = st.one_of(
 )
 
 
+MOST_JUNK = 500 if "SWIFTKV_SOAK" in os.environ else 40
+
+
 def header_of(junk: Any, issuer: Issuer) -> bytes:
     if isinstance(junk, bytes):
         return junk

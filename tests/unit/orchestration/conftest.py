@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,7 +80,5 @@ class Plane:
 
 
 @pytest.fixture
-def plane(tmp_path: Path, empty_database: Path) -> Iterator[Plane]:
-    database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
-    yield Plane(database)
-    database.close()
+def plane(sqlite_database: Database) -> Plane:
+    return Plane(sqlite_database)

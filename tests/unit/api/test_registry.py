@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from swiftkv_platform.orchestration.comparison import Figure, compare
 from swiftkv_platform.orchestration.deployment import DeploymentStatus
+from swiftkv_platform.orchestration.job import Model
 from tests.unit.api.conftest import Server, refusal
 
 
@@ -108,3 +110,28 @@ def test_what_stands_for_no_model_is_refused(server: Server) -> None:
     for path in ("/aliases/nothing/rollback", "/models/mdl_x/promote"):
         post(server, path, {"reason": "x"}, 404)
     assert server.client.get("/aliases/nothing").status_code == 404
+
+
+def described(metrics: dict[str, Any], **lineage: Any) -> Model:
+    return Model("mdl_x", "acme", "m", "job_x", 1, 100, "s3://b/a", "d", 1, lineage, metrics)
+
+
+def test_figures_say_which_is_better_and_lineage_whether_that_counts() -> None:
+    def model(kl: float, top1: float, ratio: float, mmlu: float, fingerprint: str, group: int) -> Model:
+        tasks = [{"task": "mmlu", "student": mmlu}]
+        metrics = {"distilled": {"kl": kl, "top1_agreement": top1}, "kv_bytes_ratio": ratio, "tasks": tasks}
+        spec = {"swiftkv": {"key_value_group_size": group}, "optimizer": {"learning_rate": 0.1}}
+        return described(metrics, teacher="t", data_fingerprint=fingerprint, spec=spec)
+
+    found = compare(model(0.1, 0.9, 0.75, 60.0, "x", 2), model(0.2, 0.8, 0.5, 61.0, "y", 4))
+    figures = {figure.name: figure for figure in found.figures}
+    assert figures["distilled.kl"] == Figure("distilled.kl", 0.1, 0.2, "a")
+    assert figures["distilled.top1_agreement"].better == "a"
+    assert figures["kv_bytes_ratio"].better == "b"
+    assert figures["tasks.mmlu.student"] == Figure("tasks.mmlu.student", 60.0, 61.0, "b")
+    assert figures["distilled.perplexity"] == Figure("distilled.perplexity", None, None, None)
+    less = {"task": "wikitext", "student": 9.0, "higher_is_better": False}
+    perplexities = compare(described({"tasks": [less]}), described({"tasks": [less | {"student": 8.0}]})).figures
+    assert perplexities[-1] == Figure("tasks.wikitext.student", 9.0, 8.0, "b")
+    assert found.differences == {"data_fingerprint": ("x", "y")}
+    assert found.spec_differences == {"swiftkv.key_value_group_size": (2, 4)}

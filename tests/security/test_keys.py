@@ -225,3 +225,18 @@ def test_keys_are_listed_without_a_database_and_make_none(tmp_path: Path) -> Non
     listed = away.invoke(cli, ["keys", "list"])
     assert listed.exit_code == 0
     assert "Last uses are unknown" in listed.stderr
+
+
+def test_a_key_is_created_listed_and_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTKV_HOME", str(tmp_path))
+    runner = CliRunner()
+    arguments = ["keys", "create", "ann", "--tenant", "acme", "--scope", "jobs:read", "--scope", "deploy", "--json"]
+    made = json.loads(runner.invoke(cli, arguments).stdout)
+    key = KeyRing(tmp_path / "keys.json").authenticate(f"Bearer {made['key']}")
+    assert (key.name, key.tenant, sorted(key.scopes)) == ("ann", "acme", ["deploy", "jobs:read"])
+
+    listed = runner.invoke(cli, ["keys", "list"]).stdout
+    assert "acme" in listed
+    assert made["key"] not in listed
+    assert runner.invoke(cli, ["keys", "revoke", "ann"]).exit_code == 0
+    assert json.loads(runner.invoke(cli, ["keys", "list", "--json"]).stdout) == {"keys": []}

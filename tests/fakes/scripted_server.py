@@ -21,6 +21,7 @@ class Request:
     headers: dict[str, str]
     """Names in lower case."""
     body: Any
+    raw: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def serve(script: Script) -> Iterator[str]:
             parts = urlsplit(self.path)
             headers = {name.lower(): value for name, value in self.headers.items()}
             body = json.loads(raw) if raw else None
-            self._send(script.answer(Request(self.command, parts.path, dict(parse_qsl(parts.query)), headers, body)))
+            self._send(
+                script.answer(Request(self.command, parts.path, dict(parse_qsl(parts.query)), headers, body, raw))
+            )
 
         def _send(self, answer: Answer) -> None:
             if answer.cut:

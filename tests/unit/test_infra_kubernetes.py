@@ -33,15 +33,7 @@ from tests.infra_files import (
 )
 
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-CORE = (
-    "Deployment",
-    "Namespace",
-    "NetworkPolicy",
-    "PodDisruptionBudget",
-    "Service",
-    "ServiceAccount",
-    "StatefulSet",
-)
+CORE = ("Deployment", "Namespace", "NetworkPolicy", "PodDisruptionBudget", "Service", "ServiceAccount", "StatefulSet")
 
 
 def test_addresses_name_services_that_exist() -> None:

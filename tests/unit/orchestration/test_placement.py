@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.job import Job, JobStatus, transition
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Reconciler
+from tests.fakes.attempt_store import FakeWorker
 from tests.unit.orchestration.conftest import Plane
 
 DEADLINE_S = 1800
 """Where the operator says nothing else."""
+
 NEEDS = "2 workers with 8 GPUs and 1 CPU each; the cluster has 0 GPUs and 4 CPUs"
-
-
-@pytest.fixture
-def plane(tmp_path: Path, empty_database: Path) -> Iterator[Plane]:
-    database = Database(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'test.db')}")
-    yield Plane(database)
-    database.close()
 
 
 @pytest.fixture
@@ -55,23 +45,25 @@ def check_not_placed(plane: Plane, reconciler: Reconciler, job: Job, missing: st
     assert plane.get(following).status is JobStatus.STARTING, "the slot is free"
 
 
-def test_workers_that_find_no_place_give_the_slot_back(plane: Plane, reconciler: Reconciler) -> None:
+def waiting(plane: Plane, reconciler: Reconciler, phase: str = "prepare") -> tuple[Job, FakeWorker]:
+    """A job whose worker has said that it waits for a place."""
     job = started(plane, reconciler)
     worker = plane.worker(job)
     worker.say("status", status="running")
-    worker.say("placement", phase="prepare", state="waiting", needs=NEEDS)
-    later(plane, reconciler, 5)
-    assert plane.get(job).status is JobStatus.RUNNING
-    later(plane, reconciler, DEADLINE_S - 1)
-    assert plane.get(job).status is JobStatus.RUNNING
+    worker.say("placement", phase=phase, state="waiting", needs=NEEDS)
+    return job, worker
+
+
+def test_workers_that_find_no_place_give_the_slot_back(plane: Plane, reconciler: Reconciler) -> None:
+    job, _ = waiting(plane, reconciler)
+    for seconds in (5, DEADLINE_S - 1):
+        later(plane, reconciler, seconds)
+        assert plane.get(job).status is JobStatus.RUNNING
     later(plane, reconciler, 2)
     check_not_placed(plane, reconciler, job, NEEDS)
-
-
-def test_an_attempt_of_which_nothing_is_heard_gives_the_slot_back(plane: Plane, reconciler: Reconciler) -> None:
-    job = started(plane, reconciler)
+    silent = next(iter(plane.jobs.on_cluster()))
     later(plane, reconciler, DEADLINE_S + 1)
-    check_not_placed(plane, reconciler, job, "the attempt itself")
+    check_not_placed(plane, reconciler, plane.jobs.load([silent.id])[0], "the attempt itself")
 
 
 @pytest.mark.parametrize("first", ["waiting", "placed"])
@@ -105,10 +97,7 @@ def test_each_phase_has_its_own_deadline(plane: Plane, reconciler: Reconciler) -
 
 
 def test_one_trial_may_wait_while_another_trains(plane: Plane, reconciler: Reconciler) -> None:
-    job = started(plane, reconciler)
-    worker = plane.worker(job)
-    worker.say("status", status="running")
-    worker.say("placement", phase="train of trial-2", state="waiting", needs=NEEDS)
+    job, worker = waiting(plane, reconciler, "train of trial-2")
     for step in range(1, 6):
         worker.step(step, time=plane.clock.now)
         later(plane, reconciler, DEADLINE_S - 10)
@@ -125,10 +114,7 @@ def test_one_trial_may_wait_while_another_trains(plane: Plane, reconciler: Recon
 def test_a_user_reaches_an_attempt_that_waits_for_a_place(
     plane: Plane, reconciler: Reconciler, asked: JobStatus, reached: JobStatus
 ) -> None:
-    job = started(plane, reconciler)
-    worker = plane.worker(job)
-    worker.say("status", status="running")
-    worker.say("placement", phase="train", state="waiting", needs=NEEDS)
+    job, _ = waiting(plane, reconciler, "train")
     reconciler.tick()
     stopping, event = transition(plane.get(job), asked, now=int(plane.clock()))
     plane.jobs.update(stopping, events=[event])

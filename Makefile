@@ -63,7 +63,6 @@ docs: install  # the site, in site/
 	$(BIN)/python -m mkdocs build --strict
 
 bench: install
-	$(BIN)/python -m benchmarks.prefill
 	$(BIN)/python -m benchmarks.engine --short
 	$(BIN)/python -m benchmarks.serving --short
 	$(BIN)/python -m benchmarks.kv_cache

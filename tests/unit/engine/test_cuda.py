@@ -13,7 +13,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.operator_counts import SAMPLED, Counts, decode_step
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams, ranks
 from swiftkv_platform.engine.loading import LoadedModel, prepare
 from swiftkv_platform.engine.memory import DeviceMemory, make_cache
@@ -237,16 +236,3 @@ def test_ranks_of_a_shared_model_wait_for_nothing_but_the_token(family: str, dra
         ranks.follow(there, parts[1].model, lambda blocks: make_cache(parts[1], config, num_blocks=blocks), rank_of(1))
     assert log.kernels
     assert not log.waits
-
-
-@pytest.mark.slow("two engines, one of a large batch")
-def test_a_decode_step_launches_as_much_for_many_sequences_as_for_few() -> None:
-    def counts(batch_size: int) -> Counts:
-        with fake_cuda() as log:
-            return decode_step(log, batch_size, num_layers=4, params=SAMPLED)
-
-    few, many = counts(4), counts(32)
-    assert many.kernels.total() <= 1.2 * few.kernels.total()
-    assert many.copies == few.copies
-    assert many.waits == few.waits == 1
-    assert many.kernels["torch_attn._varlen_attn"] == 4, "one a layer"

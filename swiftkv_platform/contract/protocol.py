@@ -23,7 +23,7 @@ _UNKNOWN_OPTION = f"unrecognized arguments: {PROTOCOL_OPTION}"
 
 
 def refusal(*, workers: int, control_plane: int) -> str:
-    """Return why workers of an older version do not work for a control plane, and what would do."""
+    """Return why workers of an older version do not work for a control plane, and what to do."""
     return (
         f"the workers' image speaks protocol {workers} and the control plane protocol {control_plane}; "
         "give the Ray cluster the image of the control plane's version, and submit the job again"

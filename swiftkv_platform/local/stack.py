@@ -288,6 +288,4 @@ def _serve_status(state: StackState) -> PartStatus:
 def _check_installed() -> None:
     lacking = [name for name in _SERVICES if find_spec(name) is None]
     if lacking:
-        raise StartError(
-            f"The platform here needs {', '.join(lacking)}; pip install 'swiftkv-platform[train,serve]' would do"
-        )
+        raise StartError(f"The platform here needs {', '.join(lacking)}; pip install 'swiftkv-platform[train,serve]'")

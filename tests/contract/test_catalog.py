@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 from sqlalchemy import text
 
-from swiftkv_platform.database.catalog import SqlCatalog
-from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.catalog import SqlCatalog, SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import ConflictError, NotFoundError, UnreadableRowError

@@ -12,10 +12,9 @@ from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import LeaseLostError
-from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.demand import Claim, Demand
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.orchestration.ports import Fence
-from swiftkv_platform.orchestration.standing import Claim
 from tests.records import TENANT, make_job, standing_of, store
 from tests.threads import at_once
 

@@ -11,7 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
 
-from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database, alembic_config
 from swiftkv_platform.database.tables import Base

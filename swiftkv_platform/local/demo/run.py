@@ -179,7 +179,7 @@ def claim_home(stack: Stack, *, keep: bool) -> None:
     if stack.home.exists() and any(stack.home.iterdir()):
         if not mark.exists():
             raise InvalidInputError(
-                f"{stack.home} is not empty and not an earlier demo's; another --home, or an empty one, would do",
+                f"{stack.home} is not empty and not an earlier demo's; use another --home, or an empty one",
                 field="home",
                 value=str(stack.home),
             )

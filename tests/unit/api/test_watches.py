@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swiftkv_platform.api.watches import Watches
+from swiftkv_platform.api.following import Watches
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError

@@ -16,7 +16,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from swiftkv_platform.cli import ids
+from swiftkv_platform.cli import context
 from swiftkv_platform.cli.app import app
 from tests.fakes.scripted_server import Script, list_answer, serve
 
@@ -114,8 +114,8 @@ def test_completion_says_nothing_where_the_control_plane_is_away_or_refuses() ->
 
 
 def test_completion_does_not_wait_for_a_control_plane_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(context, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ctx = typer.Context(typer.main.get_command(app))
         ctx.params["url"] = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert ids.complete_job(ctx, "") == []  # the client itself would wait for a minute
+        assert context.complete_job(ctx, "") == []  # the client itself would wait for a minute

@@ -17,8 +17,8 @@ from swiftkv_platform.contract.autoscaling import POLICY
 from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.errors import ArtifactCorruptError, ClusterUnavailableError, InvalidInputError, ModelError
 from swiftkv_platform.model import export_adapter
+from swiftkv_platform.orchestration.deploying import check_engine_options
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
-from swiftkv_platform.orchestration.engine_options import check_engine_options
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
 from swiftkv_platform.serve.backends import Surroundings, choose_backend

@@ -5,15 +5,19 @@ Each field that may be changed has the bounds that it has in the spec; what a bo
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union
 
+from fastapi import Depends, Header, Response
 from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
+from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.frozen import FiniteModel
+from swiftkv_platform.orchestration.changes import Expected
 from swiftkv_platform.specs.deployment import Change
 
 
@@ -68,3 +72,34 @@ def _partial(annotation: Any) -> Any:
         doc = f"Changes of a {name.removesuffix('Change').lower()}, or the fields of a new one."
         return create_model(name, __base__=MergePatch, __module__=__name__, __doc__=doc, **fields)
     return annotation
+
+
+_TAG = re.compile(r'(?:W/)?"(\d{1,18})"')
+"""A proxy that compresses answers marks their tags as weak; a version is the same for all that."""
+
+
+def tag(response: Response, version: int) -> None:
+    """Name the version in the answer."""
+    response.headers["ETag"] = f'"{version}"'
+
+
+def if_match(
+    value: Annotated[str | None, Header(alias="If-Match", description="`ETag` of what is to be changed")] = None,
+) -> Expected | None:
+    """Versions of which the caller makes its change; None where it names none. Raises `InvalidInputError`."""
+    if value is None:
+        return None
+    if value.strip() == "*":
+        return Expected(None)
+    found = [_TAG.fullmatch(item.strip()) for item in value.split(",")]
+    versions = frozenset(int(match[1]) for match in found if match is not None)
+    if None in found:
+        raise InvalidInputError(
+            f'If-Match is {value!r}; expected `ETag` of an earlier answer, such as "3" with its quotation marks, or *',
+            field="If-Match",
+            value=value,
+        )
+    return Expected(versions)
+
+
+IfMatch = Annotated[Expected | None, Depends(if_match)]

@@ -1,4 +1,4 @@
-"""Findings, and how checks run: side by side, each within its time. Knows no check."""
+"""Findings of `swiftkv doctor`: checks run side by side, each within its time. Knows no check."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Literal
 
+from rich.markup import escape
+
+from swiftkv_platform.cli.output import out
 from swiftkv_platform.local.stack import Stack
 from swiftkv_platform.settings import Settings
 
+GIB = 1 << 30
 Status = Literal["ok", "warning", "failed"]
-_BY_WEIGHT: tuple[Status, ...] = ("ok", "warning", "failed")
+_STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+"""From the mildest status to the gravest."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of a check."""
+    """Outcome of a check: one sentence, and the remedy where there is something to do."""
 
     status: Status
     message: str
-    """One sentence."""
     advice: str = ""
-    """Remedy; empty where there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,28 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to look at."""
+    """One thing to look at; `remedy` is the advice where the check itself breaks or does not end in time."""
 
     name: str
     examine: Callable[[Surroundings], Finding]
     remedy: str
-    """Advice where the check itself ends neither in time nor in order."""
+
+
+def print_findings(results: list[tuple[str, Finding]]) -> None:
+    """Print a line a check, its advice below it, and how many there are of each status."""
+    width = max(len(name) for name, _ in results)
+    for name, finding in results:
+        status = f"[{_STYLES[finding.status]}]{finding.status:<7}[/]"
+        line = f"{status}  [bold]{name:<{width}}[/]  {escape(finding.message)}"
+        out().print(line, highlight=False, soft_wrap=True)
+        if finding.advice:
+            out().print(f"{'':<9}{'':<{width}}  To do: {escape(finding.advice)}", highlight=False, soft_wrap=True)
+    out().print(", ".join(f"{number} {status}" for status, number in count(results).items()) + ".", highlight=False)
+
+
+def count(results: list[tuple[str, Finding]]) -> dict[str, int]:
+    """Number of findings by status."""
+    return {status: sum(finding.status == status for _, finding in results) for status in _STYLES}
 
 
 def run_checks(checks: Iterable[Check], surroundings: Surroundings) -> list[tuple[str, Finding]]:
@@ -62,7 +81,7 @@ def run_checks(checks: Iterable[Check], surroundings: Surroundings) -> list[tupl
 
 def worst(findings: Sequence[Finding]) -> Finding:
     """The findings of the gravest status as one."""
-    status = max((each.status for each in findings), key=_BY_WEIGHT.index)
+    status = max((each.status for each in findings), key=list(_STYLES).index)
     gravest = [each for each in findings if each.status == status]
     advice = dict.fromkeys(each.advice for each in gravest if each.advice)
     message = "; ".join(each.message.removesuffix(".") for each in gravest)

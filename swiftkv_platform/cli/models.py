@@ -1,4 +1,4 @@
-"""`swiftkv models create`, `lineage`, `compare`, `promote`, `rollback`, `delete`, `aliases`: models in use, and why."""
+"""`swiftkv models`: distilled models, which of them are in use, and why."""
 
 from __future__ import annotations
 
@@ -7,22 +7,52 @@ from typing import Annotated, Any
 
 import typer
 
-from swiftkv_platform.cli.context import Json, Url, connect
-from swiftkv_platform.cli.ids import ModelId, complete_model
-from swiftkv_platform.cli.jobs import spec_change, watch_job
-from swiftkv_platform.cli.output import local_time, print_deleted, print_fields, print_json, print_table, say
-from swiftkv_platform.cli.serving import models_app
+from swiftkv_platform.cli.context import Json, ModelId, Url, complete_model, connect
+from swiftkv_platform.cli.jobs import SpecChanges, spec_change, watch_job
+from swiftkv_platform.cli.output import local_time, print_json, print_table, tell, tell_deleted, tell_fields, tell_table
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.local.units import size
 from swiftkv_platform.specs.changes import with_changes
 
 _SECTIONS = ("evaluation", "resources", "metadata")
 """Parts of a job's spec that may differ for a model of its checkpoint."""
 
-__all__ = ["models_app"]
-
 AliasName = Annotated[str, typer.Option("--alias", help="Name that deployments follow.")]
 Reason = Annotated[str, typer.Option("--reason", help="Why; kept with who and when.")]
+
+
+models_app = typer.Typer(no_args_is_help=True, help="Distilled models.")
+
+
+@models_app.command("list")
+def list_models(
+    limit: Annotated[int, typer.Option(min=1, help="Most that are listed, newest first.")] = 20,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List models, newest first."""
+    with connect(url) as client:
+        models = client.models.list(limit=limit)
+    tell_table(
+        models,
+        ("model", "name", "job", "created"),
+        lambda model: (model.id, model.name, model.job_id, local_time(model.created_at)),
+        empty="No models. `swiftkv jobs submit` makes one.",
+        json=json,
+    )
+
+
+@models_app.command("get")
+def get_model(model_id: ModelId, url: Url = None, json: Json = False) -> None:
+    """Show a model with its lineage and quality report."""
+    with connect(url) as client:
+        model = client.models.get(model_id)
+    fields = model.model_dump(mode="json", exclude={"object"})
+    fields["created_at"] = local_time(model.created_at)
+    if fields.get("size") is not None:
+        fields["size"] = size(fields["size"])
+    tell_fields(model, fields, json=json)
 
 
 @models_app.command()
@@ -34,12 +64,7 @@ def create(
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Name of the model. Default: the job's name and the step.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="A field of the job's spec, such as evaluation.max_kl=0.5; repeats."
-        ),
-    ] = None,
+    set_: SpecChanges = None,
     wait: Annotated[bool, typer.Option(help="Return only when the model is there.")] = False,
     url: Url = None,
     json: Json = False,
@@ -72,10 +97,7 @@ def lineage(model_id: ModelId, url: Url = None, json: Json = False) -> None:
     """Show what a model came from, and where it is in use."""
     with connect(url) as client:
         found = client.models.lineage(model_id)
-    if json:
-        print_json(found)
-    else:
-        print_fields(found.model_dump(mode="json", exclude={"object", "spec"}))
+    tell_fields(found, found.model_dump(mode="json", exclude={"object", "spec"}), json=json)
 
 
 @models_app.command()
@@ -106,10 +128,7 @@ def promote(
     """Let an alias stand for a model; deployments made of the alias swap it in."""
     with connect(url) as client:
         promotion = client.models.promote(model_id, alias=alias, reason=reason)
-    if json:
-        print_json(promotion)
-    else:
-        say(f"{promotion.alias} is {promotion.model}.")
+    tell(promotion, f"{promotion.alias} is {promotion.model}.", json=json)
 
 
 @models_app.command()
@@ -117,10 +136,7 @@ def rollback(reason: Reason, alias: AliasName = "production", url: Url = None, j
     """Let an alias stand for the model before its present one again."""
     with connect(url) as client:
         promotion = client.models.rollback(alias, reason=reason)
-    if json:
-        print_json(promotion)
-    else:
-        say(f"{promotion.alias} is {promotion.model} again.")
+    tell(promotion, f"{promotion.alias} is {promotion.model} again.", json=json)
 
 
 @models_app.command()
@@ -128,7 +144,7 @@ def delete(model_id: ModelId, url: Url = None, json: Json = False) -> None:
     """Delete a model, whose job stays; refused while it is deployed, promoted or read by a job."""
     with connect(url) as client:
         client.models.delete(model_id)
-    print_deleted(model_id, json=json)
+    tell_deleted(model_id, json=json)
 
 
 @models_app.command()
@@ -155,10 +171,8 @@ def _tell(client: Client, job: Job, *, wait: bool, json: bool) -> None:
     """Follow a job that was submitted, or say how to."""
     if wait:
         watch_job(client, job, json=json)
-    elif json:
-        print_json(job)
     else:
-        say(f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.")
+        tell(job, f"Submitted {job.id}. `swiftkv jobs watch {job.id}` follows it.", json=json)
 
 
 def _sections(texts: Sequence[str]) -> dict[str, Any]:

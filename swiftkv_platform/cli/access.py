@@ -1,5 +1,6 @@
-"""`swiftkv keys`: the file of API keys that control plane and replicas read. Talks to no server; `list` reads the last
-uses from the control plane's database."""
+"""`swiftkv keys`, `audit` and `quota`: who may do what, and has done it. `keys` edits the file of API keys that control
+plane and replicas read and talks to no server; its `list` reads the last uses from the control plane's database.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +9,25 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from swiftkv_platform.cli.context import Json, settings
-from swiftkv_platform.cli.output import err, local_time, print_json, print_table, say
+from swiftkv_platform.cli.context import Json, Url, connect, settings
+from swiftkv_platform.cli.output import (
+    err,
+    local_time,
+    print_json,
+    print_table,
+    tell,
+    tell_fields,
+    tell_table,
+)
+from swiftkv_platform.client import AuditEntry, Quota
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
+from swiftkv_platform.local.units import plural, size
 from swiftkv_platform.security.keys import ApiKey, KeyRing, create_key, revoke_key, rotate_key
 from swiftkv_platform.security.principals import Scope
-from swiftkv_platform.settings import Settings
 
 keys_app = typer.Typer(no_args_is_help=True, help="API keys: the file that SWIFTKV_API_KEYS_FILE names.")
 
@@ -36,7 +46,7 @@ def duration(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,10})([smhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not 0 < seconds <= _LONGEST_S:
-        raise typer.BadParameter(f"{text!r} is no time; 90d, 12h, 30m or 45s would do, up to 36500d")
+        raise typer.BadParameter(f"{text!r} is no time; expected one such as 90d, 12h, 30m or 45s, up to 36500d")
     return seconds
 
 
@@ -121,22 +131,17 @@ def list_keys(file: KeyFile = None, json: Json = False) -> None:
     """List ids, names, tenants, scopes, when keys begin and expire, and when control planes last saw them."""
     keys, last_used = KeyRing(_path(file)).read(), _last_used()
     if json:
-        print_json({"keys": [_figures(key, last_used.get(key.id)) for key in keys]})
-    else:
-        rows = [
-            (
-                key.id,
-                key.name,
-                key.tenant,
-                ", ".join(sorted(key.scopes)),
-                _beginning(key),
-                _expiry(key),
-                local_time(last_used.get(key.id)),
-            )
-            for key in keys
-        ]
-        columns = ("id", "name", "tenant", "scopes", "begins", "expires", "last used")
-        print_table(columns, rows, empty="No keys: no caller is let in.")
+        documents = [{"id": key.id, **key.model_dump(mode="json", exclude={"sha256"})} for key in keys]
+        print_json({"keys": [{**each, "last_used_at": last_used.get(each["id"])} for each in documents]})
+        return
+    now, rows = time.time(), []
+    for key in keys:
+        begins = None if key.has_begun(now) else local_time(key.not_before)
+        expires = f"{local_time(key.expires_at)} (expired)" if key.has_expired(now) else local_time(key.expires_at)
+        scopes = ", ".join(sorted(key.scopes))
+        rows.append((key.id, key.name, key.tenant, scopes, begins, expires, local_time(last_used.get(key.id))))
+    columns = ("id", "name", "tenant", "scopes", "begins", "expires", "last used")
+    print_table(columns, rows, empty="No keys: no caller is let in.")
 
 
 @keys_app.command()
@@ -147,10 +152,8 @@ def revoke(
 ) -> None:
     """Take all keys of a name away, or the one with an id; the next request with one is refused."""
     gone = revoke_key(_path(file), name)
-    if json:
-        print_json({"revoked": name, "ids": [key.id for key in gone]})
-    else:
-        say(f"Revoked {name}." if len(gone) == 1 else f"Revoked {name}: {len(gone)} keys.")
+    line = f"Revoked {name}." if len(gone) == 1 else f"Revoked {name}: {len(gone)} keys."
+    tell({"revoked": name, "ids": [key.id for key in gone]}, line, json=json)
 
 
 def _tell(key: ApiKey, token: str, path: Path, done: str, *, json: bool) -> None:
@@ -162,16 +165,12 @@ def _tell(key: ApiKey, token: str, path: Path, done: str, *, json: bool) -> None
         err().print(f"{done} {path}. Callers send it as SWIFTKV_API_KEY.", highlight=False, soft_wrap=True)
 
 
-def _figures(key: ApiKey, last_used: int | None) -> dict[str, Any]:
-    return {"id": key.id, **key.model_dump(mode="json", exclude={"sha256"}), "last_used_at": last_used}
-
-
 def _last_used() -> Mapping[str, int]:
     """Last uses by key id, from the database of the control plane whose settings these are; empty where it has none."""
     chosen = settings()
-    if not _has_database(chosen):
-        return {}
-    from swiftkv_platform.database.key_uses import SqlKeyUses  # other commands do without SQL
+    if chosen.database_url is None and not (chosen.home / "swiftkv.db").exists():
+        return {}  # opening an SQLite file would make it
+    from swiftkv_platform.database.access import SqlKeyUses  # other commands do without SQL
     from swiftkv_platform.database.session import Database
 
     try:
@@ -183,24 +182,82 @@ def _last_used() -> Mapping[str, int]:
         return {}
 
 
-def _has_database(chosen: Settings) -> bool:
-    """Whether there is a database to look at: opening an SQLite file would make it."""
-    return chosen.database_url is not None or (chosen.home / "swiftkv.db").exists()
-
-
 def _from_now(seconds: int | None, now: int) -> int | None:
     return None if seconds is None else now + seconds
-
-
-def _beginning(key: ApiKey) -> str | None:
-    return None if key.has_begun(time.time()) else local_time(key.not_before)
-
-
-def _expiry(key: ApiKey) -> str | None:
-    when = local_time(key.expires_at)
-    return f"{when} (expired)" if key.has_expired(time.time()) else when
 
 
 def _path(file: Path | None) -> Path:
     chosen = settings()
     return file or chosen.api_keys_file or chosen.home / "keys.json"
+
+
+Text = Annotated[str | None, typer.Option(metavar="TEXT", help="Only entries with exactly this.")]
+
+
+def audit(
+    tenant: Text = None,
+    actor: Text = None,
+    credential: Text = None,
+    address: Text = None,
+    route: Text = None,
+    about: Text = None,
+    request_id: Text = None,
+    status: Annotated[int | None, typer.Option(min=100, max=599, help="HTTP status of the answer.")] = None,
+    within: Annotated[
+        int | None, typer.Option(parser=duration, metavar="TIME", help="Only of this time until now, such as 7d.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many, newest first.")] = 100,
+    url: Url = None,
+    json: Json = False,
+) -> None:
+    """List the audit trail: what was changed, by whom and from where, and who was refused access."""
+    with connect(url) as client:
+        entries = client.audit(
+            limit=limit,
+            tenant=tenant,
+            actor=actor,
+            credential=credential,
+            address=address,
+            route=route,
+            about=about,
+            request_id=request_id,
+            status=status,
+            since=None if within is None else time.time() - within,
+        )
+    columns = ("time", "tenant", "actor", "credential", "address", "request", "about", "status")
+    tell_table(entries, columns, _entry, empty="No entries.", json=json)
+
+
+def _entry(each: AuditEntry) -> tuple[object, ...]:
+    actor = (each.tenant, each.actor, each.credential, each.address)
+    return (local_time(each.created_at), *actor, f"{each.method} {each.route}", each.about, each.status)
+
+
+def quota(url: Url = None, json: Json = False) -> None:
+    """Show what your tenant may use of the cluster, and uses."""
+    with connect(url) as client:
+        found = client.quota()
+    tell_fields(found, _sentences(found), json=json)
+
+
+def _sentences(quota: Quota) -> dict[str, str]:
+    stored = quota.max_stored_bytes
+    return {
+        "tenant": f"{quota.tenant}, weight {quota.weight:g} in the queue",
+        "queued": _used(quota.queued_jobs, quota.max_queued_jobs, "job"),
+        "running": _used(quota.running_jobs, quota.max_running_jobs, "job"),
+        "GPUs": _held(quota, "gpus", quota.gpus, quota.max_gpus, "GPU"),
+        "CPUs": _held(quota, "cpus", quota.cpus, quota.max_cpus, "CPU core"),
+        "replicas": _used(quota.replicas, quota.max_replicas, "replica"),
+        "files": f"{size(quota.stored_bytes)}{', no limit' if stored is None else f' of {size(stored)}'}",
+    }
+
+
+def _used(number: float, most: float | None, thing: str) -> str:
+    return f"{plural(number, thing)}, no limit" if most is None else f"{number:g} of {plural(most, thing)}"
+
+
+def _held(quota: Quota, kind: str, number: float, most: float | None, thing: str) -> str:
+    holders = {"jobs": quota.held_by_jobs.get(kind, 0), "deployments": quota.held_by_deployments.get(kind, 0)}
+    held = " and ".join(f"{amount:g} by {holder}" for holder, amount in holders.items() if amount)
+    return _used(number, most, thing) + (f"; {held}" if held else "")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from swiftkv_platform.errors import PreconditionFailedError
 
 Path = tuple[str, ...]
 
@@ -43,3 +46,21 @@ def _at(document: Any, path: Path) -> Any:
     for name in path:
         document = document.get(name) if isinstance(document, Mapping) else None
     return document
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Versions that a change may be made of."""
+
+    versions: frozenset[int] | None
+    """Versions that the condition names; None for any."""
+
+    def check(self, what: str, version: int) -> None:
+        """Raises `PreconditionFailedError` if `what` is at another version."""
+        if self.versions is not None and version not in self.versions:
+            raise PreconditionFailedError(
+                f"{what} is at version {version}, and If-Match names another; read it again, and name its ETag if the "
+                "change still holds",
+                field="If-Match",
+                value=", ".join(f'"{number}"' for number in sorted(self.versions)),
+            )

@@ -10,6 +10,7 @@ from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.storage.object_store import ObjectStore, _key_fault
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_BUCKETS = {"s3", "gs", "az"}
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -23,11 +24,11 @@ def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
     """
     scheme = _SCHEME.match(uri)
     name = scheme.group(1).lower() if scheme else "file"
-    if name == "s3":
-        from swiftkv_platform.storage.s3_store import S3ObjectStore
+    if name in _BUCKETS:
+        from swiftkv_platform.storage.bucket_store import BucketStore
 
-        bucket, prefix = _parse_s3(uri)
-        return S3ObjectStore(bucket, prefix, patient=patient)
+        bucket, prefix = _parse_bucket(uri)
+        return BucketStore(name, bucket, prefix, patient=patient)
     if name == "file" and uri:
         from swiftkv_platform.storage.local_store import LocalObjectStore
 
@@ -35,7 +36,7 @@ def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
     raise _bad_uri(uri, "its scheme is unknown" if uri else "it is empty")
 
 
-def _parse_s3(uri: str) -> tuple[str, str]:
+def _parse_bucket(uri: str) -> tuple[str, str]:
     parts = urlsplit(uri)
     if parts.query or parts.fragment:
         raise _bad_uri(uri, "it has a query; the endpoint comes from AWS_ENDPOINT_URL")

@@ -1,4 +1,4 @@
-"""Addresses of object stores: a directory, `file:///directory` or `s3://bucket/prefix`. Does no I/O."""
+"""Addresses of object stores: directories and buckets. Does no I/O."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from urllib.parse import unquote, urlsplit
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.storage.object_store import ObjectStore, _key_fault
 
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _BUCKETS = {"s3", "gs", "az"}
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def open_store(uri: str, *, patient: bool = True) -> ObjectStore:
-    """The store at `uri`: a directory, `file:///directory` or `s3://bucket/prefix`. Does no I/O; `ping` does.
+    """The store at `uri`: a directory, `file:///directory`, or `s3://`, `gs://` or `az://` with a bucket and a prefix.
+    `ping` tells whether it answers.
 
     A patient store repeats what fails while its server is away for about half a minute, as a worker wants that has a
     checkpoint to save; otherwise it gives up within seconds, as a server wants that must answer.
@@ -59,7 +60,8 @@ def _parse_file(uri: str) -> Path:
 def _bad_uri(uri: str, why: str) -> InvalidInputError:
     shown = re.sub(r"//[^/@]*@", "//", uri)
     return InvalidInputError(
-        f"object store address {shown!r} cannot be used: {why}; give a directory, file:///directory or s3://bucket/prefix",
+        f"object store address {shown!r} cannot be used: {why}; give a directory, file:///directory, "
+        "s3://bucket/prefix, gs://bucket/prefix or az://container/prefix",
         field="storage_uri",
         value=shown,
     )

@@ -28,7 +28,7 @@ from swiftkv_platform.storage.object_store import (
     validate_prefix,
 )
 
-_PATIENT_RETRIES, _IMPATIENT_RETRIES = 7, 2
+_PATIENT_RETRIES, _IMPATIENT_RETRIES = 10, 2
 """Half a minute, and a second, on average."""
 _PART_SIZE, _MOST_PARTS = 8 << 20, 10_000
 """Bytes of a part of a large file, and parts that S3 takes; four travel at the same time."""

@@ -1,4 +1,4 @@
-"""A hub on this machine that speaks as much of its protocol as publishing needs: repositories, large files, commits."""
+"""A hub on this machine that speaks as much of its protocol as models need that are published or fetched."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
+
+import pytest
 
 TOKEN = "hf_publisher"
 _REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"
@@ -31,6 +34,18 @@ class Hub:
     uploads: int = 0
     fail_uploads: int = 0
     """Uploads of large files that are still to fail."""
+    fetched: set[str] = field(default_factory=set)
+    """Files that were downloaded."""
+
+    def use(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Make this the hub of this process, with an empty cache."""
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", self.url)
+        files = self.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
 @contextmanager
@@ -57,7 +72,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/main", path):
+        if match := re.fullmatch(rf"/{_REPOSITORY}/resolve/\w+/(?P<file>.+)", path):
+            self._file(self.hub.repositories[match["repo"]].get(match["file"]), match["file"])
+        elif match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/\w+", path):
             files = self.hub.repositories[match["repo"]]
             rows = [{"type": "file", "path": p, "size": len(data), "oid": _blob(data)} for p, data in files.items()]
             self._answer(rows)
@@ -65,6 +82,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"id": match["repo"], "sha": "0" * 40, "private": True, "tags": [], "siblings": []})
         else:
             self._answer({"error": f"no such address {path}"}, status=404)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _file(self, data: bytes | None, name: str) -> None:
+        self.send_response(200 if data is not None else 404)
+        if data is None:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", f'"{_blob(data or b"")}"')
+        self.send_header("Content-Length", str(len(data or b"")))
+        self.end_headers()
+        if self.command == "GET" and data is not None:
+            self.hub.fetched.add(name)
+            self.wfile.write(data)
 
     def do_PUT(self) -> None:
         data, oid = self._body(), self.path.rpartition("/")[2]
@@ -152,7 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
 
 def _blob(data: bytes) -> str:

@@ -174,7 +174,7 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
         raise ValueError("no\nsuch luck")
 
     def lacks(_: Surroundings) -> Finding:
-        raise ModuleNotFoundError(name="boto3")
+        raise ModuleNotFoundError(name="obstore")
 
     checks = [
         Check("hangs", hang, "pull the plug"),
@@ -186,7 +186,7 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
     release.set()
     assert found["hangs"] == Finding("failed", "No answer within 0.5 s.", "pull the plug")
     assert found["breaks"] == Finding("failed", "The check broke: ValueError: no such luck.", "mend it")
-    assert (found["lacks"].status, "boto3" in found["lacks"].message) == ("warning", True)
+    assert (found["lacks"].status, "obstore" in found["lacks"].message) == ("warning", True)
     assert found["fine"] == Finding("ok", "Fine.")
 
 

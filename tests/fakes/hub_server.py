@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
+
+from tests.fakes.scripted_server import running
 
 TOKEN = "hf_publisher"
 _REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"
@@ -51,16 +52,8 @@ class Hub:
 @contextmanager
 def run_hub() -> Iterator[Hub]:
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with running(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -102,11 +95,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.fail_uploads:
             self.hub.fail_uploads -= 1
             self._answer({"error": "refused"}, status=403)
-            return
-        assert hashlib.sha256(data).hexdigest() == oid
-        self.hub.objects[oid] = data
-        self.hub.uploads += 1
-        self._answer({})
+        else:
+            assert hashlib.sha256(data).hexdigest() == oid
+            self.hub.objects[oid] = data
+            self.hub.uploads += 1
+            self._answer({})
 
     def do_POST(self) -> None:
         body, path = self._body(), self.path.partition("?")[0]

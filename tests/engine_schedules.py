@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams
 from swiftkv_platform.engine.drafting import DraftCosts
-from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.engine.loading import LoadedModel, load_model
 from swiftkv_platform.engine.memory import layer_shapes
+from swiftkv_platform.model import load_dense
 from tests import reference
 
 TIE = 1e-4
@@ -39,6 +43,12 @@ class Subject:
     plain: Any
     """Never touched by an engine."""
 
+    @classmethod
+    def load(cls, directory: Path) -> Subject:
+        student = AutoConfig.from_pretrained(directory).model_type.endswith("_swiftkv")
+        plain = AutoModelForCausalLM.from_pretrained(directory) if student else load_dense(directory)
+        return cls(load_model(directory, EngineConfig()), plain.eval())
+
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Logits of the independent reference, [num_tokens, vocab_size]."""
@@ -52,6 +62,14 @@ class Subject:
         """Logits of the exit head, [num_tokens, vocab_size]."""
         decoder = self.plain.model
         return self.plain.exit_logits(decoder.lower(decoder.begin(torch.tensor([token_ids]))))[0]
+
+
+@torch.no_grad()
+def scattered_exits(student: Any) -> Any:
+    """Move a student from its start; its exit head is sure of some tokens, right or wrong."""
+    for name, parameter in student.swiftkv_parameters().items():
+        parameter.add_(torch.randn_like(parameter) * (0.4 if name.startswith("exit_head") else 0.05))
+    return student
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,19 @@ def run(engine: LLMEngine, arrivals: list[Arrival]) -> dict[str, list[RequestOut
         step += 1
     assert engine.num_free_blocks == engine.num_blocks, "blocks leaked"
     return finished
+
+
+def happened(outputs: list[RequestOutput]) -> Counter[str]:
+    """Events of a schedule, counted."""
+    seen: Counter[str] = Counter()
+    for output in outputs:
+        seen["cached"] += output.num_cached_tokens
+        seen["exited"] += output.num_exited_tokens
+        seen["full"] += len(output.token_ids) - output.num_exited_tokens
+        seen["accepted"] += output.num_accepted_tokens
+        seen["rejected"] += output.num_draft_tokens - output.num_accepted_tokens
+        seen["prompt logprobs"] += output.prompt_logprobs is not None
+    return seen
 
 
 def check_outputs(subject: Subject, arrivals: list[Arrival], finished: dict[str, list[RequestOutput]]) -> None:

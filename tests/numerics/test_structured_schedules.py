@@ -17,9 +17,8 @@ import jsonschema
 import pytest
 import torch
 
-from swiftkv_platform.engine import EarlyExit, EngineConfig, LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
-from swiftkv_platform.engine.loading import load_model
-from swiftkv_platform.model import convert, load_dense
+from swiftkv_platform.engine import EarlyExit, LLMEngine, RequestOutput, SamplingParams, StructuredOutputs
+from swiftkv_platform.model import convert
 from tests.engine_schedules import TIE, Arrival, Subject, free_drafts, random_arrivals, random_config, run
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import random_teacher
@@ -53,8 +52,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subject]:
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)
         byte_tokenizer().save_pretrained(directory)
-        plain = load_dense(directory) if name == "dense" else type(student).from_pretrained(directory)
-        made[name] = Subject(load_model(directory, EngineConfig()), plain.eval())
+        made[name] = Subject.load(directory)
     return made
 
 
@@ -160,12 +158,11 @@ def test_drafts_leave_the_constrained_answer_of_off(subjects: dict[str, Subject]
             with free_drafts():
                 engine = LLMEngine(subject.loaded, random_config(draw, subject, arrivals))
             found = answers(engine, drafting(arrivals, **params))
-            assert {key: output.token_ids for key, output in found.items()} == {
-                key: output.token_ids for key, output in expected.items()
-            }, f"schedule {seed}, drafts from {kind}"
-            assert [output.finish_reason for output in found.values()] == [
-                output.finish_reason for output in expected.values()
-            ]
+            answered, wanted = (
+                {key: (output.token_ids, output.finish_reason) for key, output in one.items()}
+                for one in (found, expected)
+            )
+            assert answered == wanted, f"schedule {seed}, drafts from {kind}"
             ours = [output for key, output in found.items() if arrivals[key[0]].params.structured_outputs]
             seen[f"{kind} accepted"] += sum(output.num_accepted_tokens for output in ours)
             seen[f"{kind} rejected"] += sum(output.num_draft_tokens - output.num_accepted_tokens for output in ours)

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.completions import AnswerStore
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors
 from swiftkv_platform.distillation.course import CourseNote

@@ -25,7 +25,7 @@ from swiftkv_platform.cli.output import (
 )
 from swiftkv_platform.client import AuditEntry, Quota
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
-from swiftkv_platform.local.units import plural, size
+from swiftkv_platform.local.terminal import plural, size
 from swiftkv_platform.security.keys import ApiKey, KeyRing, create_key, revoke_key, rotate_key
 from swiftkv_platform.security.principals import Scope
 

@@ -22,7 +22,7 @@ from swiftkv_platform.cli.output import (
 from swiftkv_platform.cli.spec_options import spec_options
 from swiftkv_platform.client import Generation, ReplicaMetrics
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.units import duration, plural
+from swiftkv_platform.local.terminal import duration, plural
 from swiftkv_platform.specs.deployment import DeploymentSpec
 
 deployments_app = typer.Typer(no_args_is_help=True, help="Models in service; `swiftkv deploy` puts them there.")

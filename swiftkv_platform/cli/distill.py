@@ -13,7 +13,7 @@ from swiftkv_platform.cli.output import err, needs_extra, print_fields, print_js
 from swiftkv_platform.errors import SwiftKVError, TrainingError
 from swiftkv_platform.local.terminal import JobDisplay
 from swiftkv_platform.logs import configure_logging
-from swiftkv_platform.reports.evaluation import evaluation_page
+from swiftkv_platform.reports.pages import evaluation_page
 from swiftkv_platform.specs import JobSpec
 
 if TYPE_CHECKING:

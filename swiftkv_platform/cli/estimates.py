@@ -10,7 +10,7 @@ from swiftkv_platform.cli.context import read_spec, settings
 from swiftkv_platform.cli.output import print_json, print_table, say
 from swiftkv_platform.cli.sources import read_stored
 from swiftkv_platform.client import Estimate
-from swiftkv_platform.local.units import count, duration, flops, plural, size
+from swiftkv_platform.local.terminal import count, duration, flops, plural, size
 from swiftkv_platform.orchestration.estimates import machines
 from swiftkv_platform.orchestration.validation import validate
 from swiftkv_platform.planning.devices import DEVICE_MEMORY

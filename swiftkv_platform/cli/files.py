@@ -10,7 +10,7 @@ import typer
 from swiftkv_platform.cli.context import FileId, Json, Url, connect
 from swiftkv_platform.cli.output import err, local_time, tell, tell_deleted, tell_fields, tell_table
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.units import size
+from swiftkv_platform.local.terminal import size
 
 files_app = typer.Typer(no_args_is_help=True, help="Uploaded rows, which jobs name as `file-...`.")
 

@@ -13,7 +13,7 @@ from swiftkv_platform.cli.context import JobId, Json, Url, connect
 from swiftkv_platform.cli.output import err, local_time, print_json, print_table, tell, tell_table
 from swiftkv_platform.client.models import TrackingFile
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
-from swiftkv_platform.local.units import size
+from swiftkv_platform.local.terminal import size
 from swiftkv_platform.tracking.recorded import RecordedRun, drop_steps, last_step, upload
 
 _SHOWN = ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second")

@@ -29,8 +29,7 @@ from swiftkv_platform.cli.output import (
 )
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.terminal import follow
-from swiftkv_platform.local.units import count, duration
+from swiftkv_platform.local.terminal import count, duration, follow
 from swiftkv_platform.specs import JobSpec
 
 SpecChanges = Annotated[

@@ -17,7 +17,7 @@ from swiftkv_platform.cli.context import Json, settings
 from swiftkv_platform.cli.output import err, out, print_json, print_table, tell
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.local.stack import Stack, StackOptions
-from swiftkv_platform.local.units import size
+from swiftkv_platform.local.terminal import size
 from swiftkv_platform.orchestration.retention import Swept
 from swiftkv_platform.orchestration.sweeper import Sweeper
 from swiftkv_platform.settings import Settings

@@ -12,7 +12,7 @@ from swiftkv_platform.cli.jobs import SpecChanges, spec_change, watch_job
 from swiftkv_platform.cli.output import local_time, print_json, print_table, tell, tell_deleted, tell_fields, tell_table
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.local.units import size
+from swiftkv_platform.local.terminal import size
 from swiftkv_platform.specs.changes import with_changes
 
 _SECTIONS = ("evaluation", "resources", "metadata")

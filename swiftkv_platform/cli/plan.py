@@ -12,7 +12,7 @@ from swiftkv_platform.cli.context import Json, read_spec
 from swiftkv_platform.cli.estimates import print_plan
 from swiftkv_platform.cli.output import needs_extra, out, print_json, print_table, say
 from swiftkv_platform.cli.sources import model_config
-from swiftkv_platform.local.units import size
+from swiftkv_platform.local.terminal import size
 from swiftkv_platform.planning import Components, Plan
 from swiftkv_platform.planning import plan as make_plan
 

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from swiftkv_platform.contract.files import is_file_id
+from swiftkv_platform.contract.attempts import is_file_id
 from swiftkv_platform.database.paging import Store, owned, page_of, value_of
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import FileRow, JobRow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import ForbiddenError, InvalidInputError, OverQuotaError, QuotaExceededError
 from swiftkv_platform.orchestration.demand import Demand
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.contract.parents import Parent
+from swiftkv_platform.contract.attempts import Manifest, Parent
 from swiftkv_platform.errors import InvalidInputError, NotFoundError
 from swiftkv_platform.orchestration.job import Job, Model
 from swiftkv_platform.planning import resolve_num_key_value_layers

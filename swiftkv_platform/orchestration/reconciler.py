@@ -23,9 +23,8 @@ from threading import Lock
 from typing import Any
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest, Manifest
-from swiftkv_platform.contract.protocol import PROTOCOL, PROTOCOL_OPTION
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.attempts import PROTOCOL, PROTOCOL_OPTION, AttemptRequest, Manifest
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import (
     ArtifactCorruptError,
     ClusterUnavailableError,

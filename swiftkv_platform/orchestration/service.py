@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
-from swiftkv_platform.contract.reasons import ReasonCode
+from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import ConflictError, InvalidInputError, OverQuotaError, StaleVersionError
 from swiftkv_platform.orchestration.costs import FREE, Prices, speed_for
 from swiftkv_platform.orchestration.costs import cost_cap as lowest_cost_cap

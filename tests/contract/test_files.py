@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from swiftkv_platform.contract.files import new_file_id
+from swiftkv_platform.contract.attempts import new_file_id
 from swiftkv_platform.database.files import SqlFiles
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database

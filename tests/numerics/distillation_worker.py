@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import AttemptRequest, StopRequest
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, TrainedTensors, load_whole_state
 from swiftkv_platform.distillation.course import CourseNote

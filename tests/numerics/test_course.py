@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.contract.events import CourseCode
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.held_out import HeldOut
 from swiftkv_platform.planning.steering import RunSchedule

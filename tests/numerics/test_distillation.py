@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import StopRequest
 from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.distillation.parallel import native

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.parents import Parent
+from swiftkv_platform.contract.attempts import AttemptRequest, Parent
 from swiftkv_platform.distillation.checkpoint import Checkpointer, Progress, load_whole_state
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.parallel import Parallel, parallelize

@@ -23,8 +23,7 @@ from rich.markup import escape
 
 from swiftkv_platform.client import Client, Job
 from swiftkv_platform.errors import InvalidInputError, SwiftKVError
-from swiftkv_platform.local.demo.plot import plot_loss
-from swiftkv_platform.local.demo.report import build_report, print_report, write_report
+from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.stack import Stack, StackOptions
 from swiftkv_platform.local.terminal import follow
 from swiftkv_platform.settings import Settings

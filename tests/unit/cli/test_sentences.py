@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.client import Estimate
-from swiftkv_platform.local import units
+from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.scripted_server import Script, json_answer, list_answer
 from tests.unit.cli.conftest import Run

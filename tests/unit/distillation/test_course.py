@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseEvent
-from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.contract.events import ATTEMPT_EVENT, CourseCode, CourseEvent
 from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation.course import Course, Turn, chosen_step, measured, turn_notes, went_back
 from swiftkv_platform.distillation.held_out import measured_rows

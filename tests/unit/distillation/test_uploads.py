@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from swiftkv_platform.contract.attempts import ManifestFile
-from swiftkv_platform.contract.stop_requests import StopRequest
+from swiftkv_platform.contract.attempts import ManifestFile, StopRequest
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.trainer import StepMetrics, Trainer
 from swiftkv_platform.distillation.uploads import CheckpointFiles, Progress, Retries, Uploader

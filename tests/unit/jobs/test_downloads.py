@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.files import StoredFile, file_key, is_file_id, made_at, new_file_id
+from swiftkv_platform.contract.attempts import AttemptRequest, StoredFile, file_key, is_file_id, made_at, new_file_id
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
 from swiftkv_platform.jobs.attempt.downloads import StoreFiles, access_of, teacher_path

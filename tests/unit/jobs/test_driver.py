@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.protocol import PROTOCOL
+from swiftkv_platform.contract.attempts import PROTOCOL
 from swiftkv_platform.errors import InvalidInputError, ObjectNotFoundError
 from swiftkv_platform.jobs.distill import main
 from swiftkv_platform.jobs.driver import refuse_unshared_store

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from swiftkv_platform.contract.attempts import Manifest
-from swiftkv_platform.contract.reasons import CourseCode
+from swiftkv_platform.contract.events import CourseCode
 from swiftkv_platform.distillation.course import CourseNote
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.distillation.uploads import Progress

@@ -9,8 +9,7 @@ import argparse
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.protocol import PROTOCOL
+from swiftkv_platform.contract.attempts import PROTOCOL, AttemptRequest
 from swiftkv_platform.orchestration.job import Job, JobStatus, transition
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from tests.old_home import old_attempts

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from swiftkv_platform.contract.sweeps import expand, point, summarise
-from swiftkv_platform.reports.evaluation import evaluation_page
-from swiftkv_platform.reports.sweep import sweep_page
+from swiftkv_platform.reports.pages import evaluation_page, sweep_page
 from swiftkv_platform.specs import JobSpec
 
 VOID = {"meta", "path", "use", "rect", "circle", "line", "br"}

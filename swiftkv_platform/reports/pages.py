@@ -1,17 +1,40 @@
-"""`evaluation.html`: what `evaluation.json` says, for people. Knows its keys, not how they came about."""
+"""`evaluation.html` and `sweep.html`, from the templates beside this module: escaped, and complete without network.
+Knows the keys of reports, not how they came about.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from swiftkv_platform.reports.charts import as_svg, exit_head_chart, loss_chart, task_chart
-from swiftkv_platform.reports.page import render
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from swiftkv_platform.contract.sweeps import Point, SweepReport
+from swiftkv_platform.reports.charts import as_svg, exit_head_chart, frontier_chart, loss_chart, task_chart
 from swiftkv_platform.specs.evaluation import points_lost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def render(template: str, **values: Any) -> str:
+    """The page that `template` makes of `values`; the template says which of them is HTML."""
+    return _environment().get_template(template).render(values)
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
 
 STAGES = {
     "rewired": "student, projections copied",
@@ -91,3 +114,37 @@ def _lead(report: Mapping[str, Any], lineage: Mapping[str, Any]) -> str:
 def _points_lost(task: Mapping[str, Any]) -> float:
     more_is_better = task.get("higher_is_better", True)  # reports of before this key know no other metrics
     return points_lost(task["teacher"], task["student"], higher_is_better=more_is_better)
+
+
+def sweep_page(name: str, sweep: SweepReport) -> str:
+    """The page of a sweep: the frontier of quality and compute, every trial, and the one to take."""
+    measured = [point for point in sweep.points if point.report is not None]
+    chosen = "none is within the budget" if sweep.recommended is None else f"{sweep.recommended} is taken"
+    return render(
+        "sweep.html",
+        title=f"Sweep {name}",
+        lead=f"{len(sweep.points)} trials, {chosen}",
+        plot=_plot(sweep, measured),
+        points=sweep.points,
+        failed=[point for point in sweep.points if point.report is None],
+        gates=next((point.report["gates"] for point in measured if point.report), []),
+    )
+
+
+def _plot(sweep: SweepReport, measured: list[Point]) -> str | None:
+    if not measured:
+        return None
+    rows = [
+        {
+            "name": point.name,
+            "key_value_group_size": point.key_value_group_size,
+            "prefill_flops_ratio": point.cost[0],
+            "kl": point.cost[2],
+            "on_frontier": point.on_frontier,
+            "recommended": point.name == sweep.recommended,
+        }
+        for point in measured
+    ]
+    return as_svg(
+        frontier_chart(rows), "Held-out KL over prefill compute of every trial; the table below has the figures"
+    )

@@ -25,7 +25,7 @@ from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.optimizer import build_optimizer
 from swiftkv_platform.jobs.worker.memory import give_back_freed_tensors
 from swiftkv_platform.model import packed_attention
-from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import OptimizerSpec
 
 ROWS_PER_STEP = 4

@@ -36,7 +36,7 @@ from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.losses import _FusedHeadLoss
 from swiftkv_platform.distillation.optimizer import build_optimizer
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
 ROWS_BEFORE, LOGITS_BEFORE = 16, 1 << 19

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftkv_platform.engine.admission import Departures
+from swiftkv_platform.engine.frontend import Departures
 
 
 class Clock:

@@ -29,7 +29,7 @@ from swiftkv_platform.data.packing import Samples, pack
 from swiftkv_platform.distillation import fork as fork_module
 from swiftkv_platform.distillation.fork import Fork, compile_layers
 from swiftkv_platform.distillation.optimizer import build_optimizer
-from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec, OptimizerSpec
 
 Batch = dict[str, torch.Tensor]

@@ -13,8 +13,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from swiftkv_platform.engine import kernels
 from swiftkv_platform.engine.ranks import Ranks, rank_device
-from swiftkv_platform.engine.shard_loading import load_shard
-from swiftkv_platform.engine.sharding import check_divides
+from swiftkv_platform.engine.sharding import check_divides, load_shard
 from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.conversion import dense_model

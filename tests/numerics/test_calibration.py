@@ -38,6 +38,16 @@ def test_calibrated_start_beats_the_copied_one(biases: bool, g: int, sharing: An
     assert divergence(calibrated, tokens[24:]) < 0.9 * divergence(copied, tokens[24:])
 
 
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_calibration_runs_the_teacher_without_dropout(family: str, tokens: torch.Tensor) -> None:
+    """A teacher in memory may be in training mode; two conversions of it agree."""
+    teacher = family_teacher(family)
+    teacher.config.attention_dropout = 0.5
+    shape: dict[str, Any] = {"num_key_value_layers": 3, "early_exit": True, "calibration": [tokens[:4]]}
+    first, second = (convert(copy.deepcopy(teacher).train(), **shape).state_dict() for _ in range(2))
+    assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
+
+
 def test_the_exit_head_starts_from_the_final_hidden_state_that_is_to_be_expected(tokens: torch.Tensor) -> None:
     shape: dict[str, Any] = {"num_key_value_layers": 3, "early_exit": True}
     copied = convert(random_teacher(), **shape)

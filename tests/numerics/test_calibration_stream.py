@@ -13,7 +13,7 @@ from swiftkv_platform.distillation.fork import load_trained
 from swiftkv_platform.distillation.weights import LazyStudent
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.calibration_refit import RIDGE
+from swiftkv_platform.model.calibration_statistics import REFIT_RIDGE
 from swiftkv_platform.model.calibration_stream import calibrate_streamed
 from swiftkv_platform.model.workers import Workers
 from tests.checkpoints import ROWS, save, save_fp8
@@ -132,7 +132,7 @@ def refit_in_memory(student: Any, tokens: torch.Tensor) -> None:
         a = attended["heads"].flatten(0, 1).double()
         weight = layer.self_attn.o_proj_swiftkv.weight
         missing = (target - attended["residual"]).flatten(0, 1).double()  # beyond what the projection gives already
-        penalty = (RIDGE * a.square().sum() / a.shape[1]).sqrt() * torch.eye(a.shape[1], dtype=a.dtype)
+        penalty = (REFIT_RIDGE * a.square().sum() / a.shape[1]).sqrt() * torch.eye(a.shape[1], dtype=a.dtype)
         rows, wanted = torch.cat((a, penalty)), torch.cat((missing, missing.new_zeros(a.shape[1], missing.shape[1])))
         weight += torch.linalg.lstsq(rows, wanted).solution.T.to(weight.dtype)
         hidden = decoder.run_layer(i, hidden, context, shared_key_value=key_value)

@@ -13,8 +13,8 @@ from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.optimizer import build_optimizers
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.evaluation.quality import evaluate
-from swiftkv_platform.model.batches import to_tensors
 from swiftkv_platform.model.families import student_classes
+from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from swiftkv_platform.specs.training import OptimizerSpec
 from tests.fakes.cuda import DEVICE, DeviceLog, fake_cuda

@@ -15,7 +15,7 @@ from swiftkv_platform.distillation.checkpoint import TrainedTensors
 from swiftkv_platform.distillation.fork import Fork, hidden_loss_index, load_trained, trained_parameters
 from swiftkv_platform.distillation.parallel import native
 from swiftkv_platform.errors import ArtifactCorruptError, InvalidInputError, LossNotFiniteError
-from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.numerics.distillation_worker import (
     CHECKPOINTS,

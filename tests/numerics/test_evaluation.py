@@ -26,7 +26,7 @@ from swiftkv_platform.evaluation.quality import (
     measure,
 )
 from swiftkv_platform.model import convert
-from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.planning import read_architecture
 from swiftkv_platform.planning.flops import prefill_flops
 from swiftkv_platform.planning.prefill import dense_layer_map

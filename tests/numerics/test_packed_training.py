@@ -19,8 +19,7 @@ from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, packed_attention
-from swiftkv_platform.model.batches import to_tensors
-from swiftkv_platform.model.packed_attention import TOKENS_STEP
+from swiftkv_platform.model.packed_attention import TOKENS_STEP, to_tensors
 from swiftkv_platform.specs import DistillationSpec
 from tests.tiny_models import FAMILY_CONFIGS, WINDOW, disturb, family_teacher
 

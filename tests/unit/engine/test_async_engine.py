@@ -24,7 +24,7 @@ from swiftkv_platform.engine import (
     SamplingParams,
     streams,
 )
-from swiftkv_platform.engine.admission import Departures
+from swiftkv_platform.engine.frontend import Departures
 from swiftkv_platform.engine.streams import EventPace, RequestStream
 from swiftkv_platform.errors import EngineDeadError, InvalidInputError, QueueFullError
 

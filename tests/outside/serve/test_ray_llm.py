@@ -21,12 +21,12 @@ from swiftkv_platform.engine import LLMEngine, SamplingParams
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from tests.distill_jobs import JOB, ONE_WORKER, job_spec
-from tests.integration.conftest import dashboard_url, serve_port, wait_for
+from tests.integration.conftest import dashboard_url, head, serve_port, wait_for
 from tests.integration.load import GREEDY, PROMPTS
 from tests.requirements import interpreter
 from tests.unit.engine.tiny_models import save_dense
 
-__all__ = ["dashboard_url", "serve_port"]
+__all__ = ["dashboard_url", "head", "serve_port"]
 
 tests.integration.conftest.DEADLINE_S = 900.0
 """vLLM starts beside Ray's own processes."""

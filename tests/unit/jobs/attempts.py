@@ -1,0 +1,73 @@
+"""An attempt of a small job in this process, what it says, and a store that fails it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from swiftkv_platform.contract.attempt_id import AttemptId
+from swiftkv_platform.contract.attempts import AttemptRequest
+from swiftkv_platform.contract.events import AttemptEvent
+from swiftkv_platform.errors import StorageError
+from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.attempt_store import AttemptStore
+from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
+from tests.fakes.object_store import InMemoryObjectStore
+
+AWAY = StorageError("the store is away")
+UNTRACKED = {"tracking": {"wandb": {"mode": "disabled"}}}
+
+
+def request(attempt: int = 1, spec: JobSpec | None = None, **fields: Any) -> AttemptRequest:
+    return AttemptRequest(job_id="job", attempt=attempt, spec=spec or JobSpec(name="n"), run_id="run", **fields)
+
+
+def said(store: ObjectStore, kind: str | None = None) -> list[AttemptEvent]:
+    """Events of the first attempt, or those of a kind."""
+    events = [stored.event for stored in AttemptStore(store).read_events(AttemptId("job", 1), {})]
+    return [event for event in events if kind in (None, event.type)]
+
+
+def points(store: ObjectStore) -> list[dict[str, Any]]:
+    return [point for event in said(store, "metrics") for point in event.data["points"]]
+
+
+def small_spec(teacher: Path, rows: Path, **sections: Any) -> JobSpec:
+    """A job of a tiny teacher on the rows of a file; `data` is added to what it is by default."""
+    data = {"sources": [{"name_or_path": str(rows)}], "max_length": 64, "validation_fraction": 0.2}
+    document = {
+        "name": "tiny",
+        "model": {"name_or_path": str(teacher), "dtype": "float32"},
+        "training": {"max_steps": 2, "batch_size": 2},
+        **UNTRACKED,
+        **sections,
+        "data": {**data, **sections.get("data", {})},
+    }
+    return JobSpec.model_validate(document)
+
+
+class HangingStore(InMemoryObjectStore):
+    """Takes objects while `open`, or raises `error`; fails as many listings as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.reached, self.written = threading.Event(), threading.Event(), threading.Event()
+        self.open.set()
+        self.error: Exception | None = None
+        self.failing_lists = 0
+
+    def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        self.reached.set()
+        self.open.wait()
+        if self.error is not None:
+            raise self.error
+        super().put_bytes(key, data, if_absent=if_absent)
+        self.written.set()
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        if self.failing_lists > 0:
+            self.failing_lists -= 1
+            raise AWAY
+        return super().list(prefix, start_after=start_after)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.outside.judges.conftest import NODE, node_program
+from tests.outside.judges.conftest import NODE, node_program, run
 from tests.outside.judges.fine_tuning import QUESTION, ROWS, SWIFTKV, TEACHER, tune_and_chat
-from tests.outside.judges.programs import run
 
 
 def test_the_client_for_python_is_content(platform: str) -> None:

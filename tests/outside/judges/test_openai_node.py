@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.outside.judges.conftest import NODE, Deployment, node_program
-from tests.outside.judges.programs import MODEL, run
+from tests.outside.judges.conftest import MODEL, NODE, Deployment, node_program, run
 
 
 @pytest.mark.parametrize("part", ["chat", "structured", "tools"])

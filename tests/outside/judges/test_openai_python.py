@@ -8,8 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.outside.judges.conftest import Deployment
-from tests.outside.judges.programs import MAX_TOKENS, MESSAGES, MODEL, Weather
+from tests.outside.judges.conftest import MAX_TOKENS, MESSAGES, MODEL, Deployment, Weather
 
 ASKED: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "seed": 1, "max_tokens": MAX_TOKENS}
 SHORT: dict[str, Any] = {**ASKED, "max_tokens": 8, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
@@ -31,26 +30,20 @@ def test_a_streamed_chat_joins_to_the_whole(client: openai.OpenAI) -> None:
         usages += [chunk.usage.total_tokens] if chunk.usage else []
     assert whole.choices[0].finish_reason == "length"
     assert text == whole.choices[0].message.content
-    assert usages == [whole.usage.total_tokens if whole.usage else None]
+    assert usages == [whole.usage.total_tokens]
 
 
 def test_fields_that_change_no_answer_are_taken(client: openai.OpenAI) -> None:
     plain = client.chat.completions.create(**SHORT)
-    fields: dict[str, Any] = {
-        "store": True,
-        "metadata": {"purpose": "judging"},
-        "user": "judge",
-        "service_tier": "auto",
-        "safety_identifier": "judge",
-        "prompt_cache_key": "judge",
-    }
+    fields: dict[str, Any] = dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), "judge")
+    fields |= {"store": True, "metadata": {"purpose": "judging"}, "service_tier": "auto"}
     assert client.chat.completions.create(**SHORT, **fields).choices[0].message == plain.choices[0].message
 
 
 def test_no_token_is_asked_for_but_the_echo(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="hello", max_tokens=0, echo=True, logprobs=1)
     assert answer.choices[0].text == "hello"
-    assert len((answer.choices[0].logprobs or pytest.fail("no log-probabilities")).tokens or ()) == 5
+    assert len(answer.choices[0].logprobs.tokens) == 5
 
 
 def test_a_structured_answer_whole_and_streamed(client: openai.OpenAI) -> None:
@@ -58,8 +51,7 @@ def test_a_structured_answer_whole_and_streamed(client: openai.OpenAI) -> None:
     assert isinstance(whole.choices[0].message.parsed, Weather)
     with client.chat.completions.stream(**ASKED, response_format=Weather) as stream:
         assert [event for event in stream if event.type == "content.delta"]
-        message = stream.get_final_completion().choices[0].message
-    assert isinstance(message.parsed, Weather)
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
 
 
 @pytest.mark.parametrize("choice", TOOL_CHOICES, ids=["required", "named"])

@@ -63,12 +63,8 @@ def config(artifact: Path, serve_port: int) -> dict[str, Any]:
     model["model_loading_config"]["model_source"] = str(artifact)
     model["placement_group_config"] = {"bundle_per_worker": {"CPU": 1}}
     model["deployment_config"]["autoscaling_config"]["max_replicas"] = 1
-    model["engine_kwargs"] |= {
-        "dtype": "float32",
-        "max_model_len": CONTEXT,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 16 << 20,
-    }
+    model["engine_kwargs"] |= {"dtype": "float32", "max_model_len": CONTEXT, "enforce_eager": True}
+    model["engine_kwargs"]["kv_cache_memory_bytes"] = 16 << 20
     return config | {"http_options": {"host": "127.0.0.1", "port": serve_port}}
 
 
@@ -91,13 +87,13 @@ def client(config: dict[str, Any], dashboard_url: str) -> Iterator[openai.OpenAI
 
 def test_its_routes_give_the_tokens_of_the_reference(client: openai.OpenAI, artifact: Path) -> None:
     outputs = LLMEngine.from_pretrained(artifact).generate(PROMPTS[:8], SamplingParams(**GREEDY))
-    options = {"temperature": 0.0, "max_tokens": GREEDY["max_tokens"]}
     extra = {"ignore_eos": True, "return_token_ids": True}
+    options = {"temperature": 0.0, "max_tokens": GREEDY["max_tokens"], "extra_body": extra}
     assert [model.id for model in client.models.list()] == ["student"]
     for prompt, output in zip(PROMPTS[:8], outputs, strict=True):
         tokens = list(output.token_ids)
-        whole = client.completions.create(model="student", prompt=prompt, **options, extra_body=extra)
-        stream = client.completions.create(model="student", prompt=prompt, **options, extra_body=extra, stream=True)
+        whole = client.completions.create(model="student", prompt=prompt, **options)
+        stream = client.completions.create(model="student", prompt=prompt, **options, stream=True)
         chunks = [choice for chunk in stream for choice in chunk.choices]
         assert whole.choices[0].model_extra["token_ids"] == tokens
         assert [token for choice in chunks for token in choice.model_extra["token_ids"]] == tokens

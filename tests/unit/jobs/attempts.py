@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.contract.events import AttemptEvent
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.specs import JobSpec
+from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectInfo, ObjectStore
 from tests.fakes.object_store import InMemoryObjectStore
 
 AWAY = StorageError("the store is away")
+COPIED = {"swiftkv": {"initialization": "copied"}}
 UNTRACKED = {"tracking": {"wandb": {"mode": "disabled"}}}
 
 
@@ -34,18 +38,28 @@ def points(store: ObjectStore) -> list[dict[str, Any]]:
     return [point for event in said(store, "metrics") for point in event.data["points"]]
 
 
-def small_spec(teacher: Path, rows: Path, **sections: Any) -> JobSpec:
-    """A job of a tiny teacher on the rows of a file; `data` is added to what it is by default."""
-    data = {"sources": [{"name_or_path": str(rows)}], "max_length": 64, "validation_fraction": 0.2}
-    document = {
-        "name": "tiny",
-        "model": {"name_or_path": str(teacher), "dtype": "float32"},
-        "training": {"max_steps": 2, "batch_size": 2},
-        **UNTRACKED,
-        **sections,
-        "data": {**data, **sections.get("data", {})},
-    }
-    return JobSpec.model_validate(document)
+@dataclass
+class Job:
+    """A job of a tiny teacher on a file of rows, with a store, in a directory of its own."""
+
+    directory: Path
+    teacher: Path
+
+    def __post_init__(self) -> None:
+        self.store = open_store(str(self.directory / "store"))
+        self.corpus = self.directory / "functions.jsonl"
+        self.write({"text": f"def add_{i}(x):\n    return x + {i}\n"} for i in range(120))
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def spec(self, **sections: Any) -> JobSpec:
+        """`data` and `swiftkv` are added to what they are by default."""
+        data = {"sources": [{"name_or_path": str(self.corpus)}], "max_length": 96, "validation_fraction": 0.2}
+        swiftkv = {"key_value_group_size": 2, "calibration_tokens": 1024, **sections.pop("swiftkv", {})}
+        document = {"name": "tiny", "model": {"name_or_path": str(self.teacher), "dtype": "float32"}, **UNTRACKED}
+        document |= {"training": {"max_steps": 2, "batch_size": 2}, "swiftkv": swiftkv, **sections}
+        return JobSpec.model_validate({**document, "data": {**data, **sections.get("data", {})}})
 
 
 class HangingStore(InMemoryObjectStore):

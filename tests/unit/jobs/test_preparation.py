@@ -19,53 +19,35 @@ from swiftkv_platform.jobs.tasks import prepare, write
 from swiftkv_platform.jobs.worker import generate_data
 from swiftkv_platform.jobs.worker.calibrate import calibrate
 from swiftkv_platform.model.checkpoint import StoredTensors
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.object_store import ObjectStore
-from tests.unit.jobs.attempts import request, said, small_spec
-
-COPIED = {"swiftkv": {"initialization": "copied"}}
+from tests.unit.jobs.attempts import COPIED, Job, request, said
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ObjectStore:
-    return open_store(str(tmp_path / "store"))
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"number {i} of many"}) + "\n" for i in range(50)))
-    return path
-
-
-def is_discarded(store: ObjectStore) -> bool:
+def is_discarded(job: Job) -> bool:
     """Whether nothing is left of the job's inputs once they are discarded."""
-    AttemptStore(store).discard_inputs("job")
-    return all("/events/" in info.key for info in store.list("jobs/job"))
+    AttemptStore(job.store).discard_inputs("job")
+    return all("/events/" in info.key for info in job.store.list("jobs/job"))
 
 
-def test_a_later_attempt_trains_on_the_rows_of_the_first(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    first, later = (request(attempt, small_spec(tiny_teacher, corpus, **COPIED)) for attempt in (1, 2))
+def test_a_later_attempt_trains_on_the_rows_of_the_first(job: Job, tmp_path: Path) -> None:
+    first, later = (request(attempt, job.spec(**COPIED)) for attempt in (1, 2))
+    store = job.store
     plan, stored = prepare(first, store.uri)
     assert stored.rows == AttemptId("job", 1).data_prefix == find_rows(store, later)
-    corpus.write_text('{"text": "something else altogether"}\n')
+    job.write([{"text": "something else altogether"}])
     assert prepare(later, store.uri) == (plan, stored)
     stored.fetch(tmp_path / "rows")
     data = stored.open(tmp_path / "rows").data
     assert isinstance(data.train.samples.tokens, np.memmap)
     assert len(data.train) == plan.statistics["train"]["rows"]
     assert data.train[0]["input_ids"].max() <= 257
-    assert is_discarded(store)
+    assert is_discarded(job)
     assert find_rows(store, later) is None
 
 
-def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(
-    tiny_teacher: Path, corpus: Path, store: ObjectStore, tmp_path: Path
-) -> None:
-    spec = small_spec(tiny_teacher, corpus, swiftkv={"calibration_tokens": 1024})
+def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(job: Job, tmp_path: Path) -> None:
+    spec, store = job.spec(), job.store
     first, again, later = (request(attempt, spec) for attempt in (1, 1, 2))
     _, stored = prepare(first, store.uri)
     assert stored.start == AttemptId("job", 1).start_prefix("tiny")
@@ -73,7 +55,7 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(
     assert prepare(later, store.uri)[1].start == AttemptId("job", 2).start_prefix("tiny")
     stored.fetch(tmp_path / "rows")
     (tmp_path / "found").mkdir()
-    calibrate(spec, str(tiny_teacher), PreparedData.load(tmp_path / "rows").train, tmp_path / "found", device="cpu")
+    calibrate(spec, str(job.teacher), PreparedData.load(tmp_path / "rows").train, tmp_path / "found", device="cpu")
     stored.publish_start(tmp_path / "found")
     assert not stored.lacks_start
     assert prepare(again, store.uri)[1] == prepare(later, store.uri)[1] == stored
@@ -81,36 +63,40 @@ def test_a_later_attempt_and_a_repeated_one_start_where_the_first_did(
     calibrated, found = stored.open(tmp_path / "rows").calibrated, StoredTensors(tmp_path / "found")
     assert calibrated.keys() == found.keys()
     assert all(calibrated[name].equal(tensor) for name, tensor in found.items())
-    assert is_discarded(store)
+    assert is_discarded(job)
 
 
-def test_what_was_found_is_said_in_sentences(tiny_teacher: Path, corpus: Path, store: ObjectStore) -> None:
-    corpus.write_text(corpus.read_text() + '{"text": ""}\n' * 10 + json.dumps({"text": "long " * 100}) + "\n")
-    plan, _ = prepare(request(1, small_spec(tiny_teacher, corpus, **COPIED)), store.uri)
+def test_what_was_found_is_said_in_sentences(job: Job) -> None:
+    job.write([{"text": f"number {i} of many"} for i in range(50)] + [{"text": ""}] * 10 + [{"text": "long " * 100}])
+    plan, _ = prepare(request(1, job.spec(**COPIED)), job.store.uri)
     (source, is_warning), (training, _), (held_out, _) = plan.messages
     assert is_warning  # a sixth of the rows is empty
     assert all(part in source for part in ("61 rows (61 text)", "10 dropped", "1 texts split"))
     assert "% full" in training
     assert held_out.startswith("held out: ")
-    assert is_discarded(store)
-    corpus.write_text(json.dumps({"text": "one document"}) + "\n")
+    assert is_discarded(job)
+    job.write([{"text": "one document"}])
     with pytest.raises(DataError, match="no held-out text") as caught:
-        prepare(request(1, small_spec(tiny_teacher, corpus, **COPIED)), store.uri)
+        prepare(request(1, job.spec(**COPIED)), job.store.uri)
     assert caught.value.field == "data.validation_fraction"
 
 
 @pytest.fixture
-def asking(tiny_teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes attempts of a job whose teacher answers six prompts, two a shard."""
+def asking(job: Job, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes attempts of the job, whose teacher answers six prompts, two a shard."""
     monkeypatch.setattr(completions, "_PROMPTS_PER_SHARD", 2)
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(6)))
+    job.write({"prompt": f"question {i}"} for i in range(6))
 
     def attempt(number: int = 1, **settings: Any) -> AttemptRequest:
-        sources = [{"name_or_path": str(path), "complete": {"max_tokens": 5, **settings}}]
-        return request(number, small_spec(tiny_teacher, path, **COPIED, data={"sources": sources}))
+        sources = [{"name_or_path": str(job.corpus), "complete": {"max_tokens": 5, **settings}}]
+        return request(number, job.spec(**COPIED, data={"sources": sources, "max_length": 64}))
 
     return attempt
+
+
+@pytest.fixture
+def store(job: Job) -> ObjectStore:
+    return job.store
 
 
 def shards(store: ObjectStore, attempt: int = 1) -> dict[str, int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,85 +28,60 @@ from swiftkv_platform.jobs.worker.prepare import load_student
 from swiftkv_platform.jobs.worker.prepare import prepare as prepare_in
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.specs import JobSpec, PublishSpec
-from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import delete_directory, fetch_directory, is_complete, publish_directory
 from swiftkv_platform.storage.attempt_store import AttemptStore
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.checkpoints import ROWS, save_fp8
 from tests.fakes.tokenizers import byte_tokenizer
 from tests.tiny_models import save_teacher
-from tests.unit.jobs.attempts import request, small_spec
+from tests.unit.jobs.attempts import COPIED, Job, request
 
 ARTIFACT = AttemptId("job", 1).artifact_prefix
-COPIED = {"initialization": "copied"}
 WRONG_LAYER = {"hidden_loss_weight": 1.0, "hidden_loss_layer": 1}
 
 
-@dataclass
-class Job:
-    """A job of a tiny teacher in a directory of its own."""
-
-    directory: Path
-    teacher: Path
-
-    def __post_init__(self) -> None:
-        self.store = open_store(str(self.directory / "store"))
-        self.corpus = self.directory / "functions.jsonl"
-        rows = ({"text": f"def add_{i}(x):\n    return x + {i}\n"} for i in range(120))
-        self.corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def spec(self, **sections: Any) -> JobSpec:
-        swiftkv = {"key_value_group_size": 2, "calibration_tokens": 1024, **sections.pop("swiftkv", {})}
-        data = {"max_length": 96, **sections.pop("data", {})}
-        return small_spec(self.teacher, self.corpus, swiftkv=swiftkv, data=data, **sections)
-
-    def prepare(self, spec: JobSpec) -> tuple[Plan, Prepared]:
-        """Rows, and the calibrated start by this process alone."""
-        place = self.directory / f"prepared-{len(list(self.directory.iterdir()))}"
-        place.mkdir()
-        plan, data = prepare_in(spec, place / "rows")
-        if spec.swiftkv.initialization == "copied":
-            return plan, Prepared(data, None)
-        calibrate(spec, spec.model.name_or_path, data.train, place, device="cpu")
-        return plan, Prepared(data, dict(StoredTensors(place)))
-
-    def checkpoint(self, spec: JobSpec, noise: float = 0.0, state: dict[str, torch.Tensor] | None = None) -> str:
-        """A student that has moved by `noise` from its copied start, in the trainer's own names.
-
-        Args:
-            state: of an optimizer, beside it.
-        """
-        trained = trained_parameters(load_student(spec, str(self.teacher)), spec.distillation)
-        torch.manual_seed(0)
-        model = {f"student.{name}": p.detach() + noise * torch.randn(p.shape) for name, p in trained.items()}
-        dist.init_process_group("gloo", init_method=f"file://{self.directory}/group", rank=0, world_size=1)
-        try:
-            saved = {"model": model, "optimizer": state or {}, "progress": {"step": 4}}
-            save(saved, storage_writer=FileSystemWriter(self.directory / "checkpoint"))
-        finally:
-            dist.destroy_process_group()
-        lineage = {"step": 4, "tokens": 77, "world_size": 1}
-        publish_directory(
-            self.store, self.directory / "checkpoint", "ck", kind="checkpoint", lineage=lineage, metrics={}
-        )
-        return "ck"
-
-    def evaluate(self, spec: JobSpec, checkpoint: str, prepared: Prepared, place: str = "artifact") -> Any:
-        """The manifest of the artifact, which is fetched to `place`."""
-        manifest = evaluate_and_publish(request(spec=spec), self.store.uri, checkpoint, prepared)
-        fetch_directory(self.store, ARTIFACT, self.directory / place)
-        return manifest
+def prepare(job: Job, spec: JobSpec) -> tuple[Plan, Prepared]:
+    """Rows, and the calibrated start by this process alone."""
+    place = job.directory / f"prepared-{len(list(job.directory.iterdir()))}"
+    place.mkdir()
+    plan, data = prepare_in(spec, place / "rows")
+    if spec.swiftkv.initialization == "copied":
+        return plan, Prepared(data, None)
+    calibrate(spec, spec.model.name_or_path, data.train, place, device="cpu")
+    return plan, Prepared(data, dict(StoredTensors(place)))
 
 
-@pytest.fixture
-def job(tmp_path: Path, tiny_teacher: Path) -> Job:
-    return Job(tmp_path, tiny_teacher)
+def checkpoint_of(job: Job, spec: JobSpec, noise: float = 0.0, state: dict[str, torch.Tensor] | None = None) -> str:
+    """A student that has moved by `noise` from its copied start, in the trainer's own names.
+
+    Args:
+        state: of an optimizer, beside it.
+    """
+    trained = trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
+    torch.manual_seed(0)
+    model = {f"student.{name}": p.detach() + noise * torch.randn(p.shape) for name, p in trained.items()}
+    dist.init_process_group("gloo", init_method=f"file://{job.directory}/group", rank=0, world_size=1)
+    try:
+        saved = {"model": model, "optimizer": state or {}, "progress": {"step": 4}}
+        save(saved, storage_writer=FileSystemWriter(job.directory / "checkpoint"))
+    finally:
+        dist.destroy_process_group()
+    lineage = {"step": 4, "tokens": 77, "world_size": 1}
+    publish_directory(job.store, job.directory / "checkpoint", "ck", kind="checkpoint", lineage=lineage, metrics={})
+    return "ck"
+
+
+def evaluate_job(job: Job, spec: JobSpec, checkpoint: str, prepared: Prepared, place: str = "artifact") -> Any:
+    """The manifest of the artifact, which is fetched to `place`."""
+    manifest = evaluate_and_publish(request(spec=spec), job.store.uri, checkpoint, prepared)
+    fetch_directory(job.store, ARTIFACT, job.directory / place)
+    return manifest
 
 
 def test_the_plan_counts_steps_and_trained_parameters(job: Job) -> None:
     """Of heads that are shared, where the spec says so; calibration moves them away from the copies."""
     spec = job.spec(training={"num_epochs": 3, "batch_size": 4}, swiftkv={"sharing": "mqa"})
-    plan, prepared = job.prepare(spec)
+    plan, prepared = prepare(job, spec)
     calibrated, copied = prepared.calibrated, dict(load_student(spec, str(job.teacher)).swiftkv_parameters())
     assert plan.total_steps == -(-3 * len(prepared.data.train) // 4)
     assert plan.num_trained_parameters == sum(tensor.numel() for tensor in calibrated.values())
@@ -125,7 +98,7 @@ def test_padding_does_not_change_the_calibration(job: Job) -> None:
     """Rows of one sample each, mostly padding, calibrate like the same rows with less of it."""
     starts = []
     for max_length in (96, 48):
-        _, prepared = job.prepare(job.spec(data={"max_length": max_length, "packing": False}))
+        _, prepared = prepare(job, job.spec(data={"max_length": max_length, "packing": False}))
         assert prepared.data.train.packing_efficiency < 0.9
         starts.append(prepared.calibrated)
     torch.testing.assert_close(*starts)
@@ -133,8 +106,8 @@ def test_padding_does_not_change_the_calibration(job: Job) -> None:
 
 def test_the_artifact_is_the_trained_student_with_its_teacher(job: Job) -> None:
     spec = job.spec()
-    _, prepared = job.prepare(spec)
-    manifest = job.evaluate(spec, job.checkpoint(spec, noise=0.1), prepared)
+    _, prepared = prepare(job, spec)
+    manifest = evaluate_job(job, spec, checkpoint_of(job, spec, noise=0.1), prepared)
     artifact = job.directory / "artifact"
     student, teacher = (AutoModelForCausalLM.from_pretrained(path) for path in (artifact, job.teacher))
     prompt = AutoTokenizer.from_pretrained(artifact)("def add_7(", return_tensors="pt")["input_ids"]
@@ -152,9 +125,9 @@ def test_the_artifact_is_the_trained_student_with_its_teacher(job: Job) -> None:
 
 def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the optimizer's state nor the attempt's events. The job starts from the copies."""
-    spec = job.spec(swiftkv=COPIED)
-    _, prepared = job.prepare(spec)
-    checkpoint = job.checkpoint(spec, state={"moments": torch.zeros(1 << 20)})
+    spec = job.spec(**COPIED)
+    _, prepared = prepare(job, spec)
+    checkpoint = checkpoint_of(job, spec, state={"moments": torch.zeros(1 << 20)})
     drawn = Curve(job.store, AttemptId("job", 1))
     drawn.add({"step": 4, "tokens": 77, "loss": 0.125})
     drawn.save()
@@ -168,7 +141,7 @@ def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monk
 
     monkeypatch.setattr(LocalObjectStore, "stream", counted)
     monkeypatch.setattr(AttemptStore, "read_events", lambda *_, **__: pytest.fail("events are read"))
-    metrics = job.evaluate(spec, checkpoint, prepared).metrics
+    metrics = evaluate_job(job, spec, checkpoint, prepared).metrics
     trained = trained_parameters(load_student(spec, str(job.teacher)), spec.distillation)
     trained_bytes = sum(4 * parameter.numel() for parameter in trained.values())
     pieces = sum(size for key, size in read.items() if key.endswith(".distcp"))
@@ -179,20 +152,20 @@ def test_an_evaluation_reads_what_was_trained_and_the_curve_alone(job: Job, monk
 
 
 def test_a_piece_that_was_damaged_is_not_measured(job: Job) -> None:
-    spec = job.spec(swiftkv=COPIED)
-    checkpoint = job.checkpoint(spec)
+    spec = job.spec(**COPIED)
+    checkpoint = checkpoint_of(job, spec)
     (info,) = [info for info in job.store.list(checkpoint) if info.key.endswith(".distcp")]
     data = bytearray(job.store.get_bytes(info.key))
     data[len(data) // 2] ^= 1
     job.store.put_bytes(info.key, bytes(data))
     with pytest.raises(ArtifactCorruptError, match="does not hold"):
-        job.evaluate(spec, checkpoint, job.prepare(spec)[1])
+        evaluate_job(job, spec, checkpoint, prepare(job, spec)[1])
 
 
 def test_trained_layers_are_measured_against_the_teacher_they_came_from_and_published_without_it(job: Job) -> None:
     spec = job.spec(distillation={"trainable": "all"})
-    _, prepared = job.prepare(spec)
-    manifest = job.evaluate(spec, job.checkpoint(spec, noise=0.05), prepared)
+    _, prepared = prepare(job, spec)
+    manifest = evaluate_job(job, spec, checkpoint_of(job, spec, noise=0.05), prepared)
     untrained, limit = load_student(spec, str(job.teacher)), spec.evaluation.max_tokens
     expected = evaluate(untrained, prepared.data.held_out, max_tokens=limit, batch_size=8).teacher
     assert manifest.metrics["teacher"]["perplexity"] == pytest.approx(expected.perplexity)
@@ -201,9 +174,9 @@ def test_trained_layers_are_measured_against_the_teacher_they_came_from_and_publ
 
 
 def test_the_gate_keeps_a_bad_student_from_being_published(job: Job) -> None:
-    spec = job.spec(evaluation={"max_kl": 1e-9}, swiftkv=COPIED)
+    spec = job.spec(evaluation={"max_kl": 1e-9}, **COPIED)
     with pytest.raises(QualityGateError, match="max_kl"):
-        job.evaluate(spec, job.checkpoint(spec), job.prepare(spec)[1])
+        evaluate_job(job, spec, checkpoint_of(job, spec), prepare(job, spec)[1])
     assert not is_complete(job.store, ARTIFACT)
     report = json.loads(job.store.get_bytes("jobs/job/attempts/1/evaluation.json"))
     assert [(gate["field"], gate["passed"]) for gate in report["gates"]] == [("evaluation.max_kl", False)]
@@ -212,13 +185,13 @@ def test_the_gate_keeps_a_bad_student_from_being_published(job: Job) -> None:
 
 @pytest.mark.parametrize("trainable", ["qkv", "tail"])
 def test_a_published_adapter_is_the_whole_artifact_with_its_teacher(job: Job, trainable: str) -> None:
-    spec = job.spec(swiftkv=COPIED, distillation={"trainable": trainable})
-    _, prepared = job.prepare(spec)
-    checkpoint = job.checkpoint(spec, noise=0.1)
-    whole = job.evaluate(spec, checkpoint, prepared, "whole")
+    spec = job.spec(**COPIED, distillation={"trainable": trainable})
+    _, prepared = prepare(job, spec)
+    checkpoint = checkpoint_of(job, spec, noise=0.1)
+    whole = evaluate_job(job, spec, checkpoint, prepared, "whole")
     delete_directory(job.store, ARTIFACT)
     adapting = spec.model_copy(update={"publish": PublishSpec(adapter=True)})
-    manifest = job.evaluate(adapting, checkpoint, prepared, "adapter")
+    manifest = evaluate_job(job, adapting, checkpoint, prepared, "adapter")
     assert manifest.size < whole.size
     assert len(manifest.lineage[ADAPTER_LINEAGE]) == 64
     assert ADAPTER_LINEAGE not in whole.lineage
@@ -242,18 +215,18 @@ def test_bad_input_shows_before_any_worker_starts(
     job: Job, sections: dict[str, Any], error: type[Exception], field: str
 ) -> None:
     with pytest.raises(error) as raised:
-        job.prepare(job.spec(**sections))
+        prepare(job, job.spec(**sections))
     assert raised.value.field == field
 
 
 def test_a_teacher_with_another_tokenizer_or_without_one_is_named(job: Job) -> None:
     job.teacher = save_teacher(job.directory / "teacher", vocab_size=200, bos_token_id=1, eos_token_id=2)
     with pytest.raises(ModelError, match="makes ids up to 257, the model's vocab_size is 200"):
-        job.prepare(job.spec())
+        prepare(job, job.spec())
     for file in job.teacher.glob("*token*"):
         file.unlink()
     with pytest.raises(ModelError, match="tokenizer"):
-        job.prepare(job.spec())
+        prepare(job, job.spec())
 
 
 def test_an_adapter_of_a_teacher_in_fp8_is_refused_before_training(job: Job) -> None:
@@ -261,4 +234,4 @@ def test_an_adapter_of_a_teacher_in_fp8_is_refused_before_training(job: Job) -> 
     save_fp8(job.teacher, ROWS)
     byte_tokenizer().save_pretrained(job.teacher)
     with pytest.raises(ModelError, match=r"publish\.adapter is true, and .* is stored in FP8"):
-        job.prepare(job.spec(publish={"adapter": True}))
+        prepare(job, job.spec(publish={"adapter": True}))

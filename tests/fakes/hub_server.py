@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.fakes.scripted_server import running
 
 TOKEN = "hf_publisher"
 _REPOSITORY = r"(?P<repo>[\w.-]+/[\w.-]+)"
@@ -36,16 +37,8 @@ class Hub:
 @contextmanager
 def run_hub() -> Iterator[Hub]:
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with running(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -58,9 +51,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/main", path):
-            files = self.hub.repositories[match["repo"]]
-            rows = [{"type": "file", "path": p, "size": len(data), "oid": _blob(data)} for p, data in files.items()]
-            self._answer(rows)
+            files = self.hub.repositories[match["repo"]].items()
+            self._answer([{"type": "file", "path": p, "size": len(data), "oid": _blob(data)} for p, data in files])
         elif match := re.fullmatch(rf"/api/models/{_REPOSITORY}/revision/main", path):
             self._answer({"id": match["repo"], "sha": "0" * 40, "private": True, "tags": [], "siblings": []})
         else:
@@ -71,11 +63,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.fail_uploads:
             self.hub.fail_uploads -= 1
             self._answer({"error": "refused"}, status=403)
-            return
-        assert hashlib.sha256(data).hexdigest() == oid
-        self.hub.objects[oid] = data
-        self.hub.uploads += 1
-        self._answer({})
+        else:
+            assert hashlib.sha256(data).hexdigest() == oid
+            self.hub.objects[oid] = data
+            self.hub.uploads += 1
+            self._answer({})
 
     def do_POST(self) -> None:
         body, path = self._body(), self.path.partition("?")[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import make_student
 
 GOLDEN = Path(__file__).parents[4] / "shared" / "golden"
 

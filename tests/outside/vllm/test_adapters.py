@@ -11,8 +11,7 @@ from vllm import SamplingParams
 
 from swiftkv_platform.configs.adapter import ADAPTER
 from swiftkv_platform.model import export_adapter
-from tests.outside.vllm.engines import prompts, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import make_student, prompts, serving
 from tests.tiny_models import family_teacher
 
 SCORED = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=5)

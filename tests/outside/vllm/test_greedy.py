@@ -12,8 +12,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from swiftkv_platform.model import export
 from swiftkv_platform.vllm.families import FAMILIES
-from tests.outside.vllm.engines import complete, expected, prompts, recorded_sizes, runner, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import complete, expected, make_student, prompts, recorded_sizes, runner, serving
 from tests.tiny_models import FAMILY_CONFIGS
 
 SERVED = [name for name in FAMILY_CONFIGS if name.split("-")[0] in FAMILIES]

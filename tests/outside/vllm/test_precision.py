@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from tests.outside.vllm.engines import prompts, runner, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import make_student, prompts, runner, serving
 
 LENGTHS = tuple(range(20, 148, 4))
 VOCAB = 258

@@ -14,8 +14,7 @@ from vllm.exceptions import VLLMValidationError
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import export
-from tests.outside.vllm.engines import DEFAULTS, complete, expected, prompts, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import DEFAULTS, complete, expected, make_student, prompts, serving
 
 
 def configure(directory: Path, **options: Any) -> Any:

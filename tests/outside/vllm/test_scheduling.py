@@ -10,8 +10,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.fakes.tokenizers import byte_tokenizer
-from tests.outside.vllm.engines import GREEDY, complete, expected, prompts, recorded_sizes, serving
-from tests.outside.vllm.students import make_student
+from tests.outside.vllm.engines import GREEDY, complete, expected, make_student, prompts, recorded_sizes, serving
 
 
 def test_chunked_prefill_and_mixed_batches(llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""What judges reach over HTTP alone, in a process of its own that ends with its standard input.
+"""Deployments and the platform for judges, each in a process of its own that ends with its standard input.
 
     python -m tests.outside.judges.started native|vllm|platform|documents DIRECTORY
 

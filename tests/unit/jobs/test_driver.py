@@ -79,7 +79,7 @@ def fit(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> Any:
     """`fit` of Ray Train with a controller that does `run`, in this process."""
 
     def method(function: Callable[[], Any]) -> Any:
-        """Of an actor; it runs when its result is asked for."""
+        """A method of an actor; it runs when its result is asked for."""
         return SimpleNamespace(remote=lambda: function)
 
     def abort() -> None:

@@ -1,4 +1,4 @@
-"""What a job's store keeps for a later attempt: prepared rows, the calibrated start and the teacher's answers."""
+"""Inputs that a job's store keeps for a later attempt: rows, the calibrated start and the teacher's answers."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def evaluate_job(job: Job, spec: JobSpec, checkpoint: str, prepared: Prepared, p
 
 
 def test_the_plan_counts_steps_and_trained_parameters(job: Job) -> None:
-    """Of heads that are shared, where the spec says so; calibration moves them away from the copies."""
+    """The heads are shared, as the spec says, and calibration moves them away from the copies."""
     spec = job.spec(training={"num_epochs": 3, "batch_size": 4}, swiftkv={"sharing": "mqa"})
     plan, prepared = prepare(job, spec)
     calibrated, copied = prepared.calibrated, dict(load_student(spec, str(job.teacher)).swiftkv_parameters())

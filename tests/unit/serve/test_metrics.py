@@ -1,4 +1,4 @@
-"""What a replica tells of its requests: counts on its page, in Ray and in the control plane, and spans of traces."""
+"""Reports of a replica on its requests: counts on its page, in Ray and in the control plane, and spans of traces."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ async def loader(model_dir: Path) -> Loader:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def swaps(current: Current, loader: Loader) -> Swaps:
-    """Of a replica that serves the version `one`."""
+    """Swaps of a replica that serves the version `one`."""
     swaps = Swaps(current, loader.load)
     await swaps.want(document("one"))
     return swaps

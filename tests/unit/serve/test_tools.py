@@ -117,7 +117,7 @@ TEXTS: list[tuple[Parser, str]] = [
 def test_an_answer_reads_the_same_whole_by_character_and_in_two_at_every_place(
     parser: Parser, answer: str, text: str, calls: list[Call]
 ) -> None:
-    """What is no call stays text to the last character."""
+    """Text that is no call stays as it is, to the last character."""
     expected = Assembled(text, calls)
     assert parse(parser, [answer]) == expected
     assert parse(parser, list(answer)) == expected

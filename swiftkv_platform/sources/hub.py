@@ -9,7 +9,7 @@ from swiftkv_platform.errors import ModelError
 _TEXTS = ("*.json", "*.model", "*.spm", "*.tiktoken", "*.txt")
 _FILES = ["*.safetensors", *_TEXTS, "*.jinja", "LICENSE*", "NOTICE*"]
 _OTHER_COPIES = [*(f"*/{pattern}" for pattern in ("*.safetensors", *_TEXTS)), "consolidated*", "*.bin.index.json"]
-"""Of the model in another format or precision. Chat templates alone are read from directories within."""
+"""The model in another format or precision. Chat templates alone are read from directories within."""
 _PICKLES = ["pytorch_model*.bin", "pytorch_model*.bin.index.json"]
 
 

@@ -132,7 +132,7 @@ class BucketStore:
                 yield from (block[at : at + chunk_size] for at in range(0, len(block), chunk_size))
 
     def _blocks(self, key: str, size: int, bounds: tuple[int, int] | None) -> Iterator[bytes]:
-        """Pieces of at least `size` bytes. The client opens a connection that breaks again, at the next byte."""
+        """Pieces of at least `size` bytes. Where the connection breaks, the client goes on at the next byte."""
         try:
             found = self._client.get(validate_key(key), options={"range": bounds} if bounds else {})
         except BaseError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
+import httpx
 import pytest
 
 from swiftkv_platform.errors import ConflictError, StorageError
@@ -62,6 +64,23 @@ def test_a_download_that_never_gets_on_ends_with_an_error(front: Front) -> None:
     with pytest.raises(StorageError, match="cannot read 'big'"):
         list(store.stream("big", chunk_size=50_000))
     assert rule.seen < 100
+
+
+def test_a_failed_upload_leaves_no_parts_behind(front: Front, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(20 << 20))
+    arrived: list[int] = []
+
+    def rule(method: str) -> int | None:
+        arrived.append(method == "PUT")
+        return -1 if sum(arrived) > 1 else None
+
+    front.granted = rule
+    with pytest.raises(StorageError, match="cannot upload 'big'"):
+        open_store(URI, patient=False).upload_file(tmp_path / "file", "big")
+    front.granted = lambda _: None
+    uploads = httpx.get(f"http://127.0.0.1:{front.port}/swiftkv-test?uploads").text
+    assert "ListMultipartUploadsResult" in uploads
+    assert "<UploadId>" not in uploads
 
 
 def test_a_conditional_write_knows_its_own_object_again(front: Front) -> None:

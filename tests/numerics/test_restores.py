@@ -36,7 +36,8 @@ from tests.numerics.spawning import run_in_group
 from tests.s3_servers import run_moto
 from tests.tiny_models import random_teacher
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow("groups of processes")]
+in_soak = pytest.mark.soak("a restore more")
 
 SAVED_BY = 2
 PREFIX = AttemptId("j", 1).checkpoints_prefix
@@ -205,7 +206,7 @@ def _newest(store: ObjectStore) -> str:
     return f"{PREFIX}/{store.list_directories(PREFIX)[-1]}"
 
 
-@pytest.mark.parametrize("world_size", [SAVED_BY, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(SAVED_BY, marks=in_soak), 3, pytest.param(4, marks=in_soak)])
 def test_a_worker_that_goes_on_reads_its_own_part(saved: Saved, world_size: int, tmp_path: Path) -> None:
     """Pieces were saved by two workers: of each, three and four workers read rows."""
     restored = _run(restore, saved.case, world_size, tmp_path)
@@ -228,7 +229,7 @@ def test_of_what_all_workers_need_one_copy_comes_to_a_machine(saved: Saved, tmp_
     assert restored.read_of_pieces == [saved.size, 0]
 
 
-@pytest.mark.parametrize("with_optimizer", [False, True])
+@pytest.mark.parametrize("with_optimizer", [pytest.param(False, marks=in_soak), True])
 def test_a_worker_reads_its_own_part_of_a_parent(saved: Saved, with_optimizer: bool, tmp_path: Path) -> None:
     key = _newest(open_store(saved.case.uri))
     parent = Parent(name="job_a:2", kind="checkpoint", key=key, job_id="j", sha256="")
@@ -240,6 +241,7 @@ def test_a_worker_reads_its_own_part_of_a_parent(saved: Saved, with_optimizer: b
     assert max(started.read_of_pieces) < 1.2 * share / 4
 
 
+@in_soak
 def test_a_worker_reads_its_own_part_of_a_model(saved: Saved, tmp_path: Path) -> None:
     student = _student()
     student.save_pretrained(tmp_path / "model", max_shard_size="2MB")
@@ -254,7 +256,9 @@ def test_a_worker_reads_its_own_part_of_a_model(saved: Saved, tmp_path: Path) ->
     assert max(sum(read.values()) for read in started.read) < 1.2 * size / 4
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["flipped", pytest.param("short", marks=in_soak), pytest.param("missing", marks=in_soak)]
+)
 def test_a_damaged_checkpoint_is_passed_over_by_all_workers_and_the_last_one_refused(
     saved: Saved, damage: str, tmp_path: Path
 ) -> None:

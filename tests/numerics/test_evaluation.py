@@ -83,7 +83,7 @@ def naive(model: Any, rows: PackedRows) -> tuple[TeacherQuality, Quality]:
 
 
 @pytest.mark.parametrize(("packing", "logits_per_chunk"), [(True, VOCAB * 5), (False, 1 << 22)])
-def test_figures_equal_a_naive_computation(
+def test_figures_equal_naive_ones(
     student: Any, packing: bool, logits_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Packed rows, forked layers and chunks against whole logits of each sample by itself."""

@@ -72,9 +72,7 @@ def test_a_file_whose_weights_are_missing_leaves_nothing(tmp_path: Path) -> None
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
-def test_a_workers_teacher_is_a_directory_if_the_file_may_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workers_teacher_is_a_directory_if_it_may_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftkv_platform.model.gguf.CACHE", tmp_path / "cache")
     (tmp_path / "own").mkdir()
     file = save_gguf(teacher("llama"), tmp_path / "own" / "tiny.gguf")

@@ -108,9 +108,7 @@ def test_log_likelihoods_are_those_of_a_full_forward(checkpoint: Path, student: 
 
 
 @pytest.mark.slow("the harness loads in a process of its own")
-def test_the_command_runs_on_a_directory_with_our_classes_registered(
-    checkpoint: Path, student: Any, task_file: Path, tmp_path: Path
-) -> None:
+def test_the_command_knows_our_classes(checkpoint: Path, student: Any, task_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "swiftkv_platform.evaluation.lm_eval", "run", "--model", "hf", "--device", "cpu"]
     command += ["--model_args", f"pretrained={checkpoint},dtype=float32", "--tasks", "trivia"]
     command += ["--include_path", str(task_file.parent), "--output_path", str(tmp_path / "out")]
@@ -229,9 +227,7 @@ def test_what_a_task_cannot_do_is_said(student: Any, task_file: Path) -> None:
             check_tasks([spec], byte_tokenizer())
 
 
-def test_tasks_that_the_time_does_not_allow_are_named(
-    student: Any, task_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_beyond_the_time_limit_are_named(student: Any, task_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minutes = iter([0.0, 0.9, 1.0, 9.0])  # at the start, and before each task
     monkeypatch.setattr("swiftkv_platform.evaluation.harness.run.time.monotonic", lambda: 60.0 * next(minutes))
     tasks = [resolve_tasks([TaskSpec(name=str(task_file))])[0] for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The cache of `generate()`: its layers, its bytes, what 8 bits cost on a real model, and tokens that stop at layer l."""
+"""The cache of `generate()`: its layers and bytes, what 8 bits cost a real model, and tokens that stop at layer l."""
 
 from __future__ import annotations
 
@@ -134,8 +134,7 @@ def test_selected_tokens_get_what_they_get_among_all(name: str, implementation: 
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_cache_dtype"),
-    [("llama", "auto"), ("qwen2-mixed", "auto"), ("llama", "fp8"), ("deepseek_v2", "fp8")],
+    ("name", "kv_cache_dtype"), [("llama", "auto"), ("qwen2-mixed", "auto"), ("llama", "fp8"), ("deepseek_v2", "fp8")]
 )
 @torch.no_grad()
 def test_rows_leave_a_decode_batch_and_their_key_values_are_complete(name: str, kv_cache_dtype: str) -> None:

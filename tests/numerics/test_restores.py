@@ -229,7 +229,7 @@ def test_of_what_all_workers_need_one_copy_comes_to_a_machine(saved: Saved, tmp_
     assert restored.read_of_pieces == [saved.size, 0]
 
 
-@pytest.mark.parametrize("with_optimizer", [pytest.param(False, marks=in_soak), True])
+@pytest.mark.parametrize("with_optimizer", [False, True])
 def test_a_worker_reads_its_own_part_of_a_parent(saved: Saved, with_optimizer: bool, tmp_path: Path) -> None:
     key = _newest(open_store(saved.case.uri))
     parent = Parent(name="job_a:2", kind="checkpoint", key=key, job_id="j", sha256="")
@@ -259,7 +259,7 @@ def test_a_worker_reads_its_own_part_of_a_model(saved: Saved, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "damage", ["flipped", pytest.param("short", marks=in_soak), pytest.param("missing", marks=in_soak)]
 )
-def test_a_damaged_checkpoint_is_passed_over_by_all_workers_and_the_last_one_refused(
+def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_refused(
     saved: Saved, damage: str, tmp_path: Path
 ) -> None:
     """One file of the newest checkpoint, then of both; a store of its own, as it is damaged."""

@@ -195,7 +195,7 @@ class _Head(torch.nn.Module):
     [(GREEDY, {"early_exit": EarlyExit("lossless", 0.0, 8)}), (SAMPLED, {"num_lookup_tokens": 8})],
     ids=["greedy-exit", "sampled-text"],
 )
-def test_logits_that_are_no_numbers_amid_drafts_end_that_answer_alone(
+def test_nan_logits_amid_drafts_end_that_answer_alone(
     student: LoadedModel, params: dict[str, Any], drafts: dict[str, Any]
 ) -> None:
     asked, params = prompts(3, student.model.config.vocab_size), {**params, "max_tokens": 40}

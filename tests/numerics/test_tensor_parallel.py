@@ -20,15 +20,7 @@ from swiftkv_platform.engine.ranks import Leader
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model import convert, export_adapter
 from swiftkv_platform.model.adapters import check_base
-from tests.engine_schedules import (
-    Subject,
-    check_outputs,
-    free_drafts,
-    happened,
-    random_arrivals,
-    run,
-    scattered_exits,
-)
+from tests.engine_schedules import Subject, check_outputs, free_drafts, happened, random_arrivals, run, scattered_exits
 from tests.tiny_models import disturb, family_teacher, random_teacher
 
 STUDENT = {"num_key_value_layers": 3, "key_value_group_size": 2, "early_exit": True}

@@ -73,7 +73,7 @@ def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(dense_di
     assert first == again
 
 
-def test_stop_tokens_and_the_models_own_end_of_sequence_end_an_answer(
+def test_stop_tokens_and_ends_of_sequence_end_an_answer(
     dense_dir: Path, dense_engine: LLMEngine, tmp_path: Path
 ) -> None:
     tokens = dense_engine.generate([[1]], GREEDY)[0].token_ids

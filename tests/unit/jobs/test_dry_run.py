@@ -71,9 +71,7 @@ def smallest() -> tuple[DryRun, Estimate]:
     return DryRun.model_validate(json.loads(printed.stdout)), estimate(spec, teacher_config(spec), ())
 
 
-def test_the_smallest_recipe_takes_what_is_planned(
-    smallest: tuple[DryRun, Estimate], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_smallest_takes_what_is_planned(smallest: tuple[DryRun, Estimate], monkeypatch: pytest.MonkeyPatch) -> None:
     check(*smallest)
     found = smallest[0]
     monkeypatch.setattr("swiftkv_platform.jobs.dry_run.dry_run", lambda *_: found)  # what the command has just found

@@ -149,7 +149,6 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.sign(), alpha=0.1)
         kept = fork.kept_teacher
-        assert kept is not None
         context = student.model.begin(**inputs)
         hidden = kept.teacher_upper(kept.lower(context), context)
     torch.testing.assert_close(student.lm_head(hidden), teacher)

@@ -213,7 +213,6 @@ def test_continuations_are_compared_up_to_the_first_difference(end: int | None) 
     model.swiftkv(False)
     quality = compare_continuations(model, rows, num_prompts=7, num_tokens=6, batch_size=4, decode=repr)
     assert not model.model.swiftkv_enabled
-    assert quality is not None
     assert (quality.num_prompts, quality.prompt_length, quality.num_tokens) == (6, 12, 6)
     matched, written, identical, texts = 0, 0, 0, []
     for row in range(len(rows)):

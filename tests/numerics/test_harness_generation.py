@@ -220,7 +220,6 @@ def test_drawn_answers_depend_on_nothing_but_their_place() -> None:
     assert len({tuple(one) for one in together[1]}) == 4
     assert written(harness(student, batch_size=1), requests) == together
     params = read_settings({"do_sample": True}, GenerationConfig(), until=[], max_tokens=4, seed=7)
-    assert params is not None
     assert (params.temperature, params.top_k, params.top_p, params.seed) == (1.0, 50, 1.0, 7)
 
 

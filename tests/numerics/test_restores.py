@@ -142,7 +142,6 @@ def go_back(case: Case) -> Restored:
 def start_from_parent(case: Case) -> Restored:
     """Start from a parent, as the train loop does where workers load parts."""
     parallel, store, _ = _build(case)
-    assert case.parent is not None
     directory = Path(case.directory) / str(dist.get_world_size())
     files = open_parent(store, case.parent, directory, fetches=dist.get_rank() == 0)  # type: ignore[arg-type]
     dist.barrier()
@@ -281,6 +280,5 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_last_one_refused(
         if name == newest:
             assert restored.step == 1
     assert restored.step is None
-    assert restored.errors is not None
     assert len(set(restored.errors)) == 1, "all workers say the same"
     assert "__1_0.distcp" in restored.errors[0]

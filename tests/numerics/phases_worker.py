@@ -160,7 +160,6 @@ def _train(case: Case, rows: PackedRows, start: Path, checkpoints: AttemptCheckp
     parallel = parallelize(fork, spec, dtype=compute_dtype(spec), device=CPU, weights=lazy)
     listener = Recorder()
     checkpointer = Checkpointer(parallel, checkpoints, local_rank=dist.get_rank())
-    assert spec.training.max_steps is not None
     Trainer(parallel, rows, checkpointer, spec, total_steps=spec.training.max_steps, listener=listener).run()
     return listener.steps
 
@@ -177,7 +176,6 @@ def run_evaluation(case: Case) -> Outcome:
     prepared = Prepared(PreparedData(rows, rows, None, "rows"), StoredTensors(directory / "start"))  # type: ignore[arg-type]
     newest = AttemptCheckpoints(store, request, keep=1).newest() if workers.is_first else None
     checkpoint = workers.from_first(newest)
-    assert checkpoint is not None
     keep = StoredParts.put
 
     def put(self: StoredParts, name: str, data: bytes) -> None:

@@ -144,7 +144,7 @@ print(highest - before)
     ("name", "streamed", "own_output_projection"),
     [("llama", False, True), ("qwen2", True, False), ("mistral", True, True)],
 )
-def test_export_drops_the_teacher_and_nothing_else(
+def test_export_drops_the_teacher(
     name: str, streamed: bool, own_output_projection: bool, prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     student = convert(family_teacher(name), **SHAPE, early_exit=True, own_output_projection=own_output_projection)
@@ -203,7 +203,7 @@ def test_new_files_are_as_readable_as_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [ROWS, TENSORS, BLOCKS], ids=["fbgemm", "compressed-tensors", "fine-grained"])
-def test_fp8_teachers_become_what_their_weights_stand_for(
+def test_fp8_teachers_become_what_they_stand_for(
     quantization: dict[str, Any], prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     exact = save_fp8(tmp_path / "teacher", quantization)
@@ -264,10 +264,7 @@ def test_a_configuration_of_the_reference_is_enough(prompt: torch.Tensor, tmp_pa
 
 BROKEN: dict[str, tuple[Any, str]] = {
     "missing": (lambda t: t.pop("model.layers.4.mlp.up_proj.weight"), r"lacks 1 tensor .*layers\.4\.mlp\.up_proj"),
-    "of an export": (
-        lambda t: t.pop("model.layers.4.self_attn.k_proj.weight"),
-        r"lacks 1 tensor .*self_attn\.k",
-    ),
+    "of an export": (lambda t: t.pop("model.layers.4.self_attn.k_proj.weight"), r"lacks 1 tensor .*self_attn\.k"),
     "added": (lambda t: t.update({"model.layers.9.x": torch.zeros(1)}), r"holds 1 tensor .*no place for.*layers\.9\.x"),
     "shape": (
         lambda t: t.update({"model.norm.weight": torch.zeros(65)}),
@@ -329,7 +326,7 @@ def test_an_output_that_is_not_empty_is_refused(function: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("shape", "message"), [({"num_key_value_layers": 6}, r"1\.\.5"), (SHAPE | {"key_value_group_size": 5}, r"1\.\.4")]
 )
-def test_out_of_range_is_refused_from_the_configuration_alone(
+def test_out_of_range_is_refused_by_the_configuration_alone(
     shape: dict[str, int], message: str, tmp_path: Path
 ) -> None:
     random_teacher().config.save_pretrained(tmp_path / "teacher")

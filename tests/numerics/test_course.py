@@ -106,9 +106,7 @@ def test_going_back_restores_the_state_and_halves_the_rate(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("strategy", "stop_after"), [("ddp", 1), ("fsdp2", 2), ("ddp", 4)])
-def test_a_run_resumed_across_a_step_back_equals_an_uninterrupted_one(
-    tmp_path: Path, strategy: str, stop_after: int
-) -> None:
+def test_a_run_resumed_across_a_step_back_equals_a_whole_one(tmp_path: Path, strategy: str, stop_after: int) -> None:
     spec = {"optimizer": RUINOUS, "sharding": {"strategy": strategy}, "checkpoint": {"every_steps": 3}}
     whole = _run(tmp_path, "whole", training={}, spec=spec)
     first = _run(tmp_path, "cut", training={}, spec=spec, stop_after=stop_after)
@@ -193,9 +191,7 @@ def test_bests_are_saved_as_often_as_the_spec_allows(
         pytest.param("fsdp2", "all", "muon", marks=wide),
     ],
 )
-def test_a_searched_rate_trains_as_if_it_had_been_given(
-    tmp_path: Path, strategy: str, trainable: str, optimizer: str
-) -> None:
+def test_a_searched_rate_trains_as_one_given(tmp_path: Path, strategy: str, trainable: str, optimizer: str) -> None:
     def train(name: str, **options: Any) -> Outcome:
         spec = {"sharding": {"strategy": strategy}, "distillation": {"trainable": trainable}}
         spec["optimizer"] = {"name": optimizer, "warmup_ratio": 0.1, **options}

@@ -149,7 +149,6 @@ def test_trained_layers_keep_the_teacher(trainable: Any) -> None:
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.sign(), alpha=0.1)
         kept = fork.kept_teacher
-        assert kept is not None
         context = student.model.begin(**inputs)
         hidden = kept.teacher_upper(kept.lower(context), context)
     torch.testing.assert_close(student.lm_head(hidden), teacher)
@@ -179,9 +178,7 @@ def test_training_learns_and_leaves_the_frozen_alone(reference: Outcome) -> None
 
 
 @pytest.mark.parametrize(("strategy", "micro_batch_size"), [("ddp", 2), ("fsdp2", 4)])
-def test_micro_batches_make_no_difference(
-    reference: Outcome, tmp_path: Path, strategy: str, micro_batch_size: int
-) -> None:
+def test_micro_batches_change_nothing(reference: Outcome, tmp_path: Path, strategy: str, micro_batch_size: int) -> None:
     """As a whole: Adam turns the rounding of a gradient near zero into a step of full size for that one element."""
     training = {"training": {"micro_batch_size": micro_batch_size}}
     outcome = train(tmp_path, strategy=strategy, early_exit=True, spec=training)
@@ -206,7 +203,7 @@ def test_a_loss_of_weight_zero_still_reaches_every_trained_parameter(tmp_path: P
     assert last["loss"] < first["loss"]
 
 
-def test_a_worker_that_is_alone_has_nothing_done_by_gloos_threads(
+def test_a_worker_alone_uses_no_threads_of_gloo(
     whole: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would keep OpenMP teams, and more of its threads than cores sleep between the operators of every step."""
@@ -240,9 +237,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(whole: Outcome, 
 
 
 @pytest.mark.parametrize("stop_request", [StopRequest.LEAVE, StopRequest.STOP, StopRequest.PAUSE])
-def test_a_run_told_to_end_saves_first_and_loses_no_step(
-    whole: Outcome, tmp_path: Path, stop_request: StopRequest
-) -> None:
+def test_a_run_told_to_end_saves_and_loses_no_step(whole: Outcome, tmp_path: Path, stop_request: StopRequest) -> None:
     seldom = {"checkpoint": {"every_steps": 100}}
     first = train(tmp_path, spec=seldom, stop_requests={1: StopRequest.SAVE, 3: stop_request})
     saved = sorted(path.name[:13] for path in (tmp_path / "s" / CHECKPOINTS).iterdir())

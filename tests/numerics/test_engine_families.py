@@ -100,7 +100,6 @@ def serve(directory: Path, prompts: list[list[int]], **options: Any) -> list[Req
 
 
 def prompt_logprobs(output: RequestOutput) -> torch.Tensor:
-    assert output.prompt_logprobs is not None
     return torch.tensor([next(iter(one.values())) for one in output.prompt_logprobs if one is not None])
 
 

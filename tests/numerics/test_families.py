@@ -70,9 +70,7 @@ def test_both_modes_equal_the_reference(name: str, l: int, g: int, prompt: torch
 
 @every_family
 @torch.no_grad()
-def test_teacher_mode_and_a_dense_model_equal_the_familys_class(
-    name: str, prompt: torch.Tensor, tmp_path: Path
-) -> None:
+def test_teacher_mode_and_dense_models_equal_the_familys_class(name: str, prompt: torch.Tensor, tmp_path: Path) -> None:
     teacher = family_teacher(name)
     teacher.save_pretrained(tmp_path)
     dense = load_dense(tmp_path)

@@ -242,9 +242,7 @@ def test_what_cannot_be_right_is_refused(student: Any, prompts: torch.Tensor) ->
         generate(student, prompts, past_key_values=DynamicCache(config=student.config))
 
 
-def test_the_generation_configuration_carries_the_cache_dtype(
-    student: Any, prompts: torch.Tensor, tmp_path: Any
-) -> None:
+def test_generation_configurations_carry_the_cache_dtype(student: Any, prompts: torch.Tensor, tmp_path: Any) -> None:
     def stored(model: Any, **arguments: Any) -> Any:
         output = model.generate(prompts, max_new_tokens=2, pad_token_id=256, return_dict_in_generate=True, **arguments)
         return stored_dtype(output.past_key_values)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from swiftkv_platform.distillation.weights import LazyStudent
+from swiftkv_platform.distillation.weights import LazyStudent, save_lazy
 from swiftkv_platform.model import convert
+from swiftkv_platform.model.checkpoint import StoredTensors
 from tests.checkpoints import BLOCKS, ROWS, TENSORS, save, save_fp8
 from tests.numerics.distillation_worker import Outcome, Run, counted_reads, run_spawned
 from tests.tiny_models import FAMILY_CONFIGS, family_teacher
@@ -66,15 +67,22 @@ def test_a_sharded_worker_reads_its_own_part(name: str, outcomes: dict[tuple[str
 
 @pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *list(TEACHERS)[:3]])
 def test_a_lazy_student_is_the_converted_one(name: str, tmp_path: Path) -> None:
+    """In memory, and as it is written piece by piece."""
     directory = save_as(name, tmp_path / "teacher")
     converted = convert(directory, **SHAPE, dtype=torch.bfloat16)
     lazy = LazyStudent.open(directory, {}, dtype=torch.bfloat16, **SHAPE)
+    assert lazy.model.config.to_diff_dict() == converted.config.to_diff_dict()
+    assert lazy.model.generation_config.to_dict() == converted.generation_config.to_dict()
+    (tmp_path / "ours").mkdir()
+    converted.save_pretrained(tmp_path / "theirs")
+    save_lazy(lazy, tmp_path / "ours", teacher=True)
+    ours, theirs = (StoredTensors(tmp_path / which) for which in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[tensor].equal(theirs[tensor]) for tensor in theirs)
     lazy.fill(lazy.model)
     expected = dict(converted.named_parameters())
     for parameter, tensor in lazy.model.named_parameters():
         assert tensor.equal(expected[parameter]), parameter
-    assert lazy.model.config.to_diff_dict() == converted.config.to_diff_dict()
-    assert lazy.model.generation_config.to_dict() == converted.generation_config.to_dict()
 
 
 @pytest.mark.parametrize("name", ["mixtral", "fbgemm", "fine-grained"])

@@ -19,9 +19,6 @@ from torch.multiprocessing import ProcessExitedException
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.distillation.checkpoint import TrainedTensors
-from swiftkv_platform.distillation.weights import LazyStudent, save_lazy
-from swiftkv_platform.model import convert
 from swiftkv_platform.model.checkpoint import StoredTensors
 from swiftkv_platform.model.directories import write_model_shards
 from swiftkv_platform.storage.addresses import open_store
@@ -131,16 +128,6 @@ def assert_same_report(actual: dict[str, Any], expected: dict[str, Any]) -> None
     assert actual["tasks"] == expected["tasks"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_workers_come_to_what_one_process_does(
-    name: str, together: dict[str, Outcome], alone: dict[str, Outcome]
-) -> None:
-    actual, expected = together[name], alone[name]
-    for mine, other in zip(actual.losses, expected.losses, strict=True):
-        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
-    assert_same_report(actual.manifest.metrics, expected.manifest.metrics)
-
-
 def start_apart(case: Case, other: Case) -> float:
     """The largest distance of a calibrated parameter from the other case's, as a share of its norm."""
     ours, expected = (StoredTensors(Path(which.directory) / "start") for which in (case, other))
@@ -148,15 +135,16 @@ def start_apart(case: Case, other: Case) -> float:
     return max(float((ours[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
 
 
-@pytest.mark.usefixtures("together", "alone")
-@pytest.mark.parametrize("name", [name for name in CASES if name in ("sharded", "fbgemm", "refitted")])
-def test_workers_find_the_start_that_one_process_finds(name: str, cases: dict[str, Case]) -> None:
-    assert start_apart(cases[name], apart(cases["whole" if name == "sharded" else name])) <= 1e-5
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_the_artifact_is_a_model(name: str, cases: dict[str, Case], together: Any, tmp_path: Path) -> None:
-    assert together[name].manifest.metrics["tokens_trained"]
+def test_workers_do_what_one_process_does(name: str, cases: Any, together: Any, alone: Any, tmp_path: Path) -> None:
+    """Their start is the one that it finds, their losses and report are its own, and the artifact is a model."""
+    actual, expected = together[name], alone[name]
+    for mine, other in zip(actual.losses, expected.losses, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert_same_report(actual.manifest.metrics, expected.manifest.metrics)
+    if name != "deepseek_v2":  # whose latents have bases of their own
+        assert start_apart(cases[name], apart(cases["whole" if name == "sharded" else name])) <= 1e-5
+    assert actual.manifest.metrics["tokens_trained"]
     fetch_directory(open_store(f"{cases[name].directory}/store"), AttemptId("j", 1).artifact_prefix, tmp_path / "model")
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     prompt = torch.arange(12)[None]
@@ -165,32 +153,6 @@ def test_the_artifact_is_a_model(name: str, cases: dict[str, Case], together: An
         if name == "sharded":
             teacher = AutoModelForCausalLM.from_pretrained(cases[name].teacher)
             torch.testing.assert_close(student.swiftkv(False)(prompt).logits, teacher(prompt).logits)
-
-
-@pytest.mark.usefixtures("together")
-@pytest.mark.parametrize("name", [name for name in CASES if name in ("sharded", "deepseek_v2")])
-def test_a_worker_reads_no_more_of_a_checkpoint_than_its_rows(name: str, cases: dict[str, Case]) -> None:
-    """All workers have saved the pieces; each of them reads about its share."""
-    (directory,) = (Path(cases[name].directory) / "store" / AttemptId("j", 1).checkpoints_prefix).iterdir()
-    read: list[int] = []
-
-    def read_range(file: str, start: int, stop: int) -> bytes:
-        read.append(stop - start)
-        return (directory / file).read_bytes()[start:stop]
-
-    lazy, whole = TrainedTensors(directory, read_range), TrainedTensors(directory)
-    total = sum(tensor.nbytes for tensor in whole.values())
-    assert all(name in lazy for name in whole)
-    assert not read, "names are known without it"
-    for rank in range(WORKERS):
-        read.clear()
-        for tensor_name, tensor in whole.items():
-            share = -(-len(tensor) // WORKERS)
-            rows = slice(min(rank * share, len(tensor)), min((rank + 1) * share, len(tensor)))
-            assert lazy.read(tensor_name, rows).equal(tensor[rows])
-        assert sum(read) < (0.15 + 1 / WORKERS) * total + 2000 * len(whole), "with the heads of the pieces"
-    for tensor_name, tensor in whole.items():
-        assert lazy.read(tensor_name, slice(1, len(tensor) - 1)).equal(tensor[1:-1]), "rows of several pieces"
 
 
 def test_workers_of_a_machine_share_a_directory(tmp_path: Path) -> None:
@@ -214,7 +176,7 @@ def test_workers_divide_the_arithmetic(cases: dict[str, Case], tmp_path: Path) -
 
 
 @in_soak
-def test_an_evaluation_that_is_killed_repeats_nothing(
+def test_a_killed_evaluation_repeats_nothing(
     cases: dict[str, Case], together: dict[str, Outcome], tmp_path: Path
 ) -> None:
     case = replace(cases["whole"], directory=str(tmp_path / "at"))
@@ -229,21 +191,6 @@ def test_an_evaluation_that_is_killed_repeats_nothing(
     ended = Counter(event.data["part"] for event in told if event.type == "progress" and event.data["total"] == 1)
     # The part after which it was killed is kept, and its end was not told any more.
     assert ended == dict.fromkeys(("rewired", "calibrated", "distilled", "continuations", "task-001", "prefill"), 1)
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v2"])
-def test_a_student_is_written_piece_by_piece(name: str, tmp_path: Path) -> None:
-    save(family_teacher(name), tmp_path / "teacher")
-    shape: dict[str, Any] = {"num_key_value_layers": 2, "key_value_group_size": 2, "early_exit": True}
-    student = convert(tmp_path / "teacher", **shape)
-    lazy = LazyStudent.open(tmp_path / "teacher", {}, prefill_reduction=None, sharing="gqa", **shape)
-    (tmp_path / "ours").mkdir()
-    student.save_pretrained(tmp_path / "theirs")
-    save_lazy(lazy, tmp_path / "ours", teacher=True)
-    ours, theirs = (StoredTensors(tmp_path / which) for which in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
-    for tensor in theirs:
-        assert ours[tensor].equal(theirs[tensor]), tensor
 
 
 def test_a_large_student_takes_several_files(tmp_path: Path) -> None:

@@ -241,9 +241,7 @@ def test_a_run_starts_from_the_weights_of_its_parent(outcomes: dict[str, Outcome
 
 
 @pytest.mark.parametrize("sharding", some(STRATEGIES, SHARDINGS))
-def test_a_fresh_optimizer_takes_another_step_than_that_of_the_parent(
-    outcomes: dict[str, Outcome], sharding: str
-) -> None:
+def test_a_fresh_optimizer_takes_another_step_than_the_parents(outcomes: dict[str, Outcome], sharding: str) -> None:
     """Every strategy takes the same."""
     fresh, kept = (outcomes[f"{sharding}-{optimizer}-1"] for optimizer in ("fresh", "kept"))
     assert fresh.steps[0].losses == kept.steps[0].losses

@@ -121,8 +121,6 @@ def test_logprobs_are_those_of_off(student: LoadedModel) -> None:
     drafts = {"early_exit": EarlyExit("lossless", 0.0, 4), "num_lookup_tokens": 3}
     for output, wanted in zip(answers(engine, asked, params, **drafts), expected, strict=True):
         assert output.num_accepted_tokens
-        assert output.logprobs is not None
-        assert wanted.logprobs is not None
         assert len(output.logprobs) == len(output.token_ids)
         for found, right in zip(output.logprobs, wanted.logprobs, strict=True):
             assert found == pytest.approx(right, abs=1e-4)
@@ -195,7 +193,7 @@ class _Head(torch.nn.Module):
     [(GREEDY, {"early_exit": EarlyExit("lossless", 0.0, 8)}), (SAMPLED, {"num_lookup_tokens": 8})],
     ids=["greedy-exit", "sampled-text"],
 )
-def test_logits_that_are_no_numbers_amid_drafts_end_that_answer_alone(
+def test_nan_logits_amid_drafts_end_that_answer_alone(
     student: LoadedModel, params: dict[str, Any], drafts: dict[str, Any]
 ) -> None:
     asked, params = prompts(3, student.model.config.vocab_size), {**params, "max_tokens": 40}
@@ -263,6 +261,5 @@ def test_in_bfloat16_answers_part_at_near_ties_only(tmp_path: Path) -> None:
             pairs = zip(right.token_ids, other.token_ids, strict=True)
             parting = next((at for at, (one, another) in enumerate(pairs) if one != another), None)
             if parting is not None:
-                assert right.logprobs is not None
                 best = right.logprobs[parting]
                 assert best[right.token_ids[parting]] - best[other.token_ids[parting]] < 0.1

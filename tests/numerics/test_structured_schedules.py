@@ -100,7 +100,6 @@ def check_text(engine: LLMEngine, params: SamplingParams, output: RequestOutput)
 
 def check_greedy(engine: LLMEngine, subject: Subject, params: SamplingParams, output: RequestOutput) -> None:
     """Each token is the reference's best among those that the grammar allows."""
-    assert params.structured_outputs is not None
     constraint = engine.grammars.compile(params.structured_outputs)
     prompt, answer = list(output.prompt_token_ids), list(output.token_ids)
     logits = subject.logits(prompt + answer[:-1])[len(prompt) - 1 :]

@@ -73,7 +73,7 @@ def test_a_state_that_is_not_kept_is_not_the_best() -> None:
         ((0.5, 0.2, 0.31), CourseCode.HELD_OUT_KL_DIVERGED),
     ],
 )
-def test_kl_above_the_start_or_far_above_the_best_goes_back_at_half_the_rate(
+def test_kl_above_start_or_far_above_best_goes_back_at_half_the_rate(
     kls: tuple[float, ...], reason: CourseCode
 ) -> None:
     turn = course_of(*kls)

@@ -62,7 +62,6 @@ def test_equal_hidden_states_and_no_positions_cost_nothing_and_pull_nowhere() ->
         loss = logits_loss(student, student.detach().clone(), head, head, temperature=2.0)
         loss.backward()
         assert loss.item() == pytest.approx(0.0, abs=1e-6)
-        assert student.grad is not None
         assert student.grad.abs().sum() < 1e-5
 
 

@@ -159,9 +159,7 @@ class _Trainer(Trainer):
 
 
 @pytest.mark.parametrize("error", [StorageError, ValueError])
-def test_why_training_ended_counts_more_than_a_checkpoint_that_cannot_be_stored(
-    error: type[Exception], tmp_path: Path
-) -> None:
+def test_why_training_ended_counts_more_than_its_last_checkpoint(error: type[Exception], tmp_path: Path) -> None:
     with pytest.raises(LossNotFiniteError, match="loss nan") as caught:
         _Trainer(Store(failures=3, error=error), tmp_path, diverges=True).run()
     assert caught.value.__notes__ == ["The last checkpoint is not stored: away"]

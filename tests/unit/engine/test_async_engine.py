@@ -81,9 +81,7 @@ async def check_aborted(engine: AsyncLLMEngine) -> None:
     engine.engine.check()
 
 
-async def test_callers_get_the_answers_of_the_plain_engine_step_by_step(
-    engine: AsyncLLMEngine, swiftkv_dir: Path
-) -> None:
+async def test_callers_get_answers_of_the_plain_engine_step_by_step(engine: AsyncLLMEngine, swiftkv_dir: Path) -> None:
     prompts: list[Prompt] = [[1, 2], [3], "text"]
     expected = LLMEngine.from_pretrained(swiftkv_dir).generate(prompts, GREEDY)
     answers = await asyncio.gather(*(answer(engine, prompt) for prompt in prompts))
@@ -93,9 +91,7 @@ async def test_callers_get_the_answers_of_the_plain_engine_step_by_step(
     assert [output.finished for output in outputs] == [False] * 11 + [True]
 
 
-async def test_tokens_within_an_interval_come_together_the_first_and_the_last_at_once(
-    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tokens_within_an_interval_come_together(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     may_step = paced(engine, monkeypatch)
     stream = await engine.submit([1], GREEDY, interval_s=3600.0)
     outputs = [await anext(stream)]
@@ -106,7 +102,7 @@ async def test_tokens_within_an_interval_come_together_the_first_and_the_last_at
     assert [outputs[-1].token_ids] == [(await answer(engine, [1])).token_ids]
 
 
-async def test_an_interval_that_passes_hands_over_what_has_come(
+async def test_a_passed_interval_hands_over_what_has_come(
     engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_step = paced(engine, monkeypatch)
@@ -128,7 +124,7 @@ async def adaptive(swiftkv_dir: Path) -> AsyncIterator[AsyncLLMEngine]:
     await engine.aclose()
 
 
-async def test_a_stream_that_runs_alone_has_each_token_by_itself(
+async def test_a_stream_alone_has_each_token_by_itself(
     adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_step = paced(adaptive, monkeypatch)
@@ -139,9 +135,7 @@ async def test_a_stream_that_runs_alone_has_each_token_by_itself(
     assert sizes == list(range(1, 13))
 
 
-async def test_streams_that_run_together_collect_tokens(
-    adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_streams_together_collect_tokens(adaptive: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MAX_INTERVAL_S", 3600.0)
     monkeypatch.setattr(streams, "EVENT_SHARE", 1e-9)
     may_step = paced(adaptive, monkeypatch)
@@ -211,9 +205,7 @@ async def test_a_caller_of_whole_answers_is_woken_once_for_each_sample(engine: A
     assert stream.newest == {output.index: output for output in outputs if output.finished}
 
 
-async def test_the_event_loop_stays_free_while_the_model_runs(
-    engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_event_loop_stays_free_during_steps(engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     may_step = paced(engine, monkeypatch, steps=0)
     task = asyncio.create_task(answer(engine, [1]))
     for _ in range(50):
@@ -330,7 +322,7 @@ async def test_bad_input_and_an_id_in_use_reach_their_caller_only(engine: AsyncL
     assert engine.num_requests == 0
 
 
-async def test_a_request_gets_nothing_of_an_aborted_one_whose_id_it_takes(
+async def test_a_request_gets_nothing_of_an_aborted_namesake(
     engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await answer(engine, [2])
@@ -356,7 +348,7 @@ async def test_a_request_gets_nothing_of_an_aborted_one_whose_id_it_takes(
 
 
 @pytest.mark.parametrize("where", ["step", "put"])
-async def test_a_failure_is_told_to_every_caller_and_to_the_health_check(
+async def test_callers_and_health_checks_hear_of_failures(
     engine: AsyncLLMEngine, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a step, and of handing out what it made."""

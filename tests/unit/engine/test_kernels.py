@@ -111,7 +111,7 @@ def test_write_in_eight_bits_is_what_pack_makes(payload: torch.dtype, native_ker
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_that_works_they_are_not_available(
+def test_without_a_compiler_they_are_not_available(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")

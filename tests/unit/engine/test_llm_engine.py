@@ -73,7 +73,7 @@ def test_requests_without_a_seed_differ_and_an_engine_seed_repeats_them(dense_di
     assert first == again
 
 
-def test_stop_tokens_and_the_models_own_end_of_sequence_end_an_answer(
+def test_stop_tokens_and_ends_of_sequence_end_an_answer(
     dense_dir: Path, dense_engine: LLMEngine, tmp_path: Path
 ) -> None:
     tokens = dense_engine.generate([[1]], GREEDY)[0].token_ids
@@ -142,8 +142,6 @@ def test_a_prompt_is_scored_without_an_answer(model_dir: Path, config: dict[str,
     [answered] = engine.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=2))
     for output in scored.samples or (scored,):
         assert (output.token_ids, output.text, output.finish_reason) == ([], "", "length")
-        assert output.prompt_logprobs is not None
-        assert answered.prompt_logprobs is not None
         # How many rows a product has, so how it rounds, depends on whether the last position is answered.
         for found, expected in zip(output.prompt_logprobs, answered.prompt_logprobs, strict=True):
             assert found == (None if expected is None else pytest.approx(expected, abs=1e-5))
@@ -204,13 +202,9 @@ def test_logprobs_are_those_of_the_tokens_and_of_the_best(engine: LLMEngine) -> 
         [[*output.prompt_token_ids, *output.token_ids]],
         SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3),
     )[0]
-    assert output.logprobs is not None
-    assert output.prompt_logprobs is not None
-    assert whole.prompt_logprobs is not None
     assert len(output.logprobs) == 6
     assert output.prompt_logprobs[0] is None
     for token, found, expected in zip(output.token_ids, output.logprobs, whole.prompt_logprobs[3:], strict=True):
-        assert expected is not None
         assert len(found) == 3
         assert max(found, key=lambda one: found[one]) == token
         assert found == pytest.approx(expected, abs=1e-4)
@@ -226,7 +220,6 @@ def test_logits_that_are_no_numbers_end_their_request_alone(swiftkv_dir: Path) -
     assert (good.finish_reason, good.error) == ("length", None)
     for output in (bad, again):
         assert output.finish_reason == "error"
-        assert output.error is not None
         assert "not a number" in output.error
         assert output.token_ids == []
     engine.check()
@@ -253,7 +246,6 @@ def test_abort_frees_what_a_request_holds(model_dir: Path, when: str) -> None:
     second = engine.add_request([2], GREEDY)
     engine.step()
     aborted = engine.abort(second if when == "waiting" else first)
-    assert aborted is not None
     assert aborted.finish_reason == "abort"
     assert engine.abort(aborted.request_id) is None
     remaining = stream(engine, first if when == "waiting" else second)
@@ -265,13 +257,9 @@ def test_abort_frees_what_a_request_holds(model_dir: Path, when: str) -> None:
 
 def test_metrics_are_durations_in_order(dense_engine: LLMEngine) -> None:
     first, second = dense_engine.generate([[1], [2]], [GREEDY, SamplingParams(max_tokens=1)])
-    assert first.metrics.queue_time is not None
-    assert first.metrics.ttft is not None
-    assert first.metrics.tpot is not None
     assert 0 <= first.metrics.queue_time <= first.metrics.ttft <= first.metrics.total
     assert first.metrics.ttft + 23 * first.metrics.tpot <= first.metrics.total
     assert second.metrics.tpot is None
-    assert second.metrics.queue_time is not None
     assert second.metrics.total <= first.metrics.total
 
 

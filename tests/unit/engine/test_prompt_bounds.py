@@ -55,7 +55,6 @@ def sentencepiece() -> Any:
 def test_no_text_has_fewer_tokens_than_its_bytes_allow(make: Callable[[], Any], text: str) -> None:
     tokenizer = _made(make)
     bound = max_bytes_per_token(tokenizer)
-    assert bound is not None
     assert len(text.encode()) <= bound * len(tokenizer(text)["input_ids"])
 
 

@@ -131,7 +131,7 @@ def test_rows_without_a_choice_are_no_error_and_equal_tokens_are_cut_at_k() -> N
         ({"logit_bias": {2: 3.0}, "repetition_penalty": 2.0}, [2], 0, [2.0, 1.0, 1.0, 0.0]),
     ],
 )
-def test_penalties_and_biases_change_logits(
+def test_penalties_and_biases(
     params: dict[str, Any], tokens: list[int], num_prompt_tokens: int, expected: list[float]
 ) -> None:
     logits = torch.tensor([[2.0, 1.0, -1.0, 0.0]])

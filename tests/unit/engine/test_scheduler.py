@@ -189,7 +189,7 @@ request = st.tuples(st.integers(1, 24), st.integers(1, 24), st.integers(0, 2))
     max_num_seqs=st.integers(1, 5),
     budget=st.integers(1, 40),
 )
-def test_everyone_is_served_whatever_the_limits(
+def test_everyone_is_served(
     requests: list[tuple[int, int, int]], spare_blocks: int, max_num_seqs: int, budget: int
 ) -> None:
     largest = max(prompt + answer - 1 for prompt, answer, _ in requests)

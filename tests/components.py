@@ -40,11 +40,7 @@ _IncludedRouter._build_effective_context = _build_once(_IncludedRouter._build_ef
 
 
 def make_components(
-    database: Database,
-    objects: ObjectStore,
-    *,
-    cluster: FakeCluster | None = None,
-    clock: Clock = time.time,
+    database: Database, objects: ObjectStore, *, cluster: FakeCluster | None = None, clock: Clock = time.time
 ) -> Components:
     return Components(
         database=database,

@@ -101,8 +101,9 @@ def complaint_of(check: Callable[[], None]) -> Callable[[], str | None]:
 
 
 class ControlPlaneMetrics:
-    """Collector of jobs, deliveries, loops and operator's files of one control plane, read when they are asked for, and
-    of what its sweeper counted last and has removed. One that stands by has counted nothing, and shows nothing.
+    """Collector of jobs, deliveries, loops and operator's files of one control plane, read when they are asked for.
+
+    It also has what the sweeper counted last and has removed; a control plane that stands by has counted nothing.
 
     Args:
         files: whether the newest version of each of the operator's files is usable, by name.

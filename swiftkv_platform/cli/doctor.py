@@ -477,13 +477,16 @@ def _round_trip(store: ObjectStore, place: str, key: str, content: bytes) -> Non
 
 
 def _store_remedy(text: str, uri: str) -> str:
+    from swiftkv_platform.storage.buckets import SERVICES
+
     if "://" not in uri or uri.startswith("file:"):
         return "let SWIFTKV_STORAGE_URI name a directory that you may write to"
     if "does not exist" in text:
         return "create the bucket, or name another in SWIFTKV_STORAGE_URI"
+    service = SERVICES[uri.partition("://")[0].lower()]
     if "credentials" in text:
-        return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may read, write, list and delete there"
-    return "start the server, or correct AWS_ENDPOINT_URL"
+        return f"set {service.credentials} of a user who may read, write, list and delete there"
+    return f"start the server, or correct {service.endpoint}"
 
 
 _SIGNATURE_S = 15 * 60

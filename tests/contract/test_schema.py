@@ -15,10 +15,7 @@ from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database, alembic_config
 from swiftkv_platform.database.tables import Base
-from swiftkv_platform.errors import (
-    DatabaseUnavailableError,
-    InvalidInputError,
-)
+from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.orchestration.registry import RegistryService
 from tests.records import TENANT, make_job, make_model, store
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -83,9 +81,3 @@ def test_a_home_without_a_database_is_not_swept(tmp_path: Path) -> None:
     result = run(tmp_path / "nothing", "prune")
     assert result.exit_code == 1
     assert "python -m swiftkv_platform.database" in " ".join(result.output.split())
-
-
-def test_other_commands_load_no_sql() -> None:
-    code = "import sys, swiftkv_platform.cli.app; print(sorted({'sqlalchemy', 'fastapi'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -14,11 +14,9 @@ from fastapi.testclient import TestClient
 
 from swiftkv_platform.api.app import create_app
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.jobs import tasks
 from swiftkv_platform.settings import Settings
-from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from swiftkv_platform.traces import Spans, configured_provider, spans_of_jobs, valid_traceparent
 from tests.components import make_components
@@ -96,14 +94,6 @@ def test_without_an_endpoint_the_callers_trace_reaches_the_workers_all_the_same(
         ]
         stored = [parts.jobs.get(job["id"], tenant=job["tenant"]).traceparent for job in jobs]
     assert stored == [TRACEPARENT, None, None]
-
-
-def test_a_request_without_a_trace_is_one_that_older_workers_read() -> None:
-    spec = JobSpec.model_validate(SPEC)
-    request = AttemptRequest(job_id="j", attempt=1, spec=spec, run_id="j")
-    assert "traceparent" not in request.model_dump_json()
-    traced = request.model_copy(update={"traceparent": TRACEPARENT})
-    assert AttemptRequest.model_validate_json(traced.model_dump_json()) == traced
 
 
 def test_a_phase_that_fails_is_an_error(receiver: OtlpReceiver) -> None:

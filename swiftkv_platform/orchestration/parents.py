@@ -287,7 +287,7 @@ def _unlike(field: str, ours: Any, needed: Any, parent: Parent, *, unless: str =
 
 _TENANT = "{tenant}"
 _FIELD = "publish.to"
-_LONGEST_STEM = 90
+_LONGEST_PUBLISHED = 90
 """Characters of a model's name that go into the name of a job that publishes it."""
 
 
@@ -319,7 +319,7 @@ def copying_spec(found: FoundParent, publish: PublicationSpec) -> JobSpec:
     theirs = found.spec
     training = TrainingSpec.model_validate({"from": found.parent.name, "max_steps": 0})
     return JobSpec(
-        name=f"publish-{theirs.name[:_LONGEST_STEM]}",
+        name=f"publish-{theirs.name[:_LONGEST_PUBLISHED]}",
         model=theirs.model,
         swiftkv=theirs.swiftkv,
         distillation=theirs.distillation,

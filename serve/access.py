@@ -17,6 +17,7 @@ from swiftkv_platform.errors import ForbiddenError, SwiftKVError
 from swiftkv_platform.security.credentials import shows_token
 from swiftkv_platform.security.principals import Authenticator, Scope
 from swiftkv_platform.serve.quotas import Quota, Quotas
+from swiftkv_platform.web.middleware import Middleware
 
 REPLICA_HEADER = "x-replica"
 """Header of every answer: Serve's name of the replica that gave it."""
@@ -50,11 +51,8 @@ class Caller:
 
 
 class Gate:
-    """Admits callers with a key or token for it; with no authenticator, every caller.
-
-    Args:
-        tenant: whose keys alone are let in; None: any.
-    """
+    """Admits callers with a key or token for it; with no authenticator, every caller. `tenant`: whose keys alone are
+    let in; None: any."""
 
     def __init__(self, authenticator: Authenticator | None, tenant: str | None = None) -> None:
         self._authenticator = authenticator
@@ -85,20 +83,17 @@ class Gate:
         return self.admit(request)
 
 
-class Door:
-    """Middleware that lets in who may, and counts the request, before a byte of its body is read.
-
-    Args:
-        refuse: (error, path) -> the answer to who may not.
-    """
+class Door(Middleware):
+    """Lets in who may, and counts the request, before a byte of its body is read. `refuse`: (error, path) -> the answer
+    to who may not."""
 
     def __init__(self, app: ASGIApp, gate: Gate, refuse: Callable[[SwiftKVError, str], ASGIApp]) -> None:
-        self._app = app
+        super().__init__(app)
         self._gate = gate
         self._refuse = refuse
 
-    async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
+    async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST":
             request = Request(scope)
             try:
                 request.state.caller = await self._gate.let_in(request)
@@ -120,15 +115,15 @@ async def get_caller(
 TheCaller = Annotated[Caller, Depends(get_caller)]
 
 
-class AnswerHeaders:
-    """Middleware that adds the replica's name to answers, the fields without effect, and for a caller with limits what
-    is left of them."""
+class AnswerHeaders(Middleware):
+    """Adds the replica's name to answers, the fields without effect, and for a caller with limits what is left of
+    them."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
-        self._app = app
+        super().__init__(app)
         self._replica = replica
 
-    async def __call__(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: ASGIScope, receive: Receive, send: Send) -> None:
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)

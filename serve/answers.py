@@ -157,11 +157,8 @@ class Answers:
 
 
 async def whole(answers: Answers, request: Request) -> list[RequestOutput]:
-    """Return `answers.all()`, given up when the client goes away, since it would not be read.
-
-    Raises:
-        ClientDisconnect: it has gone.
-    """
+    """Return `answers.all()`, given up when the client goes away, since it would not be read. Raises
+    `ClientDisconnect`: it has gone."""
     reading = asyncio.ensure_future(answers.all())
     leaving = asyncio.ensure_future(_left(request))
     try:

@@ -11,16 +11,11 @@ import json
 import re
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from swiftkv_platform.serve.problems import too_large
-from swiftkv_platform.web.middleware import BodyLimit
 
 if TYPE_CHECKING:
     from swiftkv_platform.serve.current import Current, Version
@@ -47,56 +42,35 @@ _VALUES = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[,\[{]', re.DOTALL)
 so that no byte is looked at twice."""
 
 
-@dataclass(frozen=True)
-class BodyLimits:
-    """Most bytes and values of a body."""
-
-    max_bytes: int = MAX_BODY_BYTES
-    max_values: int = BASE_VALUES + MAX_PROMPT_VALUES
-
-    @classmethod
-    def of(cls, current: Current, max_bytes: int | None) -> BodyLimits:
-        """Return the limits of the models in service; `max_bytes` in place of what follows from their contexts."""
-        if current.is_empty:
-            return cls(max_bytes or MAX_BODY_BYTES)
-        versions = [one for one in (current.version, current.version.candidate) if one is not None]
-        return cls(max_bytes or max(map(_max_bytes, versions)), max(map(_max_values, versions)))
-
-
 class Bodies:
-    """Limits on the bodies of an application, and the thread that parses large ones.
-
-    Args:
-        max_bytes: of the deployment; None: what the context of the served model needs, at most `MAX_BODY_BYTES`.
-    """
+    """Limits on the bodies of an application, and the thread that parses large ones. `max_bytes`: of the deployment;
+    None: what the context of the served model needs, at most `MAX_BODY_BYTES`."""
 
     def __init__(self, current: Current, max_bytes: int | None = None) -> None:
         self._current = current
-        self._max_bytes = max_bytes
+        self._own_max_bytes = max_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
     @property
-    def limits(self) -> BodyLimits:
-        """Limits for the models that are served now."""
-        return BodyLimits.of(self._current, self._max_bytes)
+    def max_bytes(self) -> int:
+        """Most bytes of a body, for the models that are served now."""
+        return self._own_max_bytes or max(map(_max_bytes, self._versions()), default=MAX_BODY_BYTES)
+
+    @property
+    def max_values(self) -> int:
+        """Most values of a body, likewise."""
+        return max(map(_max_values, self._versions()), default=BASE_VALUES + MAX_PROMPT_VALUES)
+
+    def _versions(self) -> list[Version]:
+        if self._current.is_empty:
+            return []
+        return [one for one in (self._current.version, self._current.version.candidate) if one is not None]
 
     async def parse(self, body: bytes) -> Any:
         """The JSON of a body. Raises `ValueError` where it is none, and `HTTPException` for too many values."""
         if len(body) <= LARGE_BODY_BYTES:
             return json.loads(body)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _parsed, body, self.limits.max_values)
-
-
-class LimitedBodies:
-    """Middleware that refuses bodies by their size, announced or not."""
-
-    def __init__(self, app: ASGIApp, bodies: Bodies) -> None:
-        self._app = app
-        self._bodies = bodies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = BodyLimit(self._app, max_bytes=self._bodies.limits.max_bytes, refuse=too_large)
-        await limit(scope, receive, send)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _parsed, body, self.max_values)
 
 
 class BodyRoute(APIRoute):

@@ -24,11 +24,8 @@ async def chat_prompt(
     engine: EngineFrontend, messages: Sequence[Message], *, tools: Tools | None = None, **options: Any
 ) -> list[int]:
     """Token ids of a conversation, rendered beside the event loop and the engine's thread. `options`: `render_chat`'s.
-
-    Raises:
-        InvalidInputError: as `render_chat`, and for messages that are longer than the context.
-        QueueFullError: too many texts wait to be read.
-    """
+    Raises `InvalidInputError`: as `render_chat`, and for messages that are longer than the context; `QueueFullError`:
+    too many texts wait to be read."""
     tokenizer, texts = engine.model.tokenizer, [_text(part) for message in messages for part in message.values()]
     texts += [_text(tool) for tool in tools or ()]
     if tokenizer is not None:
@@ -47,11 +44,8 @@ def render_chat(
     continue_final_message: bool = False,
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant begins to speak, or goes on with the last message. Blocks
-    for as long as the template runs.
-
-    Raises:
-        InvalidInputError: a model without tokenizer or template, or a conversation its template refuses.
-    """
+    for as long as the template runs. Raises `InvalidInputError`: a model without tokenizer or template, or a
+    conversation its template refuses."""
     template = chat_template(tokenizer, tools)
     if template is None:
         raise InvalidInputError(
@@ -75,11 +69,8 @@ def render_chat(
 
 
 def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
-    """The template that lays out a conversation, which with tools may be another one; None where there is none.
-
-    Raises:
-        InvalidInputError: a tokenizer with several templates, none of which is the default.
-    """
+    """The template that lays out a conversation, which with tools may be another one; None where there is none. Raises
+    `InvalidInputError`: a tokenizer with several templates, none of which is the default."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return None
     try:
@@ -92,11 +83,8 @@ def chat_template(tokenizer: Any, tools: Tools | None = None) -> str | None:
 
 
 def set_template(tokenizer: Any, template: str) -> None:
-    """Give a tokenizer another chat template. Blocks for as long as that takes to lay out one message.
-
-    Raises:
-        ModelError: a model without tokenizer, or a template that is none.
-    """
+    """Give a tokenizer another chat template. Blocks for as long as that takes to lay out one message. Raises
+    `ModelError`: a model without tokenizer, or a template that is none."""
     if tokenizer is None:
         raise ModelError(
             "chat_template is given, and this model's directory has no tokenizer to read what it writes; leave it out",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,9 +22,14 @@ from swiftkv_platform.serve.quotas import Reservation
 from swiftkv_platform.serve.shadow import Shadow
 
 if TYPE_CHECKING:
+    from swiftkv_platform.engine import RequestOutput
     from swiftkv_platform.engine.frontend import EngineFrontend
 
+T = TypeVar("T")
+
 _DRAIN_POLL_S = 0.05
+_BYTES_PER_TOKEN = 64
+"""About what a log-probability takes in an answer, so that long ones go where long texts do."""
 
 
 class ModelCard(BaseModel):
@@ -116,6 +121,14 @@ class Version:
     @property
     def tokenizer(self) -> Any:
         return self.engine.model.tokenizer
+
+    async def rendered(self, render: Callable[[], T], outputs: Sequence[RequestOutput], *, echo: bool = False) -> T:
+        """Return what `render` returns. Log-probabilities and echoed prompts, of which each token is decoded, are
+        rendered where texts are read; the rest takes no time."""
+        if not echo and all(output.logprobs is None and output.prompt_logprobs is None for output in outputs):
+            return render()
+        num_tokens = sum(len(output.prompt_token_ids) + len(output.token_ids) for output in outputs)
+        return await self.engine.readers.run(render, num_tokens * _BYTES_PER_TOKEN)
 
     async def drain(self) -> None:
         """Return when no request uses it any more, the engine closed."""

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,34 +16,23 @@ from fastapi import FastAPI
 from ray import serve as ray_serve
 
 from swiftkv_platform.contract.autoscaling import KV_CACHE_USAGE, WAITING_STEPS
-from swiftkv_platform.errors import ModelError, ObjectNotFoundError
+from swiftkv_platform.errors import ModelError
 from swiftkv_platform.logs import configure_logging, get_logger
 from swiftkv_platform.security.credentials import open_credentials
-from swiftkv_platform.serve.args import HUB_PREFIX, ReplicaArgs, Served
+from swiftkv_platform.serve.args import ReplicaArgs, Served
 from swiftkv_platform.serve.chat import set_template
 from swiftkv_platform.serve.current import Current, ModelCard, Version
 from swiftkv_platform.serve.http import create_http_app
+from swiftkv_platform.serve.loading import Loaded, load
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.serve.metrics_export import RayMetricsExport
-from swiftkv_platform.serve.request_logs import RequestLog
-from swiftkv_platform.serve.shadow import Comparison, EngineJudge, Judge, ModelJudge, Shadow
+from swiftkv_platform.serve.shadow import Comparison, Judge, Shadow, judging
 from swiftkv_platform.serve.swaps import Swaps
-from swiftkv_platform.serve.tracing import configured_tracing
-from swiftkv_platform.settings import Settings
-from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.hub import local_directory
-from swiftkv_platform.storage.addresses import open_store
-from swiftkv_platform.storage.artifact_cache import ArtifactCache
-from swiftkv_platform.storage.artifacts import manifest_digest
-from swiftkv_platform.storage.downloads import download_model
+from swiftkv_platform.serve.tracing import RequestLog, configured_tracing
 
 if TYPE_CHECKING:
-    from swiftkv_platform.configs.adapter import BaseModelReference
     from swiftkv_platform.engine import AsyncLLMEngine
     from swiftkv_platform.engine.frontend import EngineFrontend
-    from swiftkv_platform.serve.backends import Surroundings
-
-_BASE = "base.name_or_path"
 
 
 @ray_serve.ingress()
@@ -109,12 +94,8 @@ async def load_version(
     compared: Callable[[Comparison | None], None] = lambda _: None,
     loaded: Callable[[str, Mapping[str, float]], None] = lambda _model, _seconds: None,
 ) -> Version:
-    """Load what `served` names, ready to answer, with its candidate and its shadow. Raises as `load`.
-
-    Args:
-        compared: hears what the shadow finds.
-        loaded: hears how long each phase took, by model: `fetch`, `load` and `check`.
-    """
+    """Load what `served` names, ready to answer, with its candidate and its shadow. Raises as `load`. `compared`: hears
+    what the shadow finds. `loaded`: hears how long each phase took, by model: `fetch`, `load` and `check`."""
     version, teacher = await _load_one(args, served, loaded)
     if served.candidate is not None:
         update = {**served.candidate.model_dump(exclude={"share"}), "candidate": None}
@@ -124,14 +105,14 @@ async def load_version(
         version.candidate_share = served.candidate.share
     version.take_over(served)
     if served.shadow is not None:
-        judge: Judge = ModelJudge(teacher)
+        judge: Judge = judging(teacher)
         if version.candidate is not None and served.shadow.against == "candidate":
-            judge = EngineJudge(_judging(version.candidate))
-        version.shadow = Shadow(_judging(version), judge, served.shadow.share, compared)
+            judge = _scoring(version.candidate).score
+        version.shadow = Shadow(_scoring(version), judge, served.shadow.share, compared)
     return version
 
 
-def _judging(version: Version) -> AsyncLLMEngine:
+def _scoring(version: Version) -> AsyncLLMEngine:
     """The version's engine, which gives distributions: no other backend is chosen beside a shadow."""
     from swiftkv_platform.engine import AsyncLLMEngine
 
@@ -160,116 +141,6 @@ async def _load_one(
     version = Version(loaded.engine, model_card(args, served, loaded, shown), created=int(time.time()))
     version.tool_call_parser = served.tool_call_parser
     return version, loaded.teacher
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A loaded model and what it was loaded from."""
-
-    engine: EngineFrontend
-    manifest_digest: str | None
-    """SHA-256 of the manifest that the model was verified against; None: not verified."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase: `fetch`, from the store or this machine's cache, and `load`."""
-    teacher: Any = None
-    """The student's own, in teacher mode, where it is to judge; without an engine."""
-
-
-def load(served: Served) -> Loaded:
-    """Fetch the artifact, check every byte against its manifest, and load it. Blocks.
-
-    Raises:
-        ModelError: no manifest, an adapter whose base is not there or another model, a model that cannot be loaded, or
-            not by the backend that was asked for.
-        InvalidInputError: an engine too small for any request.
-        ArtifactCorruptError: a file differs from the manifest.
-        StorageError: the object store does not answer.
-    """
-    began = time.monotonic()
-    with _fetched(served) as (adapted, digest), _whole(adapted, served) as directory:
-        fetched = time.monotonic()
-        teacher = _load_teacher(directory, served)
-        engine = _load_engine(directory, served)
-        seconds = {"fetch": fetched - began, "load": time.monotonic() - fetched}
-        return Loaded(engine, digest, seconds, teacher)
-
-
-@contextmanager
-def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
-    """(directory of the model, digest of its manifest), for as long as it takes to load it."""
-    if not served.verify:
-        name = served.artifact_uri.removeprefix(HUB_PREFIX)
-        yield local_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads them
-        return
-    settings = Settings()
-    cache = ArtifactCache(settings.home / "models", settings.model_cache_bytes)
-    with ExitStack() as stack:
-        try:
-            directory, manifest = stack.enter_context(cache.held(open_store(served.artifact_uri), ""))
-        except ObjectNotFoundError as error:
-            raise ModelError(
-                f"artifact_uri {served.artifact_uri!r} has no manifest.json: it is incomplete, or a plain Hugging Face "
-                "directory, which is served with verify: false",
-                field="artifact_uri",
-                value=served.artifact_uri,
-            ) from error
-        yield directory, manifest_digest(manifest)
-
-
-@contextmanager
-def _whole(directory: Path, served: Served) -> Iterator[Path]:
-    """The directory of the whole model, for as long as it takes to load it: of an adapter one with its base, which is
-    found as a job's teacher is, by the tenant's rules."""
-    from swiftkv_platform.configs.adapter import ADAPTER
-
-    if not (directory / ADAPTER).is_file():
-        yield directory
-        return
-    from swiftkv_platform.model.adapters import whole_model
-    from swiftkv_platform.model.bases import model_directory
-
-    access = Access(served.base_access.roots, served.base_access.hub_organizations)
-    with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:
-
-        def download(uri: str) -> Path:
-            return download_model(uri, Path(workspace), access=access, field=_BASE)
-
-        def find(base: BaseModelReference) -> str:
-            return model_directory(base.name_or_path, base.revision, access=access, download=download, field=_BASE)
-
-        with whole_model(directory, find_base=find) as (whole, _):
-            yield Path(whole)
-
-
-def _load_engine(directory: Path, served: Served) -> EngineFrontend:
-    """The engine that `choose_backend` names, on the model."""
-    from swiftkv_platform.serve.backends import choose_backend
-
-    if choose_backend(served.engine, _surroundings(directory, served)) == "vllm":
-        from swiftkv_platform.serve.vllm_engine import load_vllm
-
-        return load_vllm(directory, served.engine)
-    from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
-
-    return AsyncLLMEngine(LLMEngine.from_pretrained(directory, served.engine.model_copy(update={"backend": "native"})))
-
-
-def _surroundings(directory: Path, served: Served) -> Surroundings:
-    import torch
-
-    from swiftkv_platform.engine.loading import read_served_config
-    from swiftkv_platform.serve.backends import Surroundings
-
-    config, has_cuda = read_served_config(directory, served.engine), torch.cuda.is_available()
-    heads = getattr(config, "num_key_value_heads_swiftkv", None)
-    return Surroundings(
-        device=("cuda" if has_cuda else "cpu") if served.engine.device == "auto" else served.engine.device,
-        has_vllm=find_spec("vllm") is not None,
-        model_type=config.model_type,
-        has_exit_head=bool(getattr(config, "early_exit", False)),
-        has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
-        is_judged=served.shadow is not None,
-    )
 
 
 async def _lay_out_chats(engine: EngineFrontend, served: Served) -> None:
@@ -301,23 +172,6 @@ async def _check_speaks(engine: EngineFrontend, served: Served) -> None:
             field="artifact_uri",
             value=served.artifact_uri,
         )
-
-
-def _load_teacher(path: Path, served: Served) -> Any:
-    """Load the teacher; None where no teacher is to judge. Raises `ModelError` for a model that has none."""
-    if served.shadow is None or served.shadow.against != "teacher":
-        return None
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
-
-    if not AutoConfig.from_pretrained(path).model_type.endswith("_swiftkv"):
-        raise ModelError(
-            f"model {served.model!r} is no SwiftKV student, so it has no teacher; shadow a candidate instead",
-            field="shadow.against",
-            value="teacher",
-        )
-    return AutoModelForCausalLM.from_pretrained(path, dtype=served.engine.dtype, swiftkv=False).eval()
 
 
 def model_card(args: ReplicaArgs, served: Served, loaded: Loaded, seconds: Mapping[str, float]) -> ModelCard:

@@ -18,15 +18,15 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.security.principals import Authenticator
 from swiftkv_platform.serve.access import AnswerHeaders, Door, Gate, TheCaller
 from swiftkv_platform.serve.answers import Answers, RequestContext, whole
-from swiftkv_platform.serve.bodies import Bodies, BodyRoute, LimitedBodies
+from swiftkv_platform.serve.bodies import Bodies, BodyRoute
 from swiftkv_platform.serve.chat import chat_prompt
 from swiftkv_platform.serve.current import Current, Version
 from swiftkv_platform.serve.openai import DONE, openai_router
-from swiftkv_platform.serve.problems import add_problem_handlers, refusal
-from swiftkv_platform.serve.rendering import rendered
+from swiftkv_platform.serve.problems import add_problem_handlers, refusal, too_large
 from swiftkv_platform.serve.sampling import encodable, prompts_of
 from swiftkv_platform.serve.schemas import GenerateRequest, GenerateResponse, Timings, Usage, to_choice
 from swiftkv_platform.web.input_guard import InputGuard
+from swiftkv_platform.web.middleware import BodyLimit
 from swiftkv_platform.web.problems import problem_of
 from swiftkv_platform.web.swagger import LICENSE, OPEN, add_docs
 
@@ -65,7 +65,7 @@ def create_http_app(
     app.state.bodies = bodies = Bodies(current, max_body_bytes)
     app.add_middleware(InputGuard, allow_nul=True)  # a prompt may hold any character, and reaches no database
     # The last one is the first that a request comes to: what is refused for its size was let in and counted before.
-    app.add_middleware(LimitedBodies, bodies=bodies)
+    app.add_middleware(BodyLimit, max_bytes=lambda _path: bodies.max_bytes, refuse=too_large)
     app.add_middleware(Door, gate=gate, refuse=refusal)
     app.add_middleware(AnswerHeaders, replica=current.replica)
     add_problem_handlers(app)
@@ -88,7 +88,7 @@ def create_http_app(
                 choices = [to_choice(choice, output) for choice, output in enumerate(outputs)]
                 return JSONResponse(_response(answers, version.card.model, choices, outputs))
 
-            return await rendered(version, render, outputs)
+            return await version.rendered(render, outputs)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, _caller: TheCaller) -> Response:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from ray.util.metrics import Counter, Gauge, Histogram, Metric
 
 from swiftkv_platform.logs import get_logger
+
+M = TypeVar("M", bound=Metric)
 
 _MOST_MODELS = 32
 """Models that have series of their own; a replica that lives to see more counts the others as `other`."""
@@ -43,25 +45,15 @@ class RayMetricsExport:
     def count(self, name: str, what: str, amount: float, model: str, labels: dict[str, str]) -> None:
         if amount <= 0:  # Ray refuses to add nothing
             return
-        counter = self._metrics.get(name)
-        if counter is None:
-            counter = self._metrics[name] = Counter(f"swiftkv_{name}", what, (*_LABELS, *labels))
-        assert isinstance(counter, Counter)
+        counter = self._metric(Counter, name, what, tag_keys=(*_LABELS, *labels))
         counter.inc(amount, {**self._tags(model), **labels})
 
     def observe(self, name: str, what: str, buckets: Sequence[float], seconds: float, model: str) -> None:
-        histogram = self._metrics.get(name)
-        if histogram is None:
-            histogram = self._metrics[name] = Histogram(f"swiftkv_{name}", what, list(buckets), _LABELS)
-        assert isinstance(histogram, Histogram)
+        histogram = self._metric(Histogram, name, what, boundaries=list(buckets), tag_keys=_LABELS)
         histogram.observe(seconds, self._tags(model))
 
     def set(self, name: str, what: str, value: float, model: str) -> None:
-        gauge = self._metrics.get(name)
-        if gauge is None:
-            gauge = self._metrics[name] = Gauge(f"swiftkv_{name}", what, _LABELS)
-        assert isinstance(gauge, Gauge)
-        gauge.set(value, self._tags(model))
+        self._metric(Gauge, name, what, tag_keys=_LABELS).set(value, self._tags(model))
 
     async def follow(self, source: Gauges) -> None:
         """Set the gauges again and again, until cancelled."""
@@ -72,6 +64,14 @@ class RayMetricsExport:
             except Exception:  # an engine that is being closed; the others go on
                 get_logger().exception("gauges not read")
             await asyncio.sleep(_GAUGES_EVERY_S)
+
+    def _metric(self, kind: type[M], name: str, what: str, **options: Any) -> M:
+        """The metric of that name, made when it is needed first."""
+        if name not in self._metrics:
+            self._metrics[name] = kind(f"swiftkv_{name}", what, **options)
+        metric = self._metrics[name]
+        assert isinstance(metric, kind)
+        return metric
 
     def _tags(self, model: str) -> dict[str, str]:
         if model not in self._models:

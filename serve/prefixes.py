@@ -13,8 +13,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 
 from starlette.datastructures import Headers
-from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware import Middleware as Installed
+from starlette.types import Message, Receive, Scope, Send
+
+from swiftkv_platform.web.middleware import Middleware
 
 PROXY_CALLBACK = "swiftkv_platform.serve.prefixes:proxy_middlewares"
 SESSION_HEADER = "x-session-id"
@@ -32,14 +34,13 @@ MAX_PREFIXES = 1 << 16
 
 _ASKS = ("/generate", "/completions")
 _PROMPT = re.compile(rb'"(?:prompt|messages)"\s*:\s*')
-_SEPARATOR = "."
 _PRINT = "[0-9a-f]{1,12}"
 _PRINTS = re.compile(rf"{_PRINT}(?:\.{_PRINT}){{0,{MAX_BLOCKS - 1}}}")
 
 
-def proxy_middlewares() -> list[Middleware]:
+def proxy_middlewares() -> list[Installed]:
     """Middlewares for `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`."""
-    return [Middleware(PrefixHeader)]
+    return [Installed(PrefixHeader)]
 
 
 def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
@@ -60,29 +61,23 @@ def fingerprints(body: bytes, tenant: bytes = b"") -> list[str]:
 
 def in_header(prints: Sequence[str]) -> str:
     """The header's value."""
-    return _SEPARATOR.join(prints)
+    return ".".join(prints)
 
 
 def from_header(value: str) -> list[str]:
     """Return the prints that `in_header` was given, or a caller's own session as one print. A value that is neither, or
     is more than a prompt can have, gives none: it would push the prefixes of others out of the index."""
     if _PRINTS.fullmatch(value):
-        return value.split(_SEPARATOR)
+        return value.split(".")
     return [value] if 0 < len(value) <= MAX_SESSION_LENGTH else []
 
 
-class PrefixHeader:
-    """Middleware that adds the fingerprints of a prompt to the request's headers."""
+class PrefixHeader(Middleware):
+    """Adds the fingerprints of a prompt to the request's headers."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(_ASKS):
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        if SESSION_HEADER in headers:
+        if scope["method"] != "POST" or not scope["path"].endswith(_ASKS) or SESSION_HEADER in headers:
             await self._app(scope, receive, send)
             return
         read: list[Message] = []

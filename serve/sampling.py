@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, model_validator
@@ -110,33 +111,13 @@ class SamplingFields(FrozenModel, strict=True):
     `grammar`; for JSON also `disable_any_whitespace`."""
 
     def params(self, **others: Any) -> SamplingParams:
-        """Sampling parameters for the engine, with the fields that routes name in their own ways.
-
-        Raises:
-            InvalidInputError: a value out of range.
-        """
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,
-            n=self.n,
-            seed=self.seed,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            early_exit=EarlyExit.parse(self.early_exit),
-            num_lookup_tokens=self.num_lookup_tokens,
-            structured_outputs=self.constraint(),
-            **others,
-        )
+        """Sampling parameters for the engine, with the fields that routes name in their own ways. Raises
+        `InvalidInputError`: a value out of range."""
+        same = set(SamplingFields.model_fields) & {field.name for field in fields(SamplingParams)}
+        given: dict[str, Any] = {name: getattr(self, name) for name in same}
+        given |= {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
+        given |= {"early_exit": EarlyExit.parse(self.early_exit), "structured_outputs": self.constraint()}
+        return SamplingParams(**given, **others)
 
     def constraint(self) -> StructuredOutputs | None:
         """The constraint on the answer's text. Raises `InvalidInputError`."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from swiftkv_platform.logs import get_logger
 
@@ -38,35 +38,16 @@ class Comparison:
     """Positions where the most probable token is the same."""
 
 
-class Judge(Protocol):
-    """A model that is only asked for distributions."""
-
-    async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
-        """Log-probabilities [num_positions, vocab_size] of the last tokens, given those before each."""
-        ...
+Judge = Callable[[list[int], int], "Awaitable[torch.Tensor]"]
+"""(token ids, n) -> log-probabilities [n, vocab_size] of the last n, given those before each. An engine's are asked for
+between two of its steps, and raise `EngineDeadError` when it is closed."""
 
 
-class EngineJudge:
-    """The model of an engine, asked between two of its steps."""
-
-    def __init__(self, engine: AsyncLLMEngine) -> None:
-        self._engine = engine
-
-    async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
-        """Raises `EngineDeadError` when the engine is closed."""
-        return await self._engine.score(token_ids, num_positions)
-
-
-class ModelJudge:
+def judging(model: Any) -> Judge:
     """A model without an engine, such as a student's own teacher; it runs in a thread of its own."""
+    from swiftkv_platform.engine.sampler import log_probs
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
-        from swiftkv_platform.engine.sampler import log_probs
-
-        return await asyncio.to_thread(log_probs, self._model, token_ids, num_positions)
+    return lambda token_ids, num_positions: asyncio.to_thread(log_probs, model, token_ids, num_positions)
 
 
 def compare(judge: torch.Tensor, served: torch.Tensor) -> Comparison:
@@ -77,12 +58,8 @@ def compare(judge: torch.Tensor, served: torch.Tensor) -> Comparison:
 
 
 class Shadow:
-    """Compares a share of the answers that an engine gives.
-
-    Args:
-        share: of the answers, 0 to 1; it may be changed.
-        compared: hears of every comparison, and of None for an answer that was chosen and left out.
-    """
+    """Compares a share of the answers that an engine gives. `share`: of the answers, 0 to 1; it may be changed.
+    `compared`: hears of every comparison, and of None for an answer that was chosen and left out."""
 
     def __init__(
         self,
@@ -93,7 +70,7 @@ class Shadow:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.share = share
-        self._served = EngineJudge(engine)
+        self._served = engine.score
         self._judge = judge
         self._compared = compared
         self._draw = draw
@@ -119,7 +96,7 @@ class Shadow:
     async def _compare(self, token_ids: list[int], num_positions: int) -> None:
         try:
             judge, served = await asyncio.gather(
-                self._judge.score(token_ids, num_positions), self._served.score(token_ids, num_positions)
+                self._judge(token_ids, num_positions), self._served(token_ids, num_positions)
             )
             self._compared(compare(judge, served))
         except Exception:  # whatever it is, callers are answered

@@ -1,4 +1,4 @@
-"""Requests as OpenTelemetry spans, where an OTLP endpoint is set. Knows what answers took, no HTTP.
+"""Observers of requests that are over: a line in the log, and OpenTelemetry spans where an OTLP endpoint is set.
 
 A request is one span, below the caller's own if it sent a W3C `traceparent`; its choices have spans for the time in
 the queue, for reading the prompt and for generating. Exporter, sampler and resource are set by OpenTelemetry's own
@@ -9,18 +9,54 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from swiftkv_platform.errors import SwiftKVError
+from swiftkv_platform.logs import get_logger
+from swiftkv_platform.serve.access import Caller
+from swiftkv_platform.serve.answers import Answers
+from swiftkv_platform.serve.current import ModelCard
+from swiftkv_platform.serve.schemas import Timings, Usage
 from swiftkv_platform.traces import configured_provider
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
     from swiftkv_platform.engine import RequestOutput
-    from swiftkv_platform.errors import SwiftKVError
-    from swiftkv_platform.serve.access import Caller
-    from swiftkv_platform.serve.answers import Answers
-    from swiftkv_platform.serve.current import ModelCard
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLog:
+    """One line of the process's log for each request: what was asked of which model, what it took, how it ended."""
+
+    with_text: bool = False
+    """Prompts and answers too. They are the callers' own."""
+
+    def closed(self, answers: Answers, card: ModelCard) -> None:
+        """An answer that was begun has ended, one way or another."""
+        outputs = answers.outputs
+        fields: dict[str, Any] = {
+            "request_id": answers.id,
+            "tenant": answers.context.caller.tenant,
+            "path": answers.context.caller.path,
+            "model": card.model,
+            "manifest_digest": card.manifest_digest,
+            "outcome": answers.outcome,
+            "finish_reasons": [output.finish_reason for output in outputs],
+        }
+        if answers.context.ignored_fields:
+            fields["ignored_fields"] = answers.context.ignored_fields
+        if outputs:
+            fields |= Usage.of(outputs).model_dump() | Timings.of(outputs).model_dump()
+        if self.with_text:
+            fields |= {"prompts": answers.prompts, "texts": [output.text for output in outputs]}
+        get_logger().info("request", **fields)
+
+    def refused(self, error: SwiftKVError, caller: Caller, card: ModelCard) -> None:
+        """A request was not admitted."""
+        fields = {"tenant": caller.tenant, "path": caller.path, "model": card.model}
+        get_logger().info("request", **fields, outcome=error.code, field=error.field)
 
 
 def configured_tracing() -> Tracing | None:

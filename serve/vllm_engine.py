@@ -38,14 +38,8 @@ from swiftkv_platform.specs.engine import Backend
 
 
 def load_vllm(directory: Path, config: EngineConfig, **overrides: Any) -> VLLMEngine:
-    """Start vLLM on a model directory. Blocks until its processes are ready.
-
-    Args:
-        overrides: of `AsyncEngineArgs`.
-
-    Raises:
-        ModelError: a model or an option that vLLM, or the plugin, refuses.
-    """
+    """Start vLLM on a model directory. Blocks until its processes are ready. `overrides`: of `AsyncEngineArgs`. Raises
+    `ModelError`: a model or an option that vLLM, or the plugin, refuses."""
     model = describe_model(directory, config)
     _check_device(config)
     set_environment(config)

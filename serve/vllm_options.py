@@ -22,6 +22,11 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to vLLM's authors from a replica
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas on a machine would be bound to the same cores
 }
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logprobs", "prompt_logprobs"),
+)
+"""Parameters of the same name and meaning."""
 _NATIVE = "backend native has it, and this deployment's engine is vllm"
 
 
@@ -65,14 +70,8 @@ def engine_args(directory: Path, config: EngineConfig, model: ModelDescription) 
 
 
 def check_params(params: SamplingParams, *, skips_prompts: bool) -> None:
-    """Refuse what vLLM has not.
-
-    Args:
-        skips_prompts: the model is a student, of whose prompts most tokens have no logits.
-
-    Raises:
-        InvalidInputError: naming the field and the backend that has it.
-    """
+    """Refuse what vLLM has not. `skips_prompts`: the model is a student, of whose prompts most tokens have no logits.
+    Raises `InvalidInputError`: naming the field and the backend that has it."""
     if params.early_exit.mode != "off":
         mode = params.early_exit.mode
         raise InvalidInputError(f"early_exit is {mode!r}; {_NATIVE}: 'off' is accepted", field="early_exit", value=mode)
@@ -98,19 +97,11 @@ def vllm_params(sequence: Sequence, *, seed: int | None) -> VLLMParams:
     return VLLMParams(
         max_tokens=max(sequence.max_output_tokens, 1),  # vLLM generates always; what nobody asked for is dropped
         min_tokens=min(params.min_tokens, sequence.max_output_tokens),
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **{name: getattr(params, name) for name in _SAME},
         logit_bias=dict(params.logit_bias) or None,
         seed=seed,
         stop_token_ids=sorted(sequence.stop_token_ids),
         ignore_eos=True,  # the ends of sequence are among `stop_token_ids`
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
         structured_outputs=None if params.structured_outputs is None else _constraint(params.structured_outputs),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

@@ -21,11 +21,8 @@ _FLUSH_MS = 5000
 
 
 def configured_provider(service: str) -> TracerProvider | None:
-    """Maker of spans that are sent in the background; None where no endpoint is set.
-
-    Args:
-        service: name of the service, unless `OTEL_SERVICE_NAME` gives one.
-    """
+    """Maker of spans that are sent in the background; None where no endpoint is set. `service`: name of the service,
+    unless `OTEL_SERVICE_NAME` gives one."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return None
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -45,11 +42,7 @@ def valid_traceparent(header: str | None) -> str | None:
 
 
 class Spans:
-    """Records what took how long, below the span that a `traceparent` names.
-
-    Args:
-        provider: None records nothing.
-    """
+    """Records what took how long, below the span that a `traceparent` names. `provider`: None records nothing."""
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
         self._provider = provider

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.serve.tools.schemas import MAX_TOOLS
+from swiftkv_platform.serve.tools.calling import MAX_TOOLS
 from swiftkv_platform.specs.limits import MAX_SCHEMA_DEPTH
 
 

@@ -23,7 +23,6 @@ from swiftkv_platform.serve.bodies import BodyRoute
 from swiftkv_platform.serve.chat import chat_prompt
 from swiftkv_platform.serve.openai.answers import chat_choice, chat_delta, completion_choice, usage
 from swiftkv_platform.serve.openai.schemas import ChatRequest, CompletionRequest, OpenAIFields, StreamOptions
-from swiftkv_platform.serve.rendering import rendered
 from swiftkv_platform.serve.sampling import prompts_of
 from swiftkv_platform.serve.tools.answers import CallStreams, with_calls
 from swiftkv_platform.serve.tools.calling import tool_calling
@@ -67,7 +66,7 @@ def openai_router(current: Current) -> APIRouter:
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
                 render = partial(completion_choice, choice, output, tokenizer, since=since, echo=echo)
-                return await rendered(version, render, [output], echo=echo and since is None)
+                return await version.rendered(render, [output], echo=echo and since is None)
 
             return _stream(answers, head, chunk, body)
         with version.in_use():
@@ -77,7 +76,7 @@ def openai_router(current: Current) -> APIRouter:
                 choices = [completion_choice(i, output, tokenizer, echo=echo) for i, output in enumerate(outputs)]
                 return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
 
-            return await rendered(version, render, outputs, echo=echo)
+            return await version.rendered(render, outputs, echo=echo)
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request, caller: TheCaller) -> Response:
@@ -105,7 +104,7 @@ def openai_router(current: Current) -> APIRouter:
 
             async def chunk(choice: int, output: RequestOutput, since: RequestOutput | None) -> dict[str, Any]:
                 render = partial(chat_delta, choice, output, tokenizer, top=top, since=since)
-                delta = await rendered(version, render, [output])
+                delta = await version.rendered(render, [output])
                 return delta if calls is None else calls.delta(delta)
 
             return _stream(answers, _head("chatcmpl", "chat.completion.chunk", answers, version), chunk, body)
@@ -118,7 +117,7 @@ def openai_router(current: Current) -> APIRouter:
                 choices = [with_calls(choice, calling) for choice in choices] if calling else choices
                 return JSONResponse({**head, "choices": choices, "usage": usage(outputs)})
 
-            return await rendered(version, render, outputs)
+            return await version.rendered(render, outputs)
 
     return router
 

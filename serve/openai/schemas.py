@@ -16,7 +16,7 @@ from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.openai.fields import Route, Treatment, fields_of, names_without_effect
 from swiftkv_platform.serve.openai.messages import ChatMessage
 from swiftkv_platform.serve.sampling import PromptField, SamplingFields, check_generates
-from swiftkv_platform.serve.tools.schemas import ToolFields
+from swiftkv_platform.serve.tools.calling import ToolFields
 from swiftkv_platform.specs.limits import MAX_MESSAGES
 
 
@@ -56,11 +56,8 @@ class OpenAIFields(SamplingFields, extra="allow"):
         return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     def without_effect(self, route: Route, ignored: Collection[str]) -> tuple[str, ...]:
-        """Names of the fields that were given in vain; `ignored`: those that the operator sets to be.
-
-        Raises:
-            InvalidInputError: a field that would change the answer, or an unknown one.
-        """
+        """Names of the fields that were given in vain; `ignored`: those that the operator sets to be. Raises
+        `InvalidInputError`: a field that would change the answer, or an unknown one."""
         unknown_options = (self.stream_options and self.stream_options.model_extra) or {}
         return names_without_effect(route, self.model_extra or {}, unknown_options, self.n, ignored)
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftkv_platform.serve.tools.calling import ToolCalling
-from swiftkv_platform.serve.tools.parser import ToolCallParser
-from swiftkv_platform.serve.tools.pieces import Assembled, CallBegin, Piece, Text
+from swiftkv_platform.serve.tools.parser import Assembled, CallBegin, Piece, Text, ToolCallParser
 
 
 def with_calls(choice: dict[str, Any], calling: ToolCalling) -> dict[str, Any]:

@@ -1,19 +1,71 @@
-"""A request's tools to what the engine and the answer need: the constraint and the parser. Knows no route."""
+"""A chat request's tools, and what they become: a constraint for the engine, a parser for the answer. Knows no route.
+
+Names and meanings of fields are OpenAI's; unknown keys are refused.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from swiftkv_platform.engine import SamplingParams, StructuredOutputs
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.serve.chat import chat_template
 from swiftkv_platform.serve.tools.families import FAMILIES, Family, family_of
 from swiftkv_platform.serve.tools.grammar import CallGrammar
 from swiftkv_platform.serve.tools.parser import ToolCallParser
-from swiftkv_platform.serve.tools.schemas import FunctionTool, NamedTool, ToolFields
+
+MAX_TOOLS = 128
+"""Most tools of a request."""
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class FunctionTool(FrozenModel, strict=True):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; null: there are none."""
+    strict: bool | None = None
+    """Arguments follow the schema also where the model chooses whether to call."""
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """Schema that says at least that arguments are an object."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+
+class Tool(FrozenModel, strict=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(FrozenModel, strict=True):
+    name: ToolName
+
+
+class NamedTool(FrozenModel, strict=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ToolFields(FrozenModel, strict=True):
+    """Tools of a chat request."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the answer may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`auto`, the default with tools: the model chooses; `none`: the model does not see them; `required`: it calls one
+    or more; a function by name: it calls that one."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
+
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -103,10 +155,7 @@ def _functions(fields: ToolFields) -> dict[str, FunctionTool]:
 
 
 def _grammar(
-    fields: ToolFields,
-    functions: Mapping[str, FunctionTool],
-    calls: CallGrammar,
-    asked: StructuredOutputs | None,
+    fields: ToolFields, functions: Mapping[str, FunctionTool], calls: CallGrammar, asked: StructuredOutputs | None
 ) -> str | None:
     """Grammar of the answer; None where the model writes as it likes."""
     choice, schemas = fields.tool_choice, {name: one.schema_of_arguments for name, one in functions.items()}

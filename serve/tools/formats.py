@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from swiftkv_platform.serve.tools.growing import Reading
-from swiftkv_platform.serve.tools.json_calls import read_arguments, read_call, read_calls
+from swiftkv_platform.serve.tools.json_calls import Reading, read_arguments, read_call, read_calls
 from swiftkv_platform.serve.tools.parser import ToolCallParser
 
 

@@ -3,11 +3,64 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from swiftkv_platform.serve.tools.growing import GrowingText, Reading
-from swiftkv_platform.serve.tools.pieces import Arguments, CallBegin, Piece, Text
+from swiftkv_platform.serve.tools.json_calls import GrowingText, Reading
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """Name of a call; its arguments follow."""
+
+    index: int
+    """Number of the call within the answer."""
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """More of a call's arguments, which together are JSON."""
+
+    index: int
+    text: str
+
+
+Piece = Text | CallBegin | Arguments
+
+
+@dataclass
+class Call:
+    """A call as far as it has come."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Assembled:
+    """An answer put together from its pieces."""
+
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Take the next pieces."""
+        for piece in pieces:
+            if isinstance(piece, Text):
+                self.text += piece.text
+            elif isinstance(piece, CallBegin):
+                self.calls.append(Call(piece.name))
+            else:
+                self.calls[piece.index].arguments += piece.text
 
 
 class ToolCallParser(ABC):

@@ -85,15 +85,9 @@ LOOPS = ("jobs", "deployments", "webhooks", "files", "retention")
 
 
 def create_app(settings: Settings, *, components: Components | None = None) -> FastAPI:
-    """The control plane. Opens nothing before it starts.
-
-    Args:
-        components: the outside world, where it is not the one that `settings` describes.
-
-    Raises:
-        InvalidInputError: `settings.host` is not a loopback address and there are neither API keys nor issuers of
-            tokens, or their file cannot be used.
-    """
+    """The control plane. Opens nothing before it starts. `components`: the outside world, where it is not the one that
+    `settings` describes. Raises `InvalidInputError`: `settings.host` is not a loopback address and there are neither
+    API keys nor issuers of tokens, or their file cannot be used."""
     clock = time.time if components is None else components.clock
     credentials = open_credentials(settings.api_keys_file, settings.oidc_file, clock=clock)
     if credentials is None:
@@ -158,12 +152,8 @@ def create_app(settings: Settings, *, components: Components | None = None) -> F
     )
     error_handlers.install(app)
     app.add_middleware(InputGuard)
-    app.add_middleware(
-        BodyLimit,
-        max_bytes=settings.max_request_bytes,
-        refuse=too_large,
-        larger={files.PATH: settings.max_file_bytes + files.FORM_BYTES},
-    )
+    most = {files.PATH: settings.max_file_bytes + files.FORM_BYTES}
+    app.add_middleware(BodyLimit, max_bytes=lambda path: most.get(path, settings.max_request_bytes), refuse=too_large)
     if credentials is None:
         app.add_middleware(OriginGuard, allowed_hosts=settings.allowed_hosts, forms=(files.PATH,))
     app.add_middleware(SecurityHeaders)

@@ -95,12 +95,8 @@ class CreateFineTuningJob(FiniteModel):
 
 
 def job_spec(asked: CreateFineTuningJob) -> JobSpec:
-    """Return the spec that a request comes to.
-
-    Raises:
-        InvalidInputError: a field of OpenAI's and one of `swiftkv` contradict each other.
-        RequestValidationError: what both come to is no job spec.
-    """
+    """Return the spec that a request comes to. Raises `InvalidInputError`: a field of OpenAI's and one of `swiftkv`
+    contradict each other; `RequestValidationError`: what both come to is no job spec."""
     place, partial = _extension(asked)
     document = {} if partial is None else partial.model_dump(mode="json", exclude_unset=True)
     fields = _openai_fields(asked)

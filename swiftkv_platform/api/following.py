@@ -23,11 +23,8 @@ _KEPT = 1000
 
 
 class EventTail:
-    """The newest events of one job, for as long as it has followers.
-
-    Args:
-        after: id of the event before the first one that it reads.
-    """
+    """The newest events of one job, for as long as it has followers. `after`: id of the event before the first one that
+    it reads."""
 
     def __init__(self, read: ReadEvents, job_id: str, after: str | None) -> None:
         self._read = read
@@ -89,10 +86,7 @@ class Followers:
 
     async def follow(self, job_id: str, after: str | None, *, has_ended: bool) -> AsyncGenerator[Event, None]:
         """Events after the event `after`, until the one that ends the job is out. Raises as the reading does.
-
-        Args:
-            has_ended: whether the job has ended already, and its last event is there.
-        """
+        `has_ended`: whether the job has ended already, and its last event is there."""
         while True:
             found = await run_in_threadpool(self._read, job_id, Page(after, _EVENTS_PER_READ, order="asc"))
             for event in found.items:

@@ -26,11 +26,8 @@ _OWN_PAGES = ("same-origin", "none")
 
 
 class OriginGuard(Middleware):
-    """Refuses requests that were not meant for this server, or come from elsewhere in a browser.
-
-    Args:
-        forms: paths whose body is a form.
-    """
+    """Refuses requests that were not meant for this server, or come from elsewhere in a browser. `forms`: paths whose
+    body is a form."""
 
     def __init__(self, app: ASGIApp, allowed_hosts: tuple[str, ...], forms: Collection[str] = ()) -> None:
         super().__init__(app)

@@ -24,12 +24,8 @@ _KEY = "[key]"
 
 
 def place_of(item: Mapping[str, Any], body: Any) -> Place:
-    """Find the place that a complaint is about, as the caller wrote it.
-
-    Args:
-        item: one of `ValidationError.errors()`; the first part of its location says where the value came from.
-        body: annotation of the endpoint's body.
-    """
+    """Find the place that a complaint is about, as the caller wrote it. `item`: one of `ValidationError.errors()`; the
+    first part of its location says where the value came from. `body`: annotation of the endpoint's body."""
     source, *location = item["loc"]
     if source != "body" or body is None:
         return tuple(location)

@@ -41,11 +41,8 @@ class Session:
 
 
 class Sessions:
-    """Sessions of every control plane on one database.
-
-    Args:
-        lifetime_s: from signing in to the end, however much the session is used.
-    """
+    """Sessions of every control plane on one database. `lifetime_s`: from signing in to the end, however much the
+    session is used."""
 
     def __init__(self, store: SqlSessions, authenticator: Authenticator, clock: Clock, *, lifetime_s: int) -> None:
         self._store = store

@@ -14,15 +14,7 @@ from typing import Annotated
 import typer
 
 from swiftkv_platform.cli.context import Json, Url, connect, settings
-from swiftkv_platform.cli.output import (
-    err,
-    local_time,
-    print_json,
-    print_table,
-    tell,
-    tell_fields,
-    tell_table,
-)
+from swiftkv_platform.cli.output import err, local_time, print_json, print_table, tell, tell_fields, tell_table
 from swiftkv_platform.client import AuditEntry, Quota
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError
 from swiftkv_platform.local.terminal import plural, size
@@ -60,10 +52,7 @@ NotBefore = Annotated[
     int | None,
     typer.Option("--begins-in", parser=duration, metavar="TIME", help="Refuse it until then. Default: it holds now."),
 ]
-Overlap = Annotated[
-    int,
-    typer.Option(parser=duration, metavar="TIME", help="How long the keys before it hold on."),
-]
+Overlap = Annotated[int, typer.Option(parser=duration, metavar="TIME", help="How long the keys before it hold on.")]
 
 
 @keys_app.command()

@@ -120,14 +120,12 @@ def export(
     base: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL",
-            help="Base model. [of a job's artifact its teacher; of an adapter the one that it names]",
+            metavar="MODEL", help="Base model. [of a job's artifact its teacher; of an adapter the one that it names]"
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Hub revision of --base.")] = None,
     teacher: Annotated[
-        bool,
-        typer.Option("--teacher/--no-teacher", help="Keep the teacher's projections of later layers."),
+        bool, typer.Option("--teacher/--no-teacher", help="Keep the teacher's projections of later layers.")
     ] = False,
     copy: Copy = False,
     json: Json = False,

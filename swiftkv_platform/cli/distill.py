@@ -86,8 +86,7 @@ def evaluate(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=64, help="Held-out tokens measured.")] = None,
     needle_length: Annotated[
-        list[int] | None,
-        typer.Option(min=128, help="Tokens of prompts in which a number has to be found. Repeatable."),
+        list[int] | None, typer.Option(min=128, help="Tokens of prompts in which a number has to be found. Repeatable.")
     ] = None,
     needle_samples: Annotated[int | None, typer.Option(min=1, help="Prompts of each such length.")] = None,
     html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the report as a page, too.")] = None,

@@ -163,8 +163,7 @@ def sweep(
 def backup(
     directory: Directory,
     objects: Annotated[
-        bool,
-        typer.Option(help="Copy the store's objects; else only list them, for a bucket that is copied otherwise."),
+        bool, typer.Option(help="Copy the store's objects; else only list them, for a bucket that is copied otherwise.")
     ] = True,
     json: Json = False,
 ) -> None:

@@ -79,8 +79,7 @@ def create(
 def publish(
     model_id: ModelId,
     to: Annotated[
-        str,
-        typer.Option("--to", metavar="PLACE", help="hf://organization/name, s3://bucket/prefix or a directory."),
+        str, typer.Option("--to", metavar="PLACE", help="hf://organization/name, s3://bucket/prefix or a directory.")
     ],
     public: Annotated[bool, typer.Option("--public", help="Make a repository of the hub that all may see.")] = False,
     wait: Annotated[bool, typer.Option(help="Return only when it is there.")] = False,

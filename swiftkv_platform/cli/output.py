@@ -110,12 +110,7 @@ def tell_fields(found: Printable, fields: Mapping[str, object], *, json: bool) -
 
 
 def tell_table(
-    found: Iterable[Item],
-    columns: Sequence[str],
-    row: Callable[[Item], Sequence[object]],
-    *,
-    empty: str,
-    json: bool,
+    found: Iterable[Item], columns: Sequence[str], row: Callable[[Item], Sequence[object]], *, empty: str, json: bool
 ) -> None:
     """Print a list as JSON, or as a table with a row an item."""
     if json:

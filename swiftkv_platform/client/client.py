@@ -250,11 +250,7 @@ class Models:
         """
         body = {"alias": alias, "reason": reason}
         response = self._transport.request(
-            "POST",
-            f"/models/{model_id}/promote",
-            json=body,
-            headers=_if_match(version),
-            repeatable=version is None,
+            "POST", f"/models/{model_id}/promote", json=body, headers=_if_match(version), repeatable=version is None
         )
         return Promotion.model_validate(response.json())
 

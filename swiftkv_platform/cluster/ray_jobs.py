@@ -21,12 +21,8 @@ _LONGEST_READ_S = 3600
 
 
 class RayJobs:
-    """`JobCluster` on Ray, whose dashboard answers at `dashboard_url`.
-
-    Args:
-        entrypoint_num_cpus: CPUs reserved for each driver; without any reservation drivers run on Ray's head.
-        entrypoint_memory: bytes reserved for each driver.
-    """
+    """`JobCluster` on Ray, whose dashboard answers at `dashboard_url`. `entrypoint_num_cpus`: CPUs reserved for each
+    driver; without any reservation drivers run on Ray's head. `entrypoint_memory`: bytes reserved for each driver."""
 
     def __init__(self, dashboard_url: str, *, entrypoint_num_cpus: float = 0.0, entrypoint_memory: int = 0) -> None:
         self._dashboard = RayDashboard(dashboard_url, timeout_s=_TIMEOUT_S)

@@ -52,10 +52,7 @@ class Progress:
 
 class ServedRevisions:
     """Asks the replicas of each deployment until all have settled; then no more, until something else is wanted.
-
-    Args:
-        serve_url: where Serve's HTTP proxies answer.
-    """
+    `serve_url`: where Serve's HTTP proxies answer."""
 
     def __init__(self, serve_url: str) -> None:
         self._url = serve_url.rstrip("/")

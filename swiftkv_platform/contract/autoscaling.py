@@ -47,11 +47,8 @@ def replica_load(waiting_steps: float, kv_cache_usage: float) -> float:
 
 
 def replicas_by_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """Serve's policy: as many replicas as carry the load at 1 each. Bounds and delays are Serve's to apply.
-
-    Args:
-        context: `ray.serve.config.AutoscalingContext`.
-    """
+    """Serve's policy: as many replicas as carry the load at 1 each. Bounds and delays are Serve's to apply. `context`:
+    `ray.serve.config.AutoscalingContext`."""
     metrics: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
     waiting, usage = metrics.get(WAITING_STEPS, {}), metrics.get(KV_CACHE_USAGE, {})
     requests = context.total_num_requests or 0.0

@@ -293,12 +293,8 @@ class _Envelope(BaseModel):
 
 def parse_event(stored: bytes, *, name: str, now: float) -> AttemptEvent:
     """Read an event. One that is malformed, or of a kind that this version does not know, becomes a warning: a worker
-    of another version must not keep its job from being followed or cancelled.
-
-    Args:
-        name: what the warning calls the event.
-        now: the warning's time, where the event has none.
-    """
+    of another version must not keep its job from being followed or cancelled. `name`: what the warning calls the event.
+    `now`: the warning's time, where the event has none."""
     try:
         return ATTEMPT_EVENT.validate_json(stored)
     except ValidationError as error:

@@ -56,11 +56,8 @@ class StackOptions:
 
 
 class Stack:
-    """The platform of one home directory.
-
-    Args:
-        settings: `home` is where it lives; of the addresses only the ports count, and another is taken for one in use.
-    """
+    """The platform of one home directory. `settings`: `home` is where it lives; of the addresses only the ports count,
+    and another is taken for one in use."""
 
     def __init__(self, settings: Settings) -> None:
         self.home = settings.home.expanduser().resolve()
@@ -79,14 +76,8 @@ class Stack:
         return self._run.token_file
 
     def up(self, options: StackOptions, report: Report) -> StackState:
-        """Start what does not run and return when everything answers.
-
-        Args:
-            report: told each step in a line.
-
-        Raises:
-            StartError: packages are missing, or a part did not come up. What this call has started is stopped again.
-        """
+        """Start what does not run and return when everything answers. `report`: told each step in a line. Raises
+        `StartError`: packages are missing, or a part did not come up. What this call has started is stopped again."""
         _check_installed()
         with self._run.locked():
             ensure_token(self._run.token_file)

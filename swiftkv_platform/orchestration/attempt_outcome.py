@@ -9,15 +9,7 @@ from swiftkv_platform.contract.attempts import PROTOCOL, Manifest, is_from_proto
 from swiftkv_platform.contract.events import ReasonCode
 from swiftkv_platform.errors import ArtifactCorruptError, StorageError
 from swiftkv_platform.orchestration.costs import measured_speed
-from swiftkv_platform.orchestration.job import (
-    Failure,
-    Job,
-    JobStatus,
-    Model,
-    Reason,
-    new_id,
-    requeue,
-)
+from swiftkv_platform.orchestration.job import Failure, Job, JobStatus, Model, Reason, new_id, requeue
 from swiftkv_platform.orchestration.ports import AttemptStore, Submission, SubmissionStatus
 from swiftkv_platform.orchestration.reading import Reading
 

@@ -47,12 +47,9 @@ class _Look:
 
 @dataclass
 class Attention:
-    """Remembers when each job was looked at; another control plane that takes over looks at all of them.
-
-    Args:
-        most: looks in a tick, which bounds what it takes. Jobs for which a caller waits come first, three quarters of
-            them at most; then those that are due longest.
-    """
+    """Remembers when each job was looked at; another control plane that takes over looks at all of them. `most`: looks
+    in a tick, which bounds what it takes. Jobs for which a caller waits come first, three quarters of them at most;
+    then those that are due longest."""
 
     pace: Pace = EVERY_TICK
     most: int = 128

@@ -114,11 +114,7 @@ def estimate(
         num_key_value_heads_swiftkv=_shared_heads(spec, config),
     )
     training = plan_training(
-        config,
-        setup,
-        num_key_value_layers=num_key_value_layers,
-        key_value_group_size=group_size,
-        num_tokens=max_tokens,
+        config, setup, num_key_value_layers=num_key_value_layers, key_value_group_size=group_size, num_tokens=max_tokens
     )
     refuse_writers_without_room(spec, config)
     planned = _planned(spec, config, Inputs(_origin(spec), _text_bytes(sources), num_tokens), machines)

@@ -46,13 +46,8 @@ class FileRepository(Protocol):
     """Rows of files. Each method is one transaction."""
 
     def add(self, file: File, *, max_bytes: int | None = None) -> File:
-        """Store a new file.
-
-        Args:
-            max_bytes: bytes of the tenant's files together, this one included.
-
-        Raises `QuotaExceededError`.
-        """
+        """Store a new file. `max_bytes`: bytes of the tenant's files together, this one included. Raises
+        `QuotaExceededError`."""
         ...
 
     def get(self, file_id: str, *, tenant: str) -> File:
@@ -105,12 +100,8 @@ def no_files(_spec: JobSpec, _tenant: str) -> Mapping[str, StoredFile]:
 
 
 def files_of(files: FileRepository, store_uri: str, *, usable_at: Clock | None = None) -> FilesOf:
-    """Return the lookup of files.
-
-    Args:
-        store_uri: the object store, as workers open it.
-        usable_at: files that have expired by its time are left out; None: for jobs that were accepted before.
-    """
+    """Return the lookup of files. `store_uri`: the object store, as workers open it. `usable_at`: files that have
+    expired by its time are left out; None: for jobs that were accepted before."""
 
     def find(spec: JobSpec, tenant: str) -> Mapping[str, StoredFile]:
         ids = file_ids(spec)

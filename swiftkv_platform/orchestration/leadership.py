@@ -48,11 +48,8 @@ UNDISPUTED: Lease = _Undisputed()
 
 
 class Leadership:
-    """Leads `name` in the process that calls itself `holder`, or stands by.
-
-    Args:
-        lease_s: how long the lease lasts unless it is renewed.
-    """
+    """Leads `name` in the process that calls itself `holder`, or stands by. `lease_s`: how long the lease lasts unless
+    it is renewed."""
 
     def __init__(self, leases: Leases, name: str, holder: str, clock: Clock, *, lease_s: float = LEASE_S) -> None:
         self._leases = leases

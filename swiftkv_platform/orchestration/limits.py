@@ -106,12 +106,7 @@ class DeploymentLimits:
     """Whether a chat template needs the grant of its tenant."""
 
     def check(
-        self,
-        spec: ResolvedDeployment,
-        tenant: str,
-        held: Demand,
-        *,
-        before: ResolvedDeployment | None = None,
+        self, spec: ResolvedDeployment, tenant: str, held: Demand, *, before: ResolvedDeployment | None = None
     ) -> None:
         """Refuse what a deployment would have more than `before`, if that is above a limit.
 

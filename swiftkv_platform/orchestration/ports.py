@@ -193,13 +193,9 @@ class Catalog(Protocol):
     def list_models(self, page: Page, *, tenant: str) -> Slice[Model]: ...
 
     def create_deployment(self, deployment: Deployment, *, admit: Admit | None = None) -> Deployment:
-        """Store a deployment, while no other is stored or changed of the tenant's.
-
-        Args:
-            admit: raises if there is no room for it beside what the tenant holds.
-
-        Raises `ConflictError` if another deployment's route prefix interferes; it names one of the same tenant.
-        """
+        """Store a deployment, while no other is stored or changed of the tenant's. `admit`: raises if there is no room
+        for it beside what the tenant holds. Raises `ConflictError` if another deployment's route prefix interferes; it
+        names one of the same tenant."""
         ...
 
     def get_deployment(self, deployment_id: str, *, tenant: str) -> Deployment:
@@ -224,10 +220,7 @@ class Catalog(Protocol):
         self, deployment_id: str, state: DeploymentState, *, of: ResolvedDeployment | None = None
     ) -> None:
         """Store what the cluster says. A deployment that is being deleted stays so and gives its route prefix free.
-
-        Args:
-            of: what the cluster spoke of; nothing is stored if something else is wanted by now.
-        """
+        `of`: what the cluster spoke of; nothing is stored if something else is wanted by now."""
         ...
 
     def remove_deployment(self, deployment_id: str) -> None:
@@ -344,12 +337,8 @@ class AttemptStore(Protocol):
         self, attempt: AttemptId, cursor: Mapping[str, int], most: int | None = None, turn: int | None = None
     ) -> Sequence[StoredEvent]:
         """Events after `cursor` (last sequence number read, by writer), each writer's in order and without gaps.
-
-        Args:
-            most: events read; what is beyond comes with the next cursor.
-            turn: number of the look, by which it is one request that lists a part: every part has its turn. None
-                lists all.
-        """
+        `most`: events read; what is beyond comes with the next cursor. `turn`: number of the look, by which it is one
+        request that lists a part: every part has its turn. None lists all."""
         ...
 
     def newest_checkpoint(self, job_id: str, before_attempt: int | None = None) -> str | None:

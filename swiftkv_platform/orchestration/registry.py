@@ -205,11 +205,8 @@ def _stack(history: Sequence[Promotion]) -> list[str]:
 
 
 def superseded(history: Sequence[Promotion], *, before: float, keep: int) -> int:
-    """Number of promotions, from the first on, that are older than `before` and not needed to roll back.
-
-    Args:
-        keep: newest models that the alias has stood for, the present one included, which it can go back to afterwards.
-    """
+    """Number of promotions, from the first on, that are older than `before` and not needed to roll back. `keep`: newest
+    models that the alias has stood for, the present one included, which it can go back to afterwards."""
     stack: list[int] = []
     for place, promotion in enumerate(history):
         if promotion.action == "promote":

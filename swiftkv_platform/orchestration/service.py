@@ -222,14 +222,9 @@ class JobService:
         return self._change(job_id, caller, step)
 
     def resume(self, job_id: str, caller: Caller, *, cost_cap: float | None = None) -> Job:
-        """Queue a paused job again, from its last checkpoint; a job that is under way stays as it is.
-
-        Args:
-            cost_cap: replaces `limits.cost_cap` of its spec.
-
-        Raises as `cancel`, also for a job that is still pausing, and `ConflictError` for one that has cost more than it
-        may.
-        """
+        """Queue a paused job again, from its last checkpoint; a job that is under way stays as it is. `cost_cap`:
+        replaces `limits.cost_cap` of its spec. Raises as `cancel`, also for a job that is still pausing, and
+        `ConflictError` for one that has cost more than it may."""
 
         def step(job: Job, now: int) -> tuple[Job, list[Event]]:
             if job.status in _UNDER_WAY:

@@ -90,12 +90,8 @@ class Sweeper:
 
     def round(self, *, dry_run: bool = False) -> Iterator[Swept]:
         """Remove everything that is kept no longer, step by step, each of bounded size; yields what each has removed.
-
-        Args:
-            dry_run: remove nothing, and yield what a round would remove.
-
-        Raises `DatabaseUnavailableError`, and `StorageError` where the store fails again and again.
-        """
+        `dry_run`: remove nothing, and yield what a round would remove. Raises `DatabaseUnavailableError`, and
+        `StorageError` where the store fails again and again."""
         now, kept = self.clock(), self.retention
         self._failures = 0
         yield from self._deleted(dry_run=dry_run)

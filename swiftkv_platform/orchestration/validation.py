@@ -18,12 +18,7 @@ from swiftkv_platform.orchestration.estimates import DEFAULT_MACHINES, Estimate,
 from swiftkv_platform.planning import student_layer_map
 from swiftkv_platform.planning.machines import Machines
 from swiftkv_platform.sources import OPEN, Access, PathSource, parse_location
-from swiftkv_platform.sources.teacher_config import (
-    ReadObject,
-    read_config_file,
-    read_teacher_config,
-    unusable,
-)
+from swiftkv_platform.sources.teacher_config import ReadObject, read_config_file, read_teacher_config, unusable
 from swiftkv_platform.specs import JobSpec, TaskSpec
 from swiftkv_platform.specs.evaluation import BUILTIN_TASKS
 
@@ -99,13 +94,9 @@ def _num_hidden_layers(config: dict[str, Any], name: str) -> int:
 
 
 def check_tasks(tasks: Sequence[str | TaskSpec], access: Access = OPEN) -> None:
-    """Refuse the first task that cannot be run, naming its field.
-
-    Raises:
-        InvalidInputError: an unknown built-in task, one without `data_dir`, a task's file that is not there, or what is
-            closed.
-        DataError: `data_dir` is not there, lacks the files of a built-in task, or leads to what may not be read.
-    """
+    """Refuse the first task that cannot be run, naming its field. Raises `InvalidInputError`: an unknown built-in task,
+    one without `data_dir`, a task's file that is not there, or what is closed; `DataError`: `data_dir` is not there,
+    lacks the files of a built-in task, or leads to what may not be read."""
     for index, task in enumerate(tasks):
         _check_task(TaskSpec(name=task) if isinstance(task, str) else task, f"evaluation.tasks[{index}]", access)
 

@@ -58,11 +58,8 @@ class Outbox(Protocol):
     """Deliveries that wait. Every method raises `DatabaseUnavailableError`."""
 
     def claim(self, *, now: float, until: float, limit: int, without: Collection[str] = ()) -> Sequence[Delivery]:
-        """Due deliveries, the oldest of each job and address; no other process is given them before `until`.
-
-        Args:
-            without: origins (`https://host:port`, lower case) whose deliveries wait.
-        """
+        """Due deliveries, the oldest of each job and address; no other process is given them before `until`. `without`:
+        origins (`https://host:port`, lower case) whose deliveries wait."""
         ...
 
     def delivered(self, sequence: int, now: float) -> None: ...

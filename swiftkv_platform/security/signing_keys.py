@@ -38,11 +38,7 @@ Clock = Callable[[], float]
 
 
 class SigningKeys:
-    """The keys of one issuer.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """The keys of one issuer. `clock`: monotonic seconds."""
 
     def __init__(self, issuer: Issuer, *, clock: Clock = time.monotonic) -> None:
         self._issuer = issuer

@@ -60,12 +60,8 @@ class Secret:
 
 
 def verify(headers: Mapping[str, str], body: bytes, secret: str, *, now: float, tolerance_s: float = 300.0) -> None:
-    """Check that `body` came from a holder of `secret`, not long ago; else raise `UnauthenticatedError`.
-
-    Args:
-        headers: of the request, with lower-case names.
-        body: as it came, before any decoding.
-    """
+    """Check that `body` came from a holder of `secret`, not long ago; else raise `UnauthenticatedError`. `headers`: of
+    the request, with lower-case names. `body`: as it came, before any decoding."""
     missing = [name for name in (ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER) if name not in headers]
     if missing:
         raise UnauthenticatedError(f"the header {missing[0]} is missing", field=missing[0])

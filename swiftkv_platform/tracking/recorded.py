@@ -85,12 +85,8 @@ def drop_steps(run: RecordedRun, up_to: int) -> int:
 
 
 def last_step(project: str, entity: str | None, run_id: str) -> int:
-    """Return the last step that W&B has of a run, -1 if it has none.
-
-    Raises:
-        InvalidInputError: no key is set, or W&B does not know it.
-        UnreachableError: W&B does not answer, or with an error.
-    """
+    """Return the last step that W&B has of a run, -1 if it has none. Raises `InvalidInputError`: no key is set, or W&B
+    does not know it; `UnreachableError`: W&B does not answer, or with an error."""
     key = os.environ.get("WANDB_API_KEY")
     if not key:
         raise InvalidInputError("WANDB_API_KEY is not set; W&B's page /authorize shows a key", field="WANDB_API_KEY")
@@ -116,11 +112,8 @@ def last_step(project: str, entity: str | None, run_id: str) -> int:
 
 
 def upload(run: RecordedRun) -> str | None:
-    """Upload a part of a run with `wandb sync`; returns the page of the run, where that is told.
-
-    Raises:
-        SwiftKVError: `wandb sync` failed.
-    """
+    """Upload a part of a run with `wandb sync`; returns the page of the run, where that is told. Raises `SwiftKVError`:
+    `wandb sync` failed."""
     command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", run.path.name]
     directory = run.path.parent  # wandb leaves a log of its own there
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)  # no shell

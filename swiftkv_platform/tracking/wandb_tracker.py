@@ -146,11 +146,7 @@ def _end_service() -> None:
 def _keep_files_below(directory: Path) -> None:
     """W&B's own logs, settings and caches go to the run's directory too, unless the environment says where."""
     directory.mkdir(parents=True, exist_ok=True)
-    for variable, name in (
-        ("WANDB_CACHE_DIR", "cache"),
-        ("WANDB_CONFIG_DIR", "config"),
-        ("WANDB_DATA_DIR", "data"),
-    ):
+    for variable, name in (("WANDB_CACHE_DIR", "cache"), ("WANDB_CONFIG_DIR", "config"), ("WANDB_DATA_DIR", "data")):
         os.environ.setdefault(variable, str(directory / "wandb" / name))
 
 

@@ -52,11 +52,8 @@ _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"
 
 
 class RequestTimes(Middleware):
-    """Tells how long each request takes to the head of its answer: a stream may go on for hours.
-
-    Args:
-        answered: (method, template of the route, status, seconds); what no route answers is `unmatched`.
-    """
+    """Tells how long each request takes to the head of its answer: a stream may go on for hours. `answered`: (method,
+    template of the route, status, seconds); what no route answers is `unmatched`."""
 
     def __init__(self, app: ASGIApp, *, answered: Callable[[str, str, int, float], None]) -> None:
         super().__init__(app)
@@ -86,29 +83,16 @@ class RequestTimes(Middleware):
 
 
 class BodyLimit(Middleware):
-    """Refuses bodies of more than `max_bytes`, announced or not.
+    """Refuses bodies of more bytes than a path accepts, announced or not. `refuse`: (path, why) -> the 413 answer to a
+    body that announces its size; one that does not gets an `HTTPException` while it is read."""
 
-    Args:
-        refuse: (path, why) -> the 413 answer to a body that announces its size; one that does not gets an
-            `HTTPException` while it is read.
-        larger: limits of paths that have one of their own.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        max_bytes: int,
-        refuse: Callable[[str, str], ASGIApp],
-        larger: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: Callable[[str], int], refuse: Callable[[str, str], ASGIApp]) -> None:
         super().__init__(app)
         self._max_bytes = max_bytes
         self._refuse = refuse
-        self._larger = larger or {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        most = self._larger.get(scope["path"], self._max_bytes)
+        most = self._max_bytes(scope["path"])
         detail = f"the body has more than {most} bytes, which is the limit"
         announced = Headers(scope=scope).get("content-length", "")
         if _exceeds(announced, most):

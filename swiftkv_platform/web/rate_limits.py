@@ -14,11 +14,8 @@ _MOST_BUCKETS = 10_000
 
 
 class TokenBucket:
-    """Amount left of `per_minute`, refilled evenly; below zero once more was taken than there was.
-
-    Args:
-        capacity: the most that it holds; None: a minute's worth.
-    """
+    """Amount left of `per_minute`, refilled evenly; below zero once more was taken than there was. `capacity`: the most
+    that it holds; None: a minute's worth."""
 
     def __init__(self, per_minute: int, clock: Clock, *, capacity: float | None = None) -> None:
         self.per_minute = per_minute
@@ -45,12 +42,8 @@ class TokenBucket:
 
 
 class RateLimit:
-    """A bucket of requests for each key or address.
-
-    Args:
-        burst: requests that may come at once; None: a tenth of a minute's.
-        of: what is counted, for the refusal.
-    """
+    """A bucket of requests for each key or address. `burst`: requests that may come at once; None: a tenth of a
+    minute's. `of`: what is counted, for the refusal."""
 
     def __init__(self, per_minute: int, clock: Clock, *, burst: int | None = None, of: str = "key") -> None:
         self._per_minute = per_minute

@@ -19,15 +19,7 @@ from swiftkv_platform.api.catalog_schemas import (
     RollbackRequest,
 )
 from swiftkv_platform.api.changes import IfMatch, tag
-from swiftkv_platform.api.dependencies import (
-    Deletions,
-    Deployer,
-    NewestFirst,
-    Parts,
-    Reader,
-    TheParents,
-    Writer,
-)
+from swiftkv_platform.api.dependencies import Deletions, Deployer, NewestFirst, Parts, Reader, TheParents, Writer
 from swiftkv_platform.api.routes.jobs import Present, Submit, place
 from swiftkv_platform.api.schemas import JobAnswer, ListAnswer, list_answer
 from swiftkv_platform.orchestration.comparison import compare

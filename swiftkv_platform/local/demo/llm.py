@@ -66,12 +66,8 @@ def llm_spec(*, short: bool = False) -> dict[str, Any]:
 
 def run_llm_demo(options: DemoOptions, console: Console, *, short: bool = False) -> dict[str, Any]:
     """Run the demo, or go on with the one that was cut off, and return its report; its stack is stopped in any case
-    unless it is to be kept.
-
-    Raises:
-        ModelError: the package that ships the model is not installed; the message has the command.
-        SwiftKVError: some step failed; the logs stay where the output says.
-    """
+    unless it is to be kept. Raises `ModelError`: the package that ships the model is not installed; the message has the
+    command; `SwiftKVError`: some step failed; the logs stay where the output says."""
     builtin_teacher(REAL_TEACHER)  # better refused now
     home = options.home.expanduser().resolve()
     stack = Stack(Settings(home=home, database_url=None, storage_uri=None))

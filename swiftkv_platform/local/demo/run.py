@@ -67,11 +67,8 @@ class Observed:
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict[str, Any]:
-    """Run the demo and return its report; its stack is stopped in any case unless it is to be kept.
-
-    Raises:
-        SwiftKVError: some step failed; the logs stay where the output says.
-    """
+    """Run the demo and return its report; its stack is stopped in any case unless it is to be kept. Raises
+    `SwiftKVError`: some step failed; the logs stay where the output says."""
     home = options.home.expanduser().resolve()
     spec = job_spec(options.model)
     stack = Stack(Settings(home=home, database_url=None, storage_uri=None))

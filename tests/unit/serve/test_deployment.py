@@ -21,8 +21,8 @@ from swiftkv_platform.orchestration.deploying import check_engine_options
 from swiftkv_platform.orchestration.deployment import DeploymentState, DeploymentStatus
 from swiftkv_platform.serve.app import build_app
 from swiftkv_platform.serve.args import ReplicaArgs, ServeArgs, Served
-from swiftkv_platform.serve.backends import Surroundings, choose_backend
-from swiftkv_platform.serve.deployment import Loaded, load, load_version, model_card
+from swiftkv_platform.serve.deployment import load_version, model_card
+from swiftkv_platform.serve.loading import Loaded, Surroundings, choose_backend, load
 from swiftkv_platform.serve.metrics import Metrics
 from swiftkv_platform.sources import OPEN, SourceRules
 from swiftkv_platform.specs.deployment import ResolvedDeployment

@@ -23,8 +23,7 @@ from swiftkv_platform.serve.openai.messages import ChatMessage
 from swiftkv_platform.serve.tools.families import FAMILIES, family_of
 from swiftkv_platform.serve.tools.formats import HermesParser, Llama3Parser, MistralParser
 from swiftkv_platform.serve.tools.grammar import CallGrammar
-from swiftkv_platform.serve.tools.parser import ToolCallParser
-from swiftkv_platform.serve.tools.pieces import Arguments, Assembled, Call, CallBegin, Text
+from swiftkv_platform.serve.tools.parser import Arguments, Assembled, Call, CallBegin, Text, ToolCallParser
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 from swiftkv_platform.specs.deployment import ToolCallParser as FamilyName
 from swiftkv_platform.specs.job import BUILTIN_TEACHER

@@ -1,0 +1,192 @@
+"""Loading of a model: its files, checked, and the engine that suits it, this project's own or vLLM.
+
+Building the application imports this module too, so the engine, and torch with it, is imported where it is loaded.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftkv_platform.errors import ModelError, ObjectNotFoundError
+from swiftkv_platform.serve.args import HUB_PREFIX, Served
+from swiftkv_platform.settings import Settings
+from swiftkv_platform.sources import Access
+from swiftkv_platform.sources.hub import local_directory
+from swiftkv_platform.specs.engine import Backend, EngineConfig
+from swiftkv_platform.storage.addresses import open_store
+from swiftkv_platform.storage.artifact_cache import ArtifactCache
+from swiftkv_platform.storage.artifacts import manifest_digest
+from swiftkv_platform.storage.downloads import download_model
+from swiftkv_platform.vllm.families import FAMILIES
+
+if TYPE_CHECKING:
+    from swiftkv_platform.configs.adapter import BaseModelReference
+    from swiftkv_platform.engine.frontend import EngineFrontend
+
+_BASE = "base.name_or_path"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded model and what it was loaded from."""
+
+    engine: EngineFrontend
+    manifest_digest: str | None
+    """SHA-256 of the manifest that the model was verified against; None: not verified."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase: `fetch`, from the store or this machine's cache, and `load`."""
+    teacher: Any = None
+    """The student's own, in teacher mode, where it is to judge; without an engine."""
+
+
+def load(served: Served) -> Loaded:
+    """Fetch the artifact, check every byte against its manifest, and load it. Blocks.
+
+    Raises:
+        ModelError: no manifest, an adapter whose base is not there or another model, a model that cannot be loaded, or
+            not by the backend that was asked for.
+        InvalidInputError: an engine too small for any request.
+        ArtifactCorruptError: a file differs from the manifest.
+        StorageError: the object store does not answer.
+    """
+    began = time.monotonic()
+    with _fetched(served) as (adapted, digest), _whole(adapted, served) as directory:
+        fetched = time.monotonic()
+        teacher = _load_teacher(directory, served)
+        engine = _load_engine(directory, served)
+        seconds = {"fetch": fetched - began, "load": time.monotonic() - fetched}
+        return Loaded(engine, digest, seconds, teacher)
+
+
+@contextmanager
+def _fetched(served: Served) -> Iterator[tuple[Path, str | None]]:
+    """(directory of the model, digest of its manifest), for as long as it takes to load it."""
+    if not served.verify:
+        name = served.artifact_uri.removeprefix(HUB_PREFIX)
+        yield local_directory(name, field="artifact_uri", pickles=True), None  # vLLM reads them
+        return
+    settings = Settings()
+    cache = ArtifactCache(settings.home / "models", settings.model_cache_bytes)
+    with ExitStack() as stack:
+        try:
+            directory, manifest = stack.enter_context(cache.held(open_store(served.artifact_uri), ""))
+        except ObjectNotFoundError as error:
+            raise ModelError(
+                f"artifact_uri {served.artifact_uri!r} has no manifest.json: it is incomplete, or a plain Hugging Face "
+                "directory, which is served with verify: false",
+                field="artifact_uri",
+                value=served.artifact_uri,
+            ) from error
+        yield directory, manifest_digest(manifest)
+
+
+@contextmanager
+def _whole(directory: Path, served: Served) -> Iterator[Path]:
+    """The directory of the whole model, for as long as it takes to load it: of an adapter one with its base, which is
+    found as a job's teacher is, by the tenant's rules."""
+    from swiftkv_platform.configs.adapter import ADAPTER
+
+    if not (directory / ADAPTER).is_file():
+        yield directory
+        return
+    from swiftkv_platform.model.adapters import whole_model
+    from swiftkv_platform.model.bases import model_directory
+
+    access = Access(served.base_access.roots, served.base_access.hub_organizations)
+    with tempfile.TemporaryDirectory(prefix="swiftkv-base-") as workspace:
+
+        def download(uri: str) -> Path:
+            return download_model(uri, Path(workspace), access=access, field=_BASE)
+
+        def find(base: BaseModelReference) -> str:
+            return model_directory(base.name_or_path, base.revision, access=access, download=download, field=_BASE)
+
+        with whole_model(directory, find_base=find) as (whole, _):
+            yield Path(whole)
+
+
+def _load_engine(directory: Path, served: Served) -> EngineFrontend:
+    """The engine that `choose_backend` names, on the model."""
+    if choose_backend(served.engine, _surroundings(directory, served)) == "vllm":
+        from swiftkv_platform.serve.vllm_engine import load_vllm
+
+        return load_vllm(directory, served.engine)
+    from swiftkv_platform.engine import AsyncLLMEngine, LLMEngine
+
+    return AsyncLLMEngine(LLMEngine.from_pretrained(directory, served.engine.model_copy(update={"backend": "native"})))
+
+
+def _surroundings(directory: Path, served: Served) -> Surroundings:
+    import torch
+
+    from swiftkv_platform.engine.loading import read_served_config
+
+    config, has_cuda = read_served_config(directory, served.engine), torch.cuda.is_available()
+    heads = getattr(config, "num_key_value_heads_swiftkv", None)
+    return Surroundings(
+        device=("cuda" if has_cuda else "cpu") if served.engine.device == "auto" else served.engine.device,
+        has_vllm=find_spec("vllm") is not None,
+        model_type=config.model_type,
+        has_exit_head=bool(getattr(config, "early_exit", False)),
+        has_own_head_count=heads not in (None, getattr(config, "num_key_value_heads", None)),
+        is_judged=served.shadow is not None,
+    )
+
+
+def _load_teacher(path: Path, served: Served) -> Any:
+    """Load the teacher; None where no teacher is to judge. Raises `ModelError` for a model that has none."""
+    if served.shadow is None or served.shadow.against != "teacher":
+        return None
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import swiftkv_platform.model  # noqa: F401  # registers the SwiftKV classes
+
+    if not AutoConfig.from_pretrained(path).model_type.endswith("_swiftkv"):
+        raise ModelError(
+            f"model {served.model!r} is no SwiftKV student, so it has no teacher; shadow a candidate instead",
+            field="shadow.against",
+            value="teacher",
+        )
+    return AutoModelForCausalLM.from_pretrained(path, dtype=served.engine.dtype, swiftkv=False).eval()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Facts, beside the engine options, that decide which engine can run a version."""
+
+    device: str
+    """`cpu` or `cuda`: the device that the version is to run on."""
+    has_vllm: bool
+    """Whether the replica's environment has vLLM."""
+    model_type: str
+    """Model type in the artifact's `config.json`."""
+    has_exit_head: bool
+    """Whether requests may ask for an early exit."""
+    has_own_head_count: bool = False
+    """Whether the student's shared layers have another number of key-value heads than its teacher's."""
+    is_judged: bool = False
+    """Whether a shadow reads its distributions, or judges by them."""
+
+
+def choose_backend(config: EngineConfig, around: Surroundings) -> Backend:
+    """The engine for a version. `auto` is vLLM on a GPU where nothing is lost by it; what is named is taken as it is,
+    and refused where it is loaded if it cannot serve the model."""
+    if config.backend != "auto":
+        return config.backend
+    suits_vllm = (
+        around.device == "cuda"
+        and around.has_vllm
+        and around.model_type.removesuffix("_swiftkv") in FAMILIES
+        and not around.has_exit_head
+        and not around.has_own_head_count
+        and not around.is_judged
+        and not config.native_only
+    )
+    return "vllm" if suits_vllm else "native"

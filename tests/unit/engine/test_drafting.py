@@ -57,23 +57,18 @@ def test_lookup_stops_where_nothing_is_accepted_and_is_tried_again_later() -> No
     assert 10 < num_tokens < 200
 
 
-def test_a_sequence_does_not_draft_at_the_expense_of_many() -> None:
-    assert exit_head_pays(DraftHistory(), COSTS, num_sequences=1, num_drafting=1)
-    assert not exit_head_pays(DraftHistory(), COSTS, num_sequences=4, num_drafting=1)
-    assert exit_head_pays(DraftHistory(), COSTS, num_sequences=4, num_drafting=4)
-    assert set(paying_drafts([0.9] * 4, COSTS, num_sequences=4)) == {0, 1, 2, 3}
-    assert not paying_drafts([0.9] * 2, COSTS, num_sequences=4)
-
-
 def test_a_draft_pays_where_it_is_accepted_more_often_than_it_costs() -> None:
+    """And a sequence does not draft at the expense of many."""
     assert paying_drafts([0.57], COSTS, num_sequences=1) == {0: pytest.approx(0.01)}
     assert not paying_drafts([0.55], COSTS, num_sequences=1)
     # One that is worth its row shares the pass of a sure one; one that is not worth it stays out.
     assert set(paying_drafts([1.0, 0.2, 0.9], COSTS, num_sequences=2)) == {0, 1, 2}
     assert set(paying_drafts([1.0, 0.1, 0.9], COSTS, num_sequences=2)) == {0, 2}
-
-
-def test_no_draft_is_run_that_the_costs_are_above() -> None:
+    assert exit_head_pays(DraftHistory(), COSTS, num_sequences=1, num_drafting=1)
+    assert not exit_head_pays(DraftHistory(), COSTS, num_sequences=4, num_drafting=1)
+    assert exit_head_pays(DraftHistory(), COSTS, num_sequences=4, num_drafting=4)
+    assert set(paying_drafts([0.9] * 4, COSTS, num_sequences=4)) == {0, 1, 2, 3}
+    assert not paying_drafts([0.9] * 2, COSTS, num_sequences=4)
     draw = random.Random(0)
     for num_sequences in [*range(1, 17)] * 100:
         expected = [draw.random() for _ in range(num_sequences)]

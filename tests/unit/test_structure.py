@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("swiftkv_platform", "jobs", "serve")
@@ -25,10 +24,16 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> list[ast.AST]:
+    """Nodes of a file."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(path: Path, names: dict[str, Path]) -> set[str]:
     """Modules of ours that a file imports, wherever in the file, those for type checkers included."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in parsed(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -67,12 +72,9 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}], "one would be found"
     names = modules()
     assert circles({name: imports(path, names) for name, path in names.items()}) == []
-
-
-def test_a_circle_would_be_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 
 
 def trail(heading: str) -> list[str]:
@@ -82,15 +84,11 @@ def trail(heading: str) -> list[str]:
     return re.findall(r"^\| `([^`]+\.py)` \|", section, re.MULTILINE)
 
 
-@pytest.mark.parametrize("heading", ["From POST /jobs to an optimizer step", "From POST /generate to a token"])
-def test_trails_name_files_that_exist(heading: str) -> None:
-    files = trail(heading)
-    assert len(files) >= 5
-    assert [file for file in files if not (ROOT / file).is_file()] == []
-
-
 def test_each_file_of_the_trail_leads_to_the_next() -> None:
     """From a submitted attempt on: the entrypoint's command is the one step that no import shows."""
+    for heading in ("From POST /jobs to an optimizer step", "From POST /generate to a token"):
+        assert len(trail(heading)) >= 5
+        assert [file for file in trail(heading) if not (ROOT / file).is_file()] == []
     names = modules()
     by_path = {str(path.relative_to(ROOT)): name for name, path in names.items()}
     files = trail("From POST /jobs to an optimizer step")
@@ -112,22 +110,20 @@ VAGUE = re.compile(r"\b(nobody|somebody|so many)\b", re.IGNORECASE)
 """Words for which there is a name or a number."""
 
 
+@cache
 def docstrings() -> list[tuple[str, str]]:
     """Place and text of every docstring."""
     paths = [path for room in (*PACKAGES, "benchmarks", "tests") for path in sorted((ROOT / room).rglob("*.py"))]
     return [
         (f"{path.relative_to(ROOT)}:{node.lineno}", node.value.value)
         for path in paths
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in parsed(path)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
 
 
-def test_docstrings_stand_alone() -> None:
+def test_docstrings_stand_alone_and_say_who_and_how_many() -> None:
     """A docstring is read in a tooltip or a reference, far from the name that it would continue."""
     assert [place for place, text in docstrings() if FRAGMENT.match(text)] == []
-
-
-def test_docstrings_and_pages_say_who_and_how_many() -> None:
     pages = [(page.name, page.read_text(encoding="utf-8")) for page in (ROOT / "docs").rglob("*.md")]
     assert [place for place, text in (*docstrings(), *pages) if VAGUE.search(text)] == []

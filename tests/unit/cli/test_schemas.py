@@ -72,7 +72,7 @@ COMMAND = typer.main.get_command(app)
 
 
 def completed(typed: str, monkeypatch: pytest.MonkeyPatch, url: str) -> list[str]:
-    """What bash offers for the last word of a line, or the value that says why there is nothing."""
+    """Words that bash offers for the last one of a line."""
     monkeypatch.setenv("SWIFTKV_URL", url)
     _, *words, last = typed.split(" ")
     completion = BashComplete(COMMAND, {}, "swiftkv", "_SWIFTKV_COMPLETE")

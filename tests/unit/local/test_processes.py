@@ -16,6 +16,7 @@ from swiftkv_platform.local import processes
 from swiftkv_platform.local.processes import ProcessRef
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
 SPAWN = """
 import os, subprocess, sys, time
 # A grandchild in a session of its own, whose parent is gone: no tree and no process group leads to it.
@@ -26,6 +27,7 @@ os.wait()
 print("spawned", flush=True)
 time.sleep(600)
 """
+
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 )
@@ -52,11 +54,19 @@ def until_logged(tmp_path: Path, text: str) -> None:
         time.sleep(0.02)
 
 
-def test_a_started_process_is_alive_until_it_is_terminated(start: Callable[[list[str]], ProcessRef]) -> None:
+def test_a_started_process_is_alive_until_it_is_terminated(
+    start: Callable[[list[str]], ProcessRef], mark: str, tmp_path: Path
+) -> None:
+    (tmp_path / "log").write_text("before\n")
     ref = start(SLEEP)
     assert ref.alive
     ref.terminate(grace_s=10.0)
     assert not ref.alive
+    deaf = start([sys.executable, "-c", STUBBORN])
+    until_logged(tmp_path, "deaf")
+    assert (tmp_path / "log").read_text() == "before\ndeaf\n", "output is appended"
+    processes.stop_marked(mark, grace_s=0.2)
+    assert not deaf.alive, "it has ignored SIGTERM"
 
 
 def test_a_pid_given_to_another_process_is_not_ours() -> None:
@@ -67,40 +77,17 @@ def test_a_pid_given_to_another_process_is_not_ours() -> None:
     stale.terminate(grace_s=0.0)  # would end this test run
 
 
-def test_stopping_reaches_orphans_in_other_sessions(
+def test_stopping_reaches_orphans_in_other_sessions_and_no_process_of_another_mark(
     start: Callable[[list[str]], ProcessRef], mark: str, tmp_path: Path
 ) -> None:
     start([sys.executable, "-c", SPAWN])
     until_logged(tmp_path, "spawned")
     family = processes.marked(mark)
     assert len(family) == 2
-    assert processes.stop_marked(mark, grace_s=10.0) == 2
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
-
-
-def test_a_process_that_ignores_sigterm_is_killed(
-    start: Callable[[list[str]], ProcessRef], mark: str, tmp_path: Path
-) -> None:
-    ref = start([sys.executable, "-c", STUBBORN])
-    until_logged(tmp_path, "deaf")
-    processes.stop_marked(mark, grace_s=0.2)
-    assert not ref.alive
-
-
-def test_a_process_with_the_same_command_but_another_mark_is_left_alone(
-    start: Callable[[list[str]], ProcessRef], mark: str
-) -> None:
-    start(SLEEP)
     with subprocess.Popen(SLEEP, env={**os.environ, processes.MARK: f"{mark}-other"}) as foreign:
         try:
-            assert processes.stop_marked(mark, grace_s=10.0) == 1
+            assert processes.stop_marked(mark, grace_s=10.0) == 2
             assert foreign.poll() is None
         finally:
             foreign.kill()
-
-
-def test_output_is_appended_to_the_log(start: Callable[[list[str]], ProcessRef], tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("before\n")
-    start([sys.executable, "-c", "print('after', flush=True)"])
-    until_logged(tmp_path, "after")
-    assert (tmp_path / "log").read_text() == "before\nafter\n"
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)

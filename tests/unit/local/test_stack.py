@@ -19,29 +19,14 @@ from swiftkv_platform.settings import Settings
 
 
 def state(**changes: object) -> StackState:
-    fields: dict[str, object] = {
-        "url": "http://127.0.0.1:1",
-        "serve_url": "http://127.0.0.1:2",
-        "ray_dashboard_url": "http://127.0.0.1:3",
-        "ray_port": 4,
-        "ray_agent_port": 5,
-        "ray_temp_dir": Path("/nonexistent"),
-        "num_cpus": 4,
-        "object_store_memory": 1,
-    }
-    return StackState.model_validate({**fields, **changes})
+    addresses = {name: f"http://127.0.0.1:{n}" for n, name in enumerate(("url", "serve_url", "ray_dashboard_url"), 1)}
+    head = {"ray_port": 4, "ray_agent_port": 5, "ray_temp_dir": Path("/nonexistent"), "num_cpus": 4}
+    return StackState.model_validate({**addresses, **head, "object_store_memory": 1, **changes})
 
 
 def head(tmp_path: Path) -> RayHead:
-    return RayHead(
-        port=4,
-        dashboard_port=3,
-        agent_port=5,
-        temp_dir=tmp_path,
-        token_file=tmp_path / "token",
-        num_cpus=4,
-        object_store_memory=1,
-    )
+    ports, limits = {"port": 4, "dashboard_port": 3, "agent_port": 5}, {"num_cpus": 4, "object_store_memory": 1}
+    return RayHead(**ports, **limits, temp_dir=tmp_path, token_file=tmp_path / "token")
 
 
 def test_packages_that_are_missing_are_named_before_anything_starts(
@@ -52,24 +37,6 @@ def test_packages_that_are_missing_are_named_before_anything_starts(
     with pytest.raises(StartError, match=r"needs no_such_service; pip install 'swiftkv-platform\[train,serve\]'"):
         Stack(Settings(home=home, _env_file=None)).up(StackOptions(), print)
     assert not home.exists()
-
-
-def test_a_wanted_port_is_taken_where_it_is_free() -> None:
-    [port] = free_ports([0])
-    assert free_ports([port]) == [port]
-
-
-def test_a_port_in_use_is_replaced() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        used = listener.getsockname()[1]
-        [port] = free_ports([used])
-    assert port != used
-
-
-def test_ports_differ_from_each_other() -> None:
-    [port] = free_ports([0])
-    ports = free_ports([port, port, 0, 0, 0])
-    assert len(set(ports)) == 5
 
 
 def test_the_temp_dir_is_short_enough_for_rays_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -106,6 +73,15 @@ def test_the_head_is_told_of_no_other_cluster_and_its_token_stays_in_a_file(tmp_
     assert token not in " ".join(head(tmp_path).command())
 
 
+def test_wanted_ports_are_taken_where_they_are_free_and_differ_from_each_other() -> None:
+    [port] = free_ports([0])
+    assert free_ports([port]) == [port]
+    assert len(set(free_ports([port, port, 0, 0, 0]))) == 5
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        used = listener.getsockname()[1]
+        assert free_ports([used]) != [used]
+
+
 def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     me = psutil.Process()
@@ -120,14 +96,10 @@ def test_state_survives_the_process_and_knows_the_living(tmp_path: Path) -> None
     assert (tmp_path / "run" / "ray.pid").read_text() == f"{os.getpid()}\n"
     run.clear()
     assert run.load() is None
-
-
-@pytest.mark.parametrize("text", ["", "{}", "not json"])
-def test_a_state_file_nobody_can_read_is_no_state(tmp_path: Path, text: str) -> None:
-    run = RunDirectory(tmp_path)
-    with run.locked():
-        (run.path / "state.json").write_text(text)
-    assert run.load() is None
+    for text in ("", "{}", "not json"):  # nobody can read it
+        with run.locked():
+            (run.path / "state.json").write_text(text)
+        assert run.load() is None
 
 
 def test_a_home_that_never_saw_up_is_stopped(tmp_path: Path) -> None:

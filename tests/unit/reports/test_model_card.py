@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from swiftkv_platform.reports.model_card import model_card
@@ -26,10 +25,12 @@ LINEAGE: dict[str, Any] = {
         "swiftkv": {"num_key_value_layers": 6, "key_value_group_size": 2},
     },
 }
+
 GATES = [
     {"field": "evaluation.max_drop", "subject": "points lost on mmlu", "limit": 1.0, "value": 2.5, "outcome": "failed"},
     {"field": "evaluation.max_kl", "subject": "held-out KL in nats", "limit": 0.5, "value": 0.1, "outcome": "passed"},
 ]
+
 REPORT: dict[str, Any] = {
     "teacher": {"perplexity": 10.0},
     "distilled": {"perplexity": 11.0, "kl": 0.1, "top1_agreement": 0.9},
@@ -51,24 +52,14 @@ def parts(card: str) -> tuple[dict[str, Any], str]:
 
 def test_the_worst_measure_comes_first() -> None:
     front, text = parts(model_card(LINEAGE, REPORT, licence="apache-2.0"))
-    assert front == {
-        "license": "apache-2.0",
-        "library_name": "transformers",
-        "tags": ["swiftkv"],
-        "base_model": "org/teacher",
-    }
+    made = {"library_name": "transformers", "tags": ["swiftkv"], "base_model": "org/teacher"}
+    assert front == {"license": "apache-2.0", **made}
     assert "**Worst measure: points lost on mmlu is 2.5, limit 1, failed.**" in text
     assert text.index("Worst measure") < text.index("## Quality")
     assert text.index("| mmlu, acc | 0.6 | 0.575 |") < text.index("| arc, acc |")
     assert text.index("points lost on mmlu (") < text.index("held-out KL in nats (")
-    for said in (
-        "`org/chats`, `file-1`",
-        "12,345",
-        "`mdl_1`",
-        "job `job_1`, attempt 2",
-        "**apache-2.0**",
-        "vllm serve",
-    ):
+    origin = ("`org/chats`, `file-1`", "12,345", "`mdl_1`", "job `job_1`, attempt 2")
+    for said in (*origin, "**apache-2.0**", "vllm serve"):
         assert said in text
 
 
@@ -80,23 +71,18 @@ def test_a_licence_that_is_not_named_is_not_made_up() -> None:
     assert "No limit of quality was set" in text
 
 
-@pytest.mark.parametrize(
-    ("files", "licence"),
-    [
+def test_the_licence_is_that_of_the_card_or_the_configuration(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, str], str | None]] = [
         ({"README.md": "---\nlicense: llama3.1\n---\n# M\n"}, "llama3.1"),
         ({"README.md": "---\nlicense: other\nlicense_name: research only\n---\n"}, "research only"),
         ({"README.md": "# no front matter", "config.json": '{"license": "mit"}'}, "mit"),
         ({"README.md": "---\n: [\n---\n", "config.json": "{"}, None),
         ({}, None),
-    ],
-)
-def test_the_licence_is_that_of_the_card_or_the_configuration(
-    tmp_path: Path, files: dict[str, str], licence: str | None
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert licence_of(tmp_path) == licence
-
-
-def test_the_built_in_teacher_names_its_licence() -> None:
+    ]
+    for number, (files, licence) in enumerate(cases):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        for name, text in files.items():
+            (directory / name).write_text(text)
+        assert licence_of(directory) == licence
     assert licence_of(builtin_teacher("builtin:python-5m")) == "apache-2.0"

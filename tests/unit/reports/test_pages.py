@@ -20,8 +20,23 @@ def quality(kl: float) -> dict[str, float]:
     return {"perplexity": 3.0 + kl, "kl": kl, "top1_agreement": 0.9 - kl}
 
 
+TASK = {
+    "task": "gsm8k",
+    "metric": "exact_match",
+    "num_fewshot": 8,
+    "chat_template": False,
+    "num_samples": 1319,
+    "teacher": 0.75,
+    "student": 0.74,
+    "teacher_stderr": 0.012,
+    "student_stderr": None,
+}
+
+
 def report(kl: float = 0.1, *, prefill: float = 0.5, passed: bool = True, **changes: Any) -> dict[str, Any]:
     gate = {"field": "evaluation.max_kl", "subject": "held-out KL", "limit": 0.2, "value": kl, "passed": passed}
+    bins = [{"low": i / 20, "high": (i + 1) / 20, "share": 0.05, "agreement": i / 20} for i in range(20)]
+    bins[3]["agreement"] = None  # type: ignore[assignment]
     return {
         "teacher": {"perplexity": 3.0},
         "rewired": quality(0.8),
@@ -35,23 +50,8 @@ def report(kl: float = 0.1, *, prefill: float = 0.5, passed: bool = True, **chan
         "ttft_ms": {"dense": 10.0, "swiftkv": 6.0},
         "tokens_trained": 54321,
         "continuations": {"num_prompts": 4, "prompt_length": 8, "num_tokens": 16, "matched": 0.625, "identical": 0.25},
-        "exit_head": [
-            {"low": i / 20, "high": (i + 1) / 20, "share": 0.05, "agreement": None if i == 3 else i / 20}
-            for i in range(20)
-        ],
-        "tasks": [
-            {
-                "task": "gsm8k",
-                "metric": "exact_match",
-                "num_fewshot": 8,
-                "chat_template": False,
-                "num_samples": 1319,
-                "teacher": 0.75,
-                "student": 0.74,
-                "teacher_stderr": 0.012,
-                "student_stderr": None,
-            }
-        ],
+        "exit_head": bins,
+        "tasks": [TASK],
         "gates": [gate],
         **changes,
     }
@@ -65,6 +65,7 @@ LINEAGE = {
     "code_version": "1.0",
     "spec": {"name": "<script>alert(1)</script>"},
 }
+
 POINTS = [{"step": i, "tokens": 100 * i, "loss": 1 / i, "logits_loss": 1 / i} for i in range(1, 6)]
 
 
@@ -116,10 +117,15 @@ def assert_stands_alone(html: str) -> None:
     assert tables == [tag for tag, _ in reader.tags].count("caption")
 
 
+def text_of(html: str) -> str:
+    return " ".join("".join(read(html).text).split())
+
+
 def test_the_evaluation_page_says_what_the_report_does() -> None:
     html = evaluation_page(report(), LINEAGE, POINTS)
+    assert html == evaluation_page(report(), LINEAGE, POINTS), "the same report makes the same page"
     assert_stands_alone(html)
-    text = " ".join("".join(read(html).text).split())
+    text = text_of(html)
     for expected in (
         "12,345",
         "54,321",
@@ -135,19 +141,14 @@ def test_the_evaluation_page_says_what_the_report_does() -> None:
     assert html.count("<svg") == 3  # tasks, exit head, losses
     assert "<script>" not in html
     assert "&lt;script&gt;" in html
-
-
-def test_a_perplexity_that_grows_is_lost() -> None:
-    (task,) = report()["tasks"]
-    changes = {"metric": "word_perplexity", "teacher": 10.0, "student": 10.2, "higher_is_better": False}
-    text = "".join(read(evaluation_page(report(tasks=[task | changes]), LINEAGE, POINTS)).text)
-    assert "+2.00" in text
-
-
-def test_tasks_without_time_are_named_with_the_others_and_alone() -> None:
-    for tasks in (report()["tasks"], []):
-        text = "".join(read(evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)).text)
-        assert "Not measured, for want of time (evaluation.max_minutes) or of lm-evaluation-harness: gsm8k." in text
+    assert ">failed<" in evaluation_page(report(passed=False), LINEAGE)
+    perplexity = {"metric": "word_perplexity", "teacher": 10.0, "student": 10.2, "higher_is_better": False}
+    lost = evaluation_page(report(tasks=[TASK | perplexity]), LINEAGE, POINTS)
+    assert "+2.00" in text_of(lost), "a perplexity that grows is lost"
+    for tasks in ([TASK], []):
+        left_out = evaluation_page(report(tasks=tasks, tasks_left_out=["gsm8k"]), LINEAGE, POINTS)
+        told = "Not measured, for want of time (evaluation.max_minutes) or of lm-evaluation-harness: gsm8k."
+        assert told in text_of(left_out)
 
 
 def test_what_was_not_measured_is_left_out() -> None:
@@ -162,24 +163,10 @@ def test_what_was_not_measured_is_left_out() -> None:
     assert "No limit was set" in html
 
 
-def test_a_failed_gate_is_said_in_words() -> None:
-    assert ">failed<" in evaluation_page(report(passed=False), LINEAGE)
-
-
-def test_the_same_report_makes_the_same_page() -> None:
-    assert evaluation_page(report(), LINEAGE, POINTS) == evaluation_page(report(), LINEAGE, POINTS)
-
-
 @pytest.mark.parametrize("within", [True, False])
 def test_the_sweep_page_shows_every_trial(within: bool) -> None:
-    job = JobSpec.model_validate(
-        {
-            "name": "s",
-            "evaluation": {"max_kl": 0.2},
-            "sweep": {"num_key_value_layers": [3, 6], "key_value_group_size": [1, 2]},
-        }
-    )
-    trials = expand(job)
+    sweep = {"num_key_value_layers": [3, 6], "key_value_group_size": [1, 2]}
+    trials = expand(JobSpec.model_validate({"name": "s", "evaluation": {"max_kl": 0.2}, "sweep": sweep}))
     figures = [(0.05, 0.75), (0.09, 0.75), (0.15, 0.5)]
     points = [
         point(trial, report=report(kl, prefill=prefill, passed=within))

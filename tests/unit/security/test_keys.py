@@ -27,25 +27,19 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_key_opens_what_it_was_made_for(path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"keys\.json"):
+        KeyRing(path)
     token = create_key(path, name="ann", tenant="acme", scopes=READ)
     key = KeyRing(path).authenticate(f"Bearer {token}")
-    assert (key.name, key.tenant) == ("ann", "acme")
+    assert (key.name, key.tenant, key.max_priority) == ("ann", "acme", 0)
     key.require(Scope.JOBS_READ)
     with pytest.raises(ForbiddenError, match=r"'ann' has the scopes jobs:read; this needs deploy"):
         key.require(Scope.DEPLOY)
-
-
-def test_a_key_goes_before_others_only_as_far_as_it_may(path: Path) -> None:
-    create_key(path, name="ann", tenant="acme", scopes=READ)
-    create_key(path, name="bob", tenant="acme", scopes=READ, max_priority=-5)
-    assert [key.max_priority for key in KeyRing(path).read()] == [0, -5]
-
-
-def test_admin_opens_everything(path: Path) -> None:
-    token = create_key(path, name="root", tenant="acme", scopes=frozenset({Scope.ADMIN}))
-    key = KeyRing(path).authenticate(f"bearer  {token}")
+    token = create_key(path, name="root", tenant="acme", scopes=frozenset({Scope.ADMIN}), max_priority=-5)
+    root = KeyRing(path).authenticate(f"bearer  {token}")
+    assert root.max_priority == -5
     for scope in Scope:
-        key.require(scope)
+        root.require(scope)
 
 
 def test_the_file_keeps_hashes_that_only_its_owner_reads(path: Path) -> None:
@@ -66,11 +60,11 @@ def test_a_ring_follows_its_file(path: Path) -> None:
     assert [key.name for key in ring.read()] == ["bob"]
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer  ", "Basic abc", "skv_abc"])
-def test_anything_but_a_bearer_key_is_refused(path: Path, header: str | None) -> None:
+def test_anything_but_a_bearer_key_is_refused(path: Path) -> None:
     create_key(path, name="ann", tenant="acme", scopes=READ)
-    with pytest.raises(UnauthenticatedError, match="Authorization: Bearer"):
-        KeyRing(path).authenticate(header)
+    for header in (None, "", "Bearer", "Bearer  ", "Basic abc", "skv_abc"):
+        with pytest.raises(UnauthenticatedError, match="Authorization: Bearer"):
+            KeyRing(path).authenticate(header)
 
 
 def test_names_are_checked(path: Path) -> None:
@@ -81,15 +75,6 @@ def test_names_are_checked(path: Path) -> None:
         create_key(path, name="bob", tenant="a/b", scopes=READ)
     with pytest.raises(NotFoundError, match="'carol'"):
         revoke_key(path, "carol")
-
-
-def test_a_file_that_cannot_be_used_is_named(path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"keys\.json"):
-        KeyRing(path)
-    path.parent.mkdir()
-    path.write_text("{}x")
-    with pytest.raises(InvalidInputError, match=r"keys\.json"):
-        KeyRing(path)
 
 
 def test_a_rotated_key_and_the_one_before_it_hold_together_for_the_overlap(path: Path) -> None:

@@ -14,7 +14,9 @@ from swiftkv_platform.security.webhooks import Secret, verify
 from swiftkv_platform.specs.webhook import WebhookSpec
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+
 BODY = b'{"test": 2432232314}'
+
 HEADERS = {
     "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
     "webhook-timestamp": "1614265330",
@@ -44,9 +46,8 @@ def test_the_standards_own_library_verifies_what_is_signed(secret: str) -> None:
         receiver.verify(BODY + b" ", headers)
 
 
-@pytest.mark.parametrize(
-    ("changed", "field"),
-    [
+def test_whatever_was_changed_is_refused() -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"body": BODY + b" "}, "webhook-signature"),
         ({"secret": "another secret of the same kind"}, "webhook-signature"),
         ({"now": 1614265330 + 301}, "webhook-timestamp"),
@@ -55,37 +56,26 @@ def test_the_standards_own_library_verifies_what_is_signed(secret: str) -> None:
         ({"headers": {**HEADERS, "webhook-timestamp": "1614265331"}}, "webhook-signature"),
         ({"headers": {**HEADERS, "webhook-timestamp": "soon"}}, "webhook-timestamp"),
         ({"headers": {"webhook-id": "x"}}, "webhook-timestamp"),
-    ],
-)
-def test_whatever_was_changed_is_refused(changed: dict[str, Any], field: str) -> None:
-    given = {"headers": HEADERS, "body": BODY, "secret": SECRET, "now": 1614265330, **changed}
-    with pytest.raises(UnauthenticatedError) as caught:
-        verify(**given)
-    assert caught.value.field == field
+    ]
+    for changed, field in changes:
+        given = {"headers": HEADERS, "body": BODY, "secret": SECRET, "now": 1614265330, **changed}
+        with pytest.raises(UnauthenticatedError) as caught:
+            verify(**given)
+        assert caught.value.field == field
 
 
-def test_a_secret_is_shown_nowhere() -> None:
+def test_a_secret_is_shown_nowhere_and_an_address_has_none() -> None:
     assert "hush" not in repr(Secret.parse("hush hush hush hush", name="s"))
     for text in ("short", "whsec_!!!"):
         with pytest.raises(InvalidInputError) as caught:
             Secret.parse(text, name="mine")
         assert text not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "ftp://host/x",
-        "host/x",
-        "https://",
+    tricks = (
         "https://user:pass@host/",
         "https://host/?token=1",
         "https://host/#x",
-        "https://host:99999/",
         "https://evil.example\\.good.example/",
-        "https://[::1/",
-    ],
-)
-def test_an_address_with_secrets_or_tricks_is_refused(url: str) -> None:
-    with pytest.raises(ValidationError):
-        WebhookSpec(url=url, secret_ref="s")
+    )
+    for url in ("ftp://host/x", "host/x", "https://", *tricks, "https://host:99999/", "https://[::1/"):
+        with pytest.raises(ValidationError):
+            WebhookSpec(url=url, secret_ref="s")

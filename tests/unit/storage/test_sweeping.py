@@ -14,6 +14,7 @@ from swiftkv_platform.storage.sweeping import StoredObjects
 from tests.fakes.object_store import InMemoryObjectStore
 
 ATTEMPT = "jobs/job_1/attempts/1"
+
 TRIAL = "jobs/job_1/trials/l2/jobs/job_1/attempts/1"
 
 
@@ -32,44 +33,12 @@ def keys(store: ObjectStore) -> list[str]:
 
 
 def test_a_kind_has_its_places_in_every_attempt_and_trial(store: ObjectStore) -> None:
-    put(
-        store,
-        f"{ATTEMPT}/logs.txt",
-        f"{TRIAL}/logs.txt",
-        "jobs/job_1/attempts/2/attempt.json",
-        "jobs/job_2/attempts/1/a",
-    )
-    assert StoredObjects(store).places("job_1", Kind.CHECKPOINTS) == [
-        f"{ATTEMPT}/checkpoints",
-        "jobs/job_1/attempts/2/checkpoints",
-        f"{TRIAL}/checkpoints",
-    ]
+    put(store, f"{ATTEMPT}/logs.txt", f"{TRIAL}/logs.txt", "jobs/job_1/attempts/2/attempt.json")
+    put(store, "jobs/job_2/attempts/1/a")
+    places = [f"{place}/checkpoints" for place in (ATTEMPT, "jobs/job_1/attempts/2", TRIAL)]
+    assert StoredObjects(store).places("job_1", Kind.CHECKPOINTS) == places
     assert StoredObjects(store).places("job_1", Kind.LOGS)[:2] == [f"{ATTEMPT}/logs.txt", f"{ATTEMPT}/logs.json"]
     assert StoredObjects(store).places("job_9", Kind.LOGS) == []
-
-
-def test_a_place_is_emptied_in_batches_that_can_be_repeated(store: ObjectStore) -> None:
-    place = f"{ATTEMPT}/events"
-    put(store, *(f"{place}/driver/{number}" for number in range(5)), f"{ATTEMPT}/events-not", f"{ATTEMPT}/attempt.json")
-    objects = StoredObjects(store)
-    sizes = []
-    after: str | None = "begin"
-    while after is not None:
-        batch = objects.remove(place, limit=2)
-        after = batch.next
-        sizes.append((batch.objects, batch.bytes))
-    assert sizes == [(2, 6), (2, 6), (1, 3)]
-    assert objects.remove(place, limit=2).objects == 0
-    assert keys(store) == [f"{ATTEMPT}/attempt.json", f"{ATTEMPT}/events-not"]
-
-
-def test_one_object_is_a_place_too(store: ObjectStore) -> None:
-    put(store, f"{ATTEMPT}/logs.txt", f"{ATTEMPT}/logs.json")
-    objects = StoredObjects(store)
-    assert objects.measure(f"{ATTEMPT}/logs.txt", limit=9, after=None).bytes == 3
-    assert objects.remove(f"{ATTEMPT}/logs.txt", limit=9).objects == 1
-    assert objects.remove(f"{ATTEMPT}/logs.txt", limit=9).objects == 0
-    assert keys(store) == [f"{ATTEMPT}/logs.json"]
 
 
 def test_no_checkpoint_looks_complete_while_its_files_go(store: ObjectStore) -> None:
@@ -80,17 +49,6 @@ def test_no_checkpoint_looks_complete_while_its_files_go(store: ObjectStore) -> 
     StoredObjects(store).remove(place, limit=1)
     assert not any(is_complete(store, name) for name in names)
     assert len(keys(store)) == 3
-
-
-def test_measuring_counts_what_removing_would_remove(store: ObjectStore) -> None:
-    place = f"{ATTEMPT}/tracking"
-    put(store, *(f"{place}/run/{number}" for number in range(5)))
-    objects, seen, after = StoredObjects(store), 0, None
-    for _ in range(3):
-        batch = objects.measure(place, limit=2, after=after)
-        seen, after = seen + batch.objects, batch.next
-    assert (seen, after) == (5, None)
-    assert len(keys(store)) == 5
 
 
 def test_objects_are_counted_by_kind_part_by_part(store: ObjectStore) -> None:
@@ -112,3 +70,22 @@ def test_objects_are_counted_by_kind_part_by_part(store: ObjectStore) -> None:
             assert size == 3 * number
     assert after is None
     assert counted == {"event_objects": 1, "artifacts": 1, "checkpoints": 2, "other": 2}
+
+
+def test_a_place_is_measured_and_emptied_in_batches_that_can_be_repeated(store: ObjectStore) -> None:
+    place, log = f"{ATTEMPT}/events", f"{ATTEMPT}/logs.txt"
+    others = [f"{ATTEMPT}/attempt.json", f"{ATTEMPT}/events-not", f"{ATTEMPT}/logs.json"]
+    put(store, *(f"{place}/driver/{number}" for number in range(5)), log, *others)
+    objects, before, after = StoredObjects(store), keys(store), None
+    batches, sizes = [], [(2, 6), (2, 6), (1, 3)]
+    for _ in range(3):
+        batches.append(objects.measure(place, limit=2, after=after))
+        after = batches[-1].next
+    assert ([(batch.objects, batch.bytes) for batch in batches], after) == (sizes, None)
+    assert keys(store) == before
+    batches = [objects.remove(place, limit=2) for _ in range(4)]
+    assert [(batch.objects, batch.bytes) for batch in batches] == [*sizes, (0, 0)]
+    assert batches[2].next is None
+    assert objects.measure(log, limit=9, after=None).bytes == 3, "one object is a place too"
+    assert [objects.remove(log, limit=9).objects for _ in range(2)] == [1, 0]
+    assert keys(store) == others

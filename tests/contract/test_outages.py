@@ -8,12 +8,10 @@ import http.client
 import itertools
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,8 +28,9 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
+from tests.fakes.scripted_server import Answer, Request, serve
 from tests.requirements import missing, required_module
-from tests.s3_servers import client_environment, free_port, run_moto
+from tests.s3_servers import client_environment, run_moto
 from tests.unit.api.conftest import SPEC, Clock, Server, control_plane
 
 OUTAGE_S = 600.0
@@ -46,52 +45,21 @@ class Refusing:
     """An S3 endpoint that passes requests on to another one, or answers 503."""
 
     def __init__(self, port: int) -> None:
-        self.port = free_port()
         self.away = False
         self.refused = 0
         self._behind = port
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), type("_Bound", (_Passing,), {"front": self}))
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def passed_on(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
-        connection.request(method, path, body, headers)
-        return connection.getresponse()
-
-
-class _Passing(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    front: Refusing
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
-    def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.front.away:
-            self.front.refused += 1
+    def answer(self, request: Request) -> Answer:
+        if self.away:
+            self.refused += 1
             error = b"<Error><Code>ServiceUnavailable</Code><Message>Please reduce your request rate.</Message></Error>"
-            self._send(503, {}, b"" if self.command == "HEAD" else error)
-            return
-        answer = self.front.passed_on(self.command, self.path, body, dict(self.headers))
-        kept = {name: value for name, value in answer.getheaders() if name.lower() in {"content-type", "etag"}}
-        length = answer.getheader("Content-Length") if self.command == "HEAD" else None
-        self._send(answer.status, kept, answer.read(), length=length)
-
-    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
-
-    def _send(self, status: int, headers: dict[str, str], body: bytes, *, length: str | None = None) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", length or str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+            return Answer(503, b"" if request.method == "HEAD" else error)
+        connection = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
+        connection.request(request.method, request.target, request.raw, request.headers)
+        answer = connection.getresponse()
+        kept = {"content-type", "etag", *(["content-length"] if request.method == "HEAD" else [])}
+        headers = {name.title(): value for name, value in answer.getheaders() if name.lower() in kept}
+        return Answer(answer.status, answer.read(), headers)
 
 
 @contextmanager
@@ -191,8 +159,8 @@ def through_an_outage(
 def test_jobs_run_and_end_while_s3_answers_503(
     tmp_path: Path, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with run_moto() as moto, closing(Refusing(moto.port)) as front:
-        for name, value in client_environment(front.port).items():
+    with run_moto() as moto, serve(front := Refusing(moto.port)) as url:
+        for name, value in client_environment(int(url.rpartition(":")[2])).items():
             monkeypatch.setenv(name, value)
         objects = open_store(moto.uri("outage"), patient=False)
         with serving_jobs(make_components(sqlite_database, objects, clock=Clock()), tmp_path) as server:

@@ -76,7 +76,7 @@ soak: real-model vllm-env  # every sharding strategy; dry runs of every recipe; 
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/unit/jobs/test_dry_run.py --timeout 3600
 	SWIFTKV_SCHEDULES=$(SCHEDULES) $(BIN)/python -m pytest tests/numerics/test_engine_schedules.py tests/numerics/test_structured_schedules.py
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest --timeout 3600 tests/contract/test_two_planes.py tests/contract/test_frozen_planes.py \
-	  tests/integration/test_kills.py tests/unit/api/test_followers.py tests/unit/api/test_fuzz.py
+	  tests/integration/test_kills.py tests/unit/api/test_following.py tests/unit/api/test_fuzz.py
 	SWIFTKV_SOAK=1 $(BIN)/python -m pytest tests/integration/test_demo_llm.py
 	for round in $$(seq $(SOAK_ROUNDS)); do SWIFTKV_SEED=$$round $(BIN)/python -m pytest -m integration tests/integration || exit 1; done
 	$(OUTSIDE) -m integration

@@ -135,7 +135,7 @@ with ArtifactCache(Path(sys.argv[2]), 10_000).held(Dying(Path(sys.argv[1])), "a"
 """
 
 
-@pytest.mark.slow  # starts a process
+@pytest.mark.slow("starts a process")
 def test_a_process_that_dies_while_it_fetches_leaves_nothing_that_is_used(store: CountingStore, tmp_path: Path) -> None:
     publish(store, tmp_path, "a")
     arguments = [str(tmp_path / "store"), str(tmp_path / "cache")]

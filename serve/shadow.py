@@ -64,7 +64,7 @@ class ModelJudge:
         self._model = model
 
     async def score(self, token_ids: list[int], num_positions: int) -> torch.Tensor:
-        from swiftkv_platform.engine.scoring import log_probs
+        from swiftkv_platform.engine.sampler import log_probs
 
         return await asyncio.to_thread(log_probs, self._model, token_ids, num_positions)
 

@@ -1,7 +1,7 @@
 """The whole exception tree. It knows codes and fields; how an error becomes HTTP is the API's business.
 
 SwiftKVError
-├── InvalidInputError          something the caller can put right: names field, value and what would do
+├── InvalidInputError          something the caller can put right: names field, value and what is accepted
 │   ├── DataError              a data set that cannot be read, is empty or lacks columns
 │   └── ModelError             a checkpoint or configuration that cannot be used
 ├── UnauthenticatedError       no key, or an unknown one
@@ -184,6 +184,16 @@ class LossNotFiniteError(TrainingError):
 
 class QualityGateError(TrainingError):
     code = "quality_gate"
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Place of the first lone surrogate, which JSON may escape and UTF-8 does not hold; None for good text."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -20,11 +20,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from swiftkv_platform.data.packing import PackedRows, Samples, pack
 from swiftkv_platform.distillation import fork, losses
-from swiftkv_platform.distillation.packed_operator import AttentionImplementation, attention_head_dim
 from swiftkv_platform.model import calibration_heads
 from swiftkv_platform.model.families import student_classes
-from swiftkv_platform.model.flash import flash_refusal_of_heads
-from swiftkv_platform.model.packed_attention import VarlenOperator
+from swiftkv_platform.model.packed_attention import (
+    AttentionImplementation,
+    VarlenOperator,
+    attention_head_dim,
+    flash_refusal_of_heads,
+)
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.specs import JobSpec
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from swiftkv_platform.data.packing import PackedRows, batch_rows
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.specs import DataSourceSpec, DataSpec
 
 _MAX_LENGTH = 1024

@@ -19,12 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
-from swiftkv_platform.distillation.packed_operator import AttentionImplementation, choose_operator
 from swiftkv_platform.distillation.sequence_parallel import SequenceGroup, use_sequence_parallel_attention
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.decoder import DecoderContext
-from swiftkv_platform.model.masks import PACKED, no_masks
-from swiftkv_platform.model.packed_attention import SAMPLES, TOKENS_STEP, PackedSamples, sample_lengths
+from swiftkv_platform.model.masks import PACKED, Masks
+from swiftkv_platform.model.packed_attention import (
+    SAMPLES,
+    TOKENS_STEP,
+    AttentionImplementation,
+    PackedSamples,
+    choose_operator,
+    sample_lengths,
+)
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.planning.layers import split_by_size
 from swiftkv_platform.specs import DistillationSpec
@@ -192,7 +198,7 @@ class Fork(nn.Module):
         samples = PackedSamples.create(
             self.student.config, lengths, device=device, dtype=self._dtype, operator=operator
         )
-        masks = no_masks(self.student.config)
+        masks = Masks((None,) * self.student.config.num_hidden_layers)
         flat = input_ids.reshape(1, -1)
         begun = decoder.begin(flat, position_ids=position_ids.reshape(1, -1), masks=masks, **{SAMPLES: samples})
         return cast("DecoderContext", begun)

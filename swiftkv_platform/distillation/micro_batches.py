@@ -9,8 +9,7 @@ from torch import Tensor
 
 from swiftkv_platform.data.packing import PackedRows, rank_rows
 from swiftkv_platform.distillation.parallel import Parallel
-from swiftkv_platform.model.batches import to_tensors
-from swiftkv_platform.model.packed_attention import TOKENS_STEP
+from swiftkv_platform.model.packed_attention import TOKENS_STEP, to_tensors
 from swiftkv_platform.specs import TrainingSpec
 
 MicroBatch = tuple[dict[str, Tensor], tuple[int, ...]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from swiftkv_platform.engine.block_manager import BlockTable
 from swiftkv_platform.engine.kv_cache import KVCache, Run
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.transfers import index_tensor, to_device
+from swiftkv_platform.model.decoder import DecoderContext
+from swiftkv_platform.model.masks import Masks
 from swiftkv_platform.model.selection import TokenSelection
 
 
@@ -75,6 +78,18 @@ def _upper_rows(
 ) -> list[int]:
     rows = {row for index, some in next_token_rows.items() if index not in exits for row in some}
     return sorted(rows.union(*prompt_rows.values()))
+
+
+def begin_pass(decoder: Any, layout: Layout, cache: KVCache, hidden: torch.Tensor) -> DecoderContext:
+    """Context of a pass of `decoder` over the layout's tokens, whose embeddings or hidden states are `hidden`."""
+    return DecoderContext(
+        hidden=hidden,
+        position_ids=layout.position_ids,
+        rotation=decoder.rotary_emb(hidden, position_ids=layout.position_ids),
+        masks=Masks((None,) * decoder.layer_map.num_hidden_layers),
+        past_key_values=cache.at(layout.slot_mapping, layout.contexts),  # type: ignore[arg-type]
+        layer_arguments={"paged": layout.attention},
+    )
 
 
 def make_batch(scheduled: Sequence[ScheduledSequence], cache: KVCache) -> Batch:

@@ -64,7 +64,7 @@ class DraftCosts:
     """A step with more tokens is bound by arithmetic; none of them is free, and nothing is drafted."""
 
 
-class Estimate:
+class RunningShare:
     """A running share, which drifts to where it began while nothing is observed."""
 
     def __init__(self, prior: float) -> None:
@@ -163,9 +163,9 @@ class DraftHistory:
 
     def __init__(self) -> None:
         self.lookup = PromptLookup()
-        self.lookup_accepted = Estimate(0.7)
+        self.lookup_accepted = RunningShare(0.7)
         self.exit_reliability = Reliability(0.4, 0.99)
-        self.exit_gain = Estimate(0.2)
+        self.exit_gain = RunningShare(0.2)
         """Passes that an evaluation of the exit head saves, its own cost aside."""
         self.exit_confidences: list[float] = []
         """Confidences of the drafts under way."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ulid import ULID
 
-from swiftkv_platform.engine.admission import Departures
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.loading import ModelDescription
@@ -260,3 +261,31 @@ class EngineFrontend(ABC):
         limit = self.config.max_waiting_prompt_tokens
         if limit is not None and (waiting := self.state.num_waiting_tokens) >= limit:
             raise QueueFullError(f"queue full: {waiting} prompt tokens wait to be read, {limit} may; try again later")
+
+
+_WINDOW = 32
+"""Departures remembered: enough to even out answers that end together, few enough to follow the load."""
+_ENOUGH = 4
+"""Departures without which there is no judgement."""
+
+
+class Departures:
+    """Times at which requests have ended while all places were taken."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: deque[float] = deque(maxlen=_WINDOW)
+
+    def note(self, count: int, *, full: bool) -> None:
+        """`count` requests have ended; `full`: others were waiting, or would have."""
+        if not full:
+            self._times.clear()  # how often idle places become free says nothing of a queue
+        else:
+            self._times.extend([self._clock()] * count)
+
+    def expected_wait(self, num_in_line: int) -> float:
+        """Seconds until the last of `num_in_line` requests has its turn; 0 while nothing is known."""
+        if num_in_line <= 0 or len(self._times) < _ENOUGH:
+            return 0.0
+        # The time since the last departure counts as well, or a stalled engine would look fast.
+        return num_in_line * (self._clock() - self._times[0]) / len(self._times)

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import sys
 from collections import abc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from ulid import ULID
 
 from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.constraint import Constraint
 from swiftkv_platform.engine.grammars import GrammarCompiler
 from swiftkv_platform.engine.kv_cache import KVCache
-from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model, local_directory
-from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks
+from swiftkv_platform.engine.loading import LoadedModel, ModelDescription, check_sharding, load_model
+from swiftkv_platform.engine.memory import make_cache, measure, measured_blocks, worst_step
 from swiftkv_platform.engine.model_runner import ModelRunner
 from swiftkv_platform.engine.outputs import RequestOutput, StepResult
-from swiftkv_platform.engine.progress import progress_bar
 from swiftkv_platform.engine.ranks import Allocate, Leader, LeadingDecoder
 from swiftkv_platform.engine.requests import Prompt, ReadRequest, RequestReader
 from swiftkv_platform.engine.scheduler import ScheduledSequence, Scheduler
 from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.speculative import Drafting, draft_costs
-from swiftkv_platform.engine.worst_step import worst_step
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.adapters import whole_model
+from swiftkv_platform.sources.hub import local_directory
 from swiftkv_platform.specs.engine import EngineConfig
 from swiftkv_platform.specs.sampling import SamplingParams
+
+
+@contextmanager
+def progress_bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
+    """Yield what counts one answer; `shown` None draws the bar, on the error stream, where that is a terminal."""
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    hidden = not (sys.stderr.isatty() if shown is None else shown)
+    with Progress(*columns, console=Console(stderr=True), disable=hidden) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
 
 
 class LLMEngine:
@@ -86,7 +100,7 @@ class LLMEngine:
         if config.tensor_parallel_size == 1:
             return cls(load_model(path, config), config)
         check_sharding(path, config)
-        with whole_model(local_directory(str(path))) as (weights, _):  # an adapter's, for all ranks
+        with whole_model(local_directory(str(path), field="model")) as (weights, _):  # an adapter's, for all ranks
             leader = Leader.start(str(weights), config)
             try:
                 loaded = load_model(path, config, leader.ranks, weights=Path(weights))

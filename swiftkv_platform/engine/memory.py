@@ -1,4 +1,6 @@
-"""Size of a model's KV cache: layers and shapes from its configuration, blocks from a budget. Knows no request."""
+"""Size of a model's KV cache: layers and shapes from its configuration, blocks from a budget or from what is left
+beside the step that takes the most memory. Knows no queue.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,18 @@ import psutil
 import torch
 
 from swiftkv_platform.engine import kernels
+from swiftkv_platform.engine.block_manager import BlockManager
 from swiftkv_platform.engine.kv_cache import KVCache, LayerShape, StorageFormat, TensorShape, bytes_per_block
 from swiftkv_platform.engine.loading import LoadedModel
+from swiftkv_platform.engine.scheduler import ScheduledSequence
+from swiftkv_platform.engine.sequence import Sequence
 from swiftkv_platform.engine.varlen import block_size_for, choose_operator
 from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.model.packed_attention import attention_head_dim
 from swiftkv_platform.model.quantization import PAYLOAD_DTYPES
 from swiftkv_platform.planning.serving import ServingSetup
 from swiftkv_platform.specs.engine import EngineConfig
+from swiftkv_platform.specs.sampling import SamplingParams
 
 FREE_MEMORY_SHARE = 4
 """Divisor of a host's free memory: without `kv_cache_bytes` the cache takes at most one such part."""
@@ -29,7 +36,8 @@ def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
     layers = range(config.layer_map.num_kv_cache_layers)
     if _is_latent(config):
         return [(TensorShape(1, config.kv_lora_rank), TensorShape(1, config.qk_rope_head_dim)) for _ in layers]
-    return [(TensorShape(config.cache_num_key_value_heads(i) // num_ranks, query_dim(config)),) * 2 for i in layers]
+    dim = attention_head_dim(config)
+    return [(TensorShape(config.cache_num_key_value_heads(i) // num_ranks, dim),) * 2 for i in layers]
 
 
 def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
@@ -48,7 +56,7 @@ def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None
             field="kv_cache_dtype",
             value=config.kv_cache_dtype,
         )
-    operator = choose_operator(device, loaded.model.dtype, query_dim(model_config))
+    operator = choose_operator(device, loaded.model.dtype, attention_head_dim(model_config))
     block_size = block_size_for(operator, config.block_size, BLOCK_SIZE)
     shapes = layer_shapes(model_config, config.tensor_parallel_size)
     block_bytes = bytes_per_block(shapes, block_size, format_)
@@ -73,13 +81,6 @@ def cache_bytes(config: Any, dtype: torch.dtype, lengths: Iterable[int]) -> int:
     """Bytes of a cache in a model's own type, in blocks of `BLOCK_SIZE`, that holds texts of such `lengths` at once."""
     block_bytes = bytes_per_block(layer_shapes(config), BLOCK_SIZE, storage_format("auto", dtype))
     return block_bytes * sum(-(-length // BLOCK_SIZE) for length in lengths)
-
-
-def query_dim(config: Any) -> int:
-    """Numbers of a query, and of the key that it meets."""
-    if _is_latent(config):
-        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def storage_format(kv_cache_dtype: str, computed: torch.dtype) -> StorageFormat:
@@ -153,8 +154,8 @@ def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, m
         raise InvalidInputError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}; a step of as many takes "
             f"{memory.peak - memory.allocated} bytes beside the weights, and of {memory.total} bytes of memory nothing "
-            f"is left for a block of KV, which takes {block_bytes}: a smaller number, a smaller model or "
-            "tensor_parallel_size would do",
+            f"is left for a block of KV, which takes {block_bytes}: use a smaller number, a smaller model or "
+            "tensor_parallel_size",
             field="max_num_batched_tokens",
             value=config.max_num_batched_tokens,
         )
@@ -171,3 +172,26 @@ def measure(step: Callable[[], object], device: torch.device) -> DeviceMemory:
     step()
     torch.cuda.synchronize(device)
     return DeviceMemory(total, free, allocated, torch.cuda.max_memory_allocated(device))
+
+
+def worst_step(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> list[ScheduledSequence]:
+    """Prompts of `max_num_batched_tokens` tokens together, as long as they may be, whose log-probabilities are all
+    asked for: every token goes through every layer and has logits over the whole vocabulary."""
+    blocks = BlockManager(cache.num_blocks, cache.block_size, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, logprobs=1)
+    scheduled: list[ScheduledSequence] = []
+    left = min(config.max_num_batched_tokens, cache.num_blocks * cache.block_size)
+    while left > 0 and len(scheduled) < config.max_num_seqs:
+        size = min(left, loaded.context_length - 1)
+        sequence = Sequence(
+            f"worst-{len(scheduled)}",
+            (0,) * size,
+            params,
+            seed=0,
+            stop_token_ids=frozenset(),
+            max_model_len=loaded.context_length,
+        )
+        blocks.allocate(sequence.block_table, [], size)
+        scheduled.append(ScheduledSequence(sequence, size))
+        left -= size
+    return scheduled

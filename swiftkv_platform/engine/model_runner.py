@@ -15,25 +15,24 @@ from typing import Any
 import torch
 
 from swiftkv_platform.engine.attention import PAGED
-from swiftkv_platform.engine.batch import Batch, Layout, Span, lay_out, make_batch
-from swiftkv_platform.engine.early_exit import Exits, exiting
+from swiftkv_platform.engine.batch import Batch, Layout, Span, begin_pass, lay_out, make_batch
 from swiftkv_platform.engine.kv_cache import KVCache
 from swiftkv_platform.engine.outputs import NOT_FINITE, StepResult
-from swiftkv_platform.engine.sampler import SamplingRow, choose, logprobs
+from swiftkv_platform.engine.sampler import SamplingRow, choose, log_probs, logprobs
 from swiftkv_platform.engine.scheduler import ScheduledSequence
-from swiftkv_platform.engine.scoring import log_probs
 from swiftkv_platform.engine.speculative import (
     Drafting,
     ExitDrafts,
+    Exits,
     accept,
     cut_at_first_error,
     draft_from_exit_head,
     end_where_grammar_failed,
+    exiting,
     sampling_row,
 )
 from swiftkv_platform.engine.transfers import take
 from swiftkv_platform.model.decoder import DecoderContext
-from swiftkv_platform.model.masks import Masks
 
 
 @dataclass(frozen=True)
@@ -103,14 +102,7 @@ class ModelRunner:
     def _begin(self, layout: Layout, hidden: torch.Tensor | None = None) -> DecoderContext:
         """Return the context of the layout's tokens, embedded unless their hidden states are given."""
         hidden = self._decoder.embed_tokens(layout.input_ids) if hidden is None else hidden
-        return DecoderContext(
-            hidden=hidden,
-            position_ids=layout.position_ids,
-            rotation=self._decoder.rotary_emb(hidden, position_ids=layout.position_ids),
-            masks=Masks((None,) * self._model.config.num_hidden_layers),
-            past_key_values=self._cache.at(layout.slot_mapping, layout.contexts),  # type: ignore[arg-type]
-            layer_arguments={"paged": layout.attention},
-        )
+        return begin_pass(self._decoder, layout, self._cache, hidden)
 
     def _draft(self, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> ExitDrafts:
         """Drafts of the exit head, for the sequences that were granted some."""

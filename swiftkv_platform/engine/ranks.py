@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 
 from swiftkv_platform.engine.attention_metadata import PagedAttention
-from swiftkv_platform.engine.batch import Layout, place
+from swiftkv_platform.engine.batch import begin_pass, place
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.decoder import DecoderContext
-from swiftkv_platform.model.masks import Masks
 from swiftkv_platform.model.selection import TokenSelection
 from swiftkv_platform.specs.engine import EngineConfig
 
@@ -202,7 +201,7 @@ def follow(connection: Connection, model: Any, make_cache: Any, ranks: Ranks) ->
         if message.hidden_shape is not None:
             hidden = ranks.broadcast(torch.empty(message.hidden_shape, dtype=model.dtype, device=ranks.device))
         layout = place(message.attention, (), cache, message.kept or ())
-        context = _context(decoder, cache, layout, hidden)
+        context = begin_pass(decoder, layout, cache, hidden)
         if message.upper:
             kept = None if message.kept is None else layout.select(message.kept)
             stored = context.past_key_values
@@ -227,17 +226,6 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
             value=config.tensor_parallel_size,
         )
     return torch.device("cuda", rank)
-
-
-def _context(decoder: Any, cache: Any, layout: Layout, hidden: torch.Tensor) -> DecoderContext:
-    return DecoderContext(
-        hidden=hidden,
-        position_ids=layout.position_ids,
-        rotation=decoder.rotary_emb(hidden, position_ids=layout.position_ids),
-        masks=Masks((None,) * len(decoder.layers)),
-        past_key_values=cache.at(layout.slot_mapping, layout.contexts),
-        layer_arguments={"paged": layout.attention},
-    )
 
 
 def _dismiss(connections: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:

@@ -1,4 +1,5 @@
-"""Lossless early exit: the exit head drafts tokens one after another, then layers >= l verify all of them at once.
+"""Early exit. Threshold: the exit head's token is taken at its word. Lossless: the head drafts tokens one after
+another, then layers >= l verify all of them at once.
 
     last known token -> layers < l -> exit head -> draft -> layers < l -> exit head -> draft ...
                                  x                     x                     x  -> layers >= l -> the step's tokens
@@ -32,6 +33,7 @@ from swiftkv_platform.engine.sampler import SamplingRow, choose
 from swiftkv_platform.engine.scheduler import ScheduledSequence
 from swiftkv_platform.engine.sequence import Sequence as EngineSequence
 from swiftkv_platform.engine.transfers import take
+from swiftkv_platform.model.exits import exit_confidence
 
 MAX_STEP_TOKENS = {"cpu": 16, "cuda": 128}
 """About where the arithmetic of a step takes as long as reading the weights does."""
@@ -158,13 +160,10 @@ def draft_from_exit_head(
 
 
 def _confidences(logits: torch.Tensor, sequences: Sequence[EngineSequence]) -> list[float]:
-    """The largest probability of each row, at temperature 1 and before any sampling parameter; 0 where it does not
-    reach the request's threshold."""
-    found: list[float] = logits.softmax(dim=-1).amax(dim=-1).tolist()
-    return [
-        confidence if confidence >= sequence.params.early_exit.threshold else 0.0
-        for confidence, sequence in zip(found, sequences, strict=True)
-    ]
+    """Confidence of the exit head by row; 0 where it does not reach the request's threshold."""
+    thresholds = [sequence.params.early_exit.threshold for sequence in sequences]
+    found: list[float] = exit_confidence(logits).tolist()
+    return [one if one >= threshold else 0.0 for one, threshold in zip(found, thresholds, strict=True)]
 
 
 def sampling_row(sequence: EngineSequence, drafted: Sequence[int]) -> SamplingRow:
@@ -226,3 +225,26 @@ def _num_weights(module: nn.Module) -> int:
         for child in children
         if hasattr(child, "in_features") and hasattr(child, "out_features")
     )
+
+
+@dataclass(frozen=True)
+class Exits:
+    """The sequences of a step whose next token the exit head chooses."""
+
+    at: dict[int, int]
+    """Row of `logits` by index into the schedule."""
+    logits: torch.Tensor
+    """[num_exits, vocab_size], float32."""
+
+
+def exiting(model: Any, x: torch.Tensor, scheduled: Sequence[ScheduledSequence], batch: Batch) -> Exits:
+    """Sequences in mode `threshold` whose exit head is confident enough, by x [1, num_tokens, hidden_size], the hidden
+    states after layer l - 1. A token at layer l has the KV of every later layer: leaving there costs later tokens
+    nothing. Source: paper, appendix E."""
+    asking = [i for i in batch.next_token_rows if scheduled[i].sequence.params.early_exit.mode == "threshold"]
+    if not asking:
+        return Exits({}, x.new_empty(0))
+    logits = model.exit_logits(take(x[0], [batch.next_token_rows[index][0] for index in asking])).float()
+    confidences = _confidences(logits, [scheduled[index].sequence for index in asking])
+    sure = [row for row, confidence in enumerate(confidences) if confidence]
+    return Exits({asking[row]: at for at, row in enumerate(sure)}, take(logits, sure))

@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.logs import get_logger
-from swiftkv_platform.model.flash import flash_refusal
+from swiftkv_platform.model.packed_attention import flash_refusal
 
 FLASH_PAGE = 256
 """Number that the tokens of a block must be a multiple of for FlashAttention 2, the one that comes with PyTorch."""

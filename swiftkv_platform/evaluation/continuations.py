@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
-from swiftkv_platform.model.batches import to_tensors
+from swiftkv_platform.model.packed_attention import to_tensors
 from swiftkv_platform.model.workers import Workers
 
 _LONGEST_PROMPT = 64

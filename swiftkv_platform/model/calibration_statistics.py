@@ -1,4 +1,4 @@
-"""Sums of calibration over tokens, and the regression that it solves from them. It knows no kind of attention."""
+"""Sums of calibration over tokens, and the regressions that it solves from them. It knows no kind of attention."""
 
 from __future__ import annotations
 
@@ -139,3 +139,45 @@ def assign(projection: nn.Linear, weight_and_bias: torch.Tensor) -> None:
     projection.weight.copy_(weight_and_bias[:, :inputs])
     if projection.bias is not None:
         projection.bias.copy_(weight_and_bias[:, inputs])
+
+
+REFIT_RIDGE = 1e-2
+"""Penalty of the distance to the projection at first, as a share of the mean diagonal of the Gram matrix."""
+
+
+@dataclass
+class OutputSums:
+    """Sums over tokens for one layer's output projection; those of two rows, or of two workers, add up."""
+
+    gram: torch.Tensor
+    """Sum of a^T a for the heads' outputs a, [num_heads * head_dim, num_heads * head_dim]."""
+    cross: torch.Tensor
+    """Sum of a^T missing, [num_heads * head_dim, hidden_size]: what is to be added to the student's hidden state."""
+
+    @classmethod
+    def of(cls, heads: torch.Tensor, missing: torch.Tensor, scale: float) -> OutputSums:
+        """The sums of [batch, num_tokens, num_heads * head_dim] and [batch, num_tokens, hidden_size]; with `scale` 0
+        they count nothing."""
+        a, missing = heads.flatten(0, 1).double() * scale, missing.flatten(0, 1).double()
+        return cls(a.T @ a, a.T @ missing)
+
+    def add_(self, other: OutputSums) -> OutputSums:
+        """Add another row's sums, in place."""
+        self.gram.add_(other.gram)
+        self.cross.add_(other.cross)
+        return self
+
+
+def refit_output(projection: nn.Linear, sums: OutputSums) -> None:
+    """Set an output projection to the ridge regression of `sums`, which keeps what they do not tell; its bias stays.
+
+    A calibrated layer is fitted to the teacher's states, and in the student it gets others, since the layers before it
+    are only close to the teacher's. The `refitted` start makes up for as much of that as least squares find: layer
+    after layer, `o_proj_swiftkv` is regressed on the outputs of the student's own heads, towards the teacher's hidden
+    state behind its attention.
+    """
+    start = projection.weight.double().T  # [num_heads * head_dim, hidden_size]
+    penalty = REFIT_RIDGE * sums.gram.diagonal().mean()
+    metric = sums.gram + penalty * torch.eye(len(sums.gram), dtype=sums.gram.dtype, device=sums.gram.device)
+    factor = torch.linalg.cholesky(metric)
+    projection.weight.copy_(torch.cholesky_solve(sums.cross + penalty * start, factor).T)

@@ -3,7 +3,7 @@
 A layer is read, runs over the activations of this worker's rows, which wait in memory or on disk, and is let go of.
 Sums over tokens are added up over the workers as soon as a layer has passed, and a group is fitted after its last one.
 A worker holds one layer at a time, the first one the attention of a group besides, its rows' activations, and the sums
-of one group. The mathematics is that of `calibration`, and of `calibration_refit` for a `refitted` start, where the
+of one group. The mathematics is that of `calibration`, and of `refit_output` for a `refitted` start, where the
 student runs behind the teacher, group by group, and every worker holds the attention of one. It knows no files.
 """
 
@@ -27,8 +27,7 @@ from swiftkv_platform.model.calibration import (
     method_of,
     recording,
 )
-from swiftkv_platform.model.calibration_refit import OutputSums, refit_output
-from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, Regression
+from swiftkv_platform.model.calibration_statistics import CalibrationStatistics, OutputSums, Regression, refit_output
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.planning.phases import MAX_ACTIVATION_BYTES
@@ -61,7 +60,7 @@ def calibrate_streamed(
 
     Args:
         batches: this worker's share of the rows.
-        refit: fit the output projections of the student's own to its own states, see `calibration_refit`.
+        refit: fit the output projections of the student's own to its own states, see `refit_output`.
         max_activation_bytes: bytes of activations in memory; more go to disk.
 
     Raises:

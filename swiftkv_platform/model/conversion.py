@@ -81,11 +81,11 @@ def convert(
             field="model.name_or_path",
             value=str(config.name_or_path),
         )
-    student = _rewire(teacher, student_config)
+    student = _rewire(teacher, student_config).eval()  # before calibration, which dropout would change
     copy_projections(student)
     if calibration is not None:
         calibrate(student, collect(student, calibration))
-    return student.eval()
+    return student
 
 
 def load_dense(path: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Any:

@@ -14,6 +14,12 @@ from transformers import StoppingCriteriaList
 from swiftkv_platform.model.selection import TokenSelection
 
 
+def exit_confidence(logits: torch.Tensor) -> torch.Tensor:
+    """Largest probability of each row of the exit head's logits [..., vocab_size], at temperature 1 and before any
+    processor: a row whose confidence reaches the threshold exits."""
+    return logits.float().softmax(-1).amax(-1)
+
+
 class ThresholdExits:
     """Decides step by step and counts. One step is one `decide`, then one `finish`."""
 
@@ -25,12 +31,8 @@ class ThresholdExits:
         self._running: torch.Tensor | None = None
 
     def decide(self, logits: torch.Tensor) -> torch.Tensor:
-        """Mask the rows that exit, bool [batch]: the head's top probability, at temperature 1, reaches the threshold.
-
-        Args:
-            logits: of the exit head, before any processor, [batch, vocab_size].
-        """
-        self._exited = logits.float().softmax(-1).amax(-1) >= self.threshold
+        """Mask the rows that exit, bool [batch], by the exit head's logits [batch, vocab_size]."""
+        self._exited = exit_confidence(logits) >= self.threshold
         return self._exited
 
     def finish(self, done: torch.Tensor) -> None:

@@ -47,11 +47,6 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(config.sliding_window if kind == SLIDING else None for kind in layer_types(config))
 
 
-def no_masks(config: Any) -> Masks:
-    """Masks of a pass whose attention is told the samples' lengths instead."""
-    return Masks((None,) * config.num_hidden_layers)
-
-
 def make_masks(
     config: Any,
     cache_layers: Sequence[int],

@@ -2,28 +2,55 @@
 
 On a GPU PyTorch's `varlen_attn` (FlashAttention) takes the samples' borders. Elsewhere SDPA takes one sample after the
 other, causal by its flag: on a CPU that is 11 times as fast as a mask in rows of 2,048 tokens whose samples have 133,
-and 38 times in rows of 8,192. Samples of equal length in one call were slower at either size: laying them together, and
-their gradients apart, costs more than the calls.
-
-It knows attention's tensors and the samples' lengths, no layer and no loss.
+and 38 times in rows of 8,192. Batching samples of equal length into one call was slower at either size: gathering them,
+and scattering their gradients, costs more than the calls. It knows attention's tensors and the samples' lengths, no
+layer and no loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from swiftkv_platform.errors import InvalidInputError
+from swiftkv_platform.logs import get_logger
 from swiftkv_platform.model.masks import PACKED, layer_windows
 from swiftkv_platform.model.selection import TokenSelection
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_CAPABILITY = (8, 0)
+"""Least compute capability of a GPU that FlashAttention runs on: Ampere."""
+MAX_FLASH_HEAD_DIM, FLASH_HEAD_DIM_MULTIPLE = 256, 8
+
+
+def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Reason that FlashAttention cannot compute a model on a GPU; None: it can."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLASH_CAPABILITY:
+        return f"the GPU has compute capability {capability}; {FLASH_CAPABILITY} or more is needed"
+    return flash_refusal_of_heads(dtype, head_dim)
+
+
+def flash_refusal_of_heads(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Reason that FlashAttention cannot compute such heads on any GPU; None: it can on those that it runs on."""
+    if dtype not in FLASH_DTYPES:
+        return f"the model computes in {dtype}; float16 or bfloat16 is needed"
+    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % FLASH_HEAD_DIM_MULTIPLE:
+        return f"heads have {head_dim} numbers; a multiple of 8 up to {MAX_FLASH_HEAD_DIM} is needed"
+    return None
+
 
 SAMPLES = "packed_samples"
 """Keyword under which every attention of a pass gets its samples."""
@@ -200,3 +227,48 @@ def _attend(
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED, _attend)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PACKED, sdpa_mask)
+
+
+def to_tensors(batch: Mapping[str, npt.NDArray[Any]]) -> dict[str, Tensor]:
+    """Return the arrays of `PackedRows.batch` as tensors that share their memory."""
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+AttentionImplementation = Literal["auto", "varlen_attn", "sdpa"]
+
+
+def choose_operator(
+    implementation: AttentionImplementation, config: Any, device: torch.device, dtype: torch.dtype
+) -> VarlenOperator | None:
+    """`varlen_attn`, or None: SDPA, one sample after the other.
+
+    Raises:
+        InvalidInputError: `varlen_attn` is asked for, and the device cannot run it.
+    """
+    return _choose(implementation, attention_head_dim(config), device, dtype)
+
+
+@cache  # asked in every pass, and said once
+def _choose(
+    implementation: AttentionImplementation, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> VarlenOperator | None:
+    if implementation == "sdpa" or (implementation == "auto" and device.type != "cuda"):
+        return None
+    reason = flash_refusal(device, dtype, head_dim) if device.type == "cuda" else "it needs a GPU"
+    if reason is None:
+        return varlen_attn
+    if implementation == "varlen_attn":
+        raise InvalidInputError(
+            f"training.attn_implementation is varlen_attn, and {reason}; use auto or sdpa",
+            field="training.attn_implementation",
+            value=implementation,
+        )
+    get_logger().warning("flash_attention_unavailable", reason=reason, instead="SDPA, one sample after the other")
+    return None
+
+
+def attention_head_dim(config: Any) -> int:
+    """Size of a query's head, and of the key that it meets."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -11,7 +11,7 @@ from swiftkv_platform.planning.layers import (
     shared_key_value_heads,
     student_layer_map,
 )
-from swiftkv_platform.planning.prefill import Comparison, Components, Plan, plan
+from swiftkv_platform.planning.prefill import Components, Plan, PrefillComparison, plan
 from swiftkv_platform.planning.serving import ServingPlan, ServingSetup, plan_serving
 from swiftkv_platform.planning.training import TrainingPlan, plan_training
 from swiftkv_platform.planning.training_setup import TrainingSetup
@@ -19,10 +19,10 @@ from swiftkv_platform.planning.training_setup import TrainingSetup
 __all__ = [
     "FAMILIES",
     "Architecture",
-    "Comparison",
     "Components",
     "LayerMap",
     "Plan",
+    "PrefillComparison",
     "ServingPlan",
     "ServingSetup",
     "Sharing",

@@ -162,7 +162,7 @@ def _switched(by_layer: bool) -> Callable[[Fields, int], Windows]:
 
 
 @dataclass(frozen=True)
-class _Family:
+class _PlannedFamily:
     """One row: how a family reads its configuration. Defaults are those of transformers."""
 
     attention: Callable[[Fields, int | None], Attention]
@@ -185,17 +185,17 @@ def _always(_fields: Fields) -> bool:
 
 _PLAIN = _grouped_query(bias=_never)
 FAMILIES = {
-    "llama": _Family(_grouped_query(bias=_biased, output_bias=True), max_position_embeddings=2048),
-    "mistral": _Family(_PLAIN, windows=_everywhere(4096), max_position_embeddings=131072),
-    "mixtral": _Family(_PLAIN, _mixtral_mlp, _everywhere(None), max_position_embeddings=131072),
-    "qwen2": _Family(_grouped_query(bias=_always), windows=_switched(by_layer=True)),
-    "qwen3": _Family(
+    "llama": _PlannedFamily(_grouped_query(bias=_biased, output_bias=True), max_position_embeddings=2048),
+    "mistral": _PlannedFamily(_PLAIN, windows=_everywhere(4096), max_position_embeddings=131072),
+    "mixtral": _PlannedFamily(_PLAIN, _mixtral_mlp, _everywhere(None), max_position_embeddings=131072),
+    "qwen2": _PlannedFamily(_grouped_query(bias=_always), windows=_switched(by_layer=True)),
+    "qwen3": _PlannedFamily(
         _grouped_query(bias=_biased, output_bias=True, head_norms=True, head_dim=128), windows=_switched(by_layer=True)
     ),
-    "qwen3_moe": _Family(
+    "qwen3_moe": _PlannedFamily(
         _grouped_query(bias=_biased, output_bias=True, head_norms=True), _qwen3_moe_mlp, _switched(by_layer=False)
     ),
-    "deepseek_v2": _Family(_latent, _deepseek_mlp, max_position_embeddings=2048),
+    "deepseek_v2": _PlannedFamily(_latent, _deepseek_mlp, max_position_embeddings=2048),
 }
 
 

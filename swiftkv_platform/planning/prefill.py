@@ -34,7 +34,7 @@ class Components(FrozenModel):
         return cls(**vars(flops), total=flops.total)
 
 
-class Comparison(FrozenModel):
+class PrefillComparison(FrozenModel):
     """Teacher and student, FLOPs a token."""
 
     dense: Components
@@ -67,9 +67,9 @@ class Plan(FrozenModel):
     """`kv_bytes_per_token` over `dense_kv_bytes_per_token`."""
     kv_payload_ratio: float
     """The same without scales, as the paper counts (62.5% and 68.75% saved with FP8)."""
-    prefill: dict[Convention, Comparison]
+    prefill: dict[Convention, PrefillComparison]
     """FLOPs per prompt token by convention."""
-    decode: Comparison
+    decode: PrefillComparison
     """FLOPs of the token that follows the prompt, as executed."""
 
 
@@ -105,13 +105,13 @@ def plan(
         )
     check_kv_cache_dtype(kv_cache_dtype)
     dense_map = dense_layer_map(model)
-    prefill: dict[Convention, Comparison] = {}
+    prefill: dict[Convention, PrefillComparison] = {}
     for convention in ("paper", "executed"):
         dense, swiftkv = (
             Components.of(prefill_flops(model, layers, sequence_length, convention) / sequence_length)
             for layers in (dense_map, layer_map)
         )
-        prefill[convention] = Comparison(dense=dense, swiftkv=swiftkv)
+        prefill[convention] = PrefillComparison(dense=dense, swiftkv=swiftkv)
     decode = {
         name: Components.of(decode_flops(model, layers, sequence_length + 1))
         for name, layers in (("dense", dense_map), ("swiftkv", layer_map))
@@ -127,7 +127,7 @@ def plan(
         prefill_flops_ratio=prefill["paper"].ratio,
         executed_prefill_flops_ratio=prefill["executed"].ratio,
         prefill=prefill,
-        decode=Comparison(**decode),
+        decode=PrefillComparison(**decode),
         **_kv(model, layer_map, sequence_length, kv_cache_dtype),
     )
 

@@ -14,7 +14,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader, maybe_prefix
 from vllm.sequence import IntermediateTensors
 
 from swiftkv_platform.vllm.adapters import BASE_PREFIX, adapter_of, base_weights
-from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, Family, architecture
+from swiftkv_platform.vllm.families import FAMILIES, UNSERVED, VLLMFamily, architecture
 from swiftkv_platform.vllm.model import SwiftKVDecoder
 from swiftkv_platform.vllm.names import StudentNames
 
@@ -22,7 +22,7 @@ from swiftkv_platform.vllm.names import StudentNames
 class SwiftKVForCausalLM(nn.Module):
     """A student, or with `swiftkv: false` its teacher; a subclass names the family."""
 
-    family: ClassVar[Family]
+    family: ClassVar[VLLMFamily]
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def _attention_bias(config: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Family:
+class VLLMFamily:
     """Differences of one family's decoder layers from the others'."""
 
     model_type: str
@@ -50,12 +50,12 @@ def architecture(model_type: str) -> str:
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("llama", input_bias=_attention_bias, output_bias=_attention_bias),
-        Family("mistral"),
-        Family("qwen2", input_bias=_always),
-        Family("qwen3", input_bias=_attention_bias, output_bias=_attention_bias, head_norms=True),
-        Family("mixtral", feed_forward="mixtral"),
-        Family(
+        VLLMFamily("llama", input_bias=_attention_bias, output_bias=_attention_bias),
+        VLLMFamily("mistral"),
+        VLLMFamily("qwen2", input_bias=_always),
+        VLLMFamily("qwen3", input_bias=_attention_bias, output_bias=_attention_bias, head_norms=True),
+        VLLMFamily("mixtral", feed_forward="mixtral"),
+        VLLMFamily(
             "qwen3_moe",
             input_bias=_attention_bias,
             output_bias=_attention_bias,

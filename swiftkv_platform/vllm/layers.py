@@ -27,7 +27,7 @@ from vllm.model_executor.models.mixtral import MixtralMoE
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.vllm.families import Family
+from swiftkv_platform.vllm.families import VLLMFamily
 from swiftkv_platform.vllm.heads import Heads, head_norm, rotary_embedding
 from swiftkv_platform.vllm.windows import layer_windows
 
@@ -35,7 +35,7 @@ from swiftkv_platform.vllm.windows import layer_windows
 class OwnAttention(nn.Module):
     """Attention of a layer < l, and of every layer in teacher mode: the original one."""
 
-    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> None:
+    def __init__(self, family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefix: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.heads = heads = Heads.of(config)
@@ -69,7 +69,7 @@ class OwnAttention(nn.Module):
 class SharedAttention(nn.Module):
     """Attention of a student's layer >= l: queries of its own over the KV cache of its group."""
 
-    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, prefix: str, group: str) -> None:
+    def __init__(self, family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefix: str, group: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.heads = heads = Heads.of(config)
@@ -112,7 +112,9 @@ def _attention_arguments(vllm_config: VllmConfig, heads: Heads, window: int | No
     }
 
 
-def _output_projection(family: Family, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+def _output_projection(
+    family: VLLMFamily, config: Any, heads: Heads, vllm_config: VllmConfig, prefix: str
+) -> nn.Module:
     projection: nn.Module = RowParallelLinear(
         heads.total_num_heads * heads.head_dim,
         config.hidden_size,
@@ -146,7 +148,7 @@ class GroupKeyValue(Attention):
 class GroupProjections(nn.Module):
     """Keys and values of all groups from norm_swiftkv(x), in one matrix product."""
 
-    def __init__(self, family: Family, vllm_config: VllmConfig, num_groups: int, prefix: str) -> None:
+    def __init__(self, family: VLLMFamily, vllm_config: VllmConfig, num_groups: int, prefix: str) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.heads = heads = Heads.of(config)
@@ -188,7 +190,9 @@ class GroupProjections(nn.Module):
 class DecoderLayer(nn.Module):
     """One decoder layer; `self_attn` is made by the caller, since what it is depends on the layer."""
 
-    def __init__(self, family: Family, vllm_config: VllmConfig, layer: int, self_attn: nn.Module, prefix: str) -> None:
+    def __init__(
+        self, family: VLLMFamily, vllm_config: VllmConfig, layer: int, self_attn: nn.Module, prefix: str
+    ) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.self_attn = self_attn
@@ -212,7 +216,7 @@ class DecoderLayer(nn.Module):
         return getattr(self, self.feed_forward_name)(hidden_states), residual
 
 
-def _feed_forward(family: Family, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
+def _feed_forward(family: VLLMFamily, vllm_config: VllmConfig, layer: int, prefix: str) -> tuple[str, nn.Module]:
     """The feed-forward part of a layer, and its name in the checkpoint."""
     config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
     if family.feed_forward == "mixtral":

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
 from swiftkv_platform.planning import LayerMap
-from swiftkv_platform.vllm.families import Family
+from swiftkv_platform.vllm.families import VLLMFamily
 from swiftkv_platform.vllm.layers import (
     DecoderLayer,
     GroupKeyValue,
@@ -114,7 +114,7 @@ class UpperHalf(nn.Module):
 class SwiftKVDecoder(nn.Module):
     """The decoder (`model` of a checkpoint's names) of any family."""
 
-    def __init__(self, *, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, *, family: VLLMFamily, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.layer_map = student_map(config)
@@ -139,7 +139,7 @@ class SwiftKVDecoder(nn.Module):
             with set_model_tag("dense"):
                 self.dense = DenseDecoder(embed_tokens=self.embed_tokens, layers=self.layers, norm=self.norm)
 
-    def _add_student(self, family: Family, vllm_config: VllmConfig, prefix: str) -> None:
+    def _add_student(self, family: VLLMFamily, vllm_config: VllmConfig, prefix: str) -> None:
         config, layer_map = vllm_config.model_config.hf_config, self.layer_map
         windows = layer_windows(config)
         self.norm_swiftkv = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

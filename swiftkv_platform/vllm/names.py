@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.planning import LayerMap
-from swiftkv_platform.vllm.families import Family
+from swiftkv_platform.vllm.families import VLLMFamily
 
 _SHOWN = 3
 """Names of tensors in a message."""
@@ -35,7 +35,7 @@ class StudentNames:
     """Whether layers >= l have an output projection of their own."""
 
     @classmethod
-    def of(cls, family: Family, config: Any, layer_map: LayerMap) -> StudentNames:
+    def of(cls, family: VLLMFamily, config: Any, layer_map: LayerMap) -> StudentNames:
         kinds = ("weight", "bias") if family.input_bias(config) else ("weight",)
         layers = range(layer_map.num_key_value_layers, layer_map.num_hidden_layers)
         projections = [f"{layer}.self_attn.q_proj_swiftkv" for layer in layers]

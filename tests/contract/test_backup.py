@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.access import SqlSessions, StoredSession
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.session import Database
-from swiftkv_platform.database.sessions import SqlSessions, StoredSession
 from swiftkv_platform.errors import ArtifactCorruptError, ConflictError, InvalidInputError, ObjectNotFoundError
 from swiftkv_platform.local.backup import back_up, restore
 from swiftkv_platform.orchestration.deployment import Deployment

@@ -9,11 +9,10 @@ from functools import partial
 import pytest
 from sqlalchemy import text
 
-from swiftkv_platform.contract.files import new_file_id
-from swiftkv_platform.database.catalog import SqlCatalog
+from swiftkv_platform.contract.attempts import new_file_id
+from swiftkv_platform.database.catalog import SqlCatalog, SqlRegistry
 from swiftkv_platform.database.files import SqlFiles
 from swiftkv_platform.database.outbox import SqlOutbox
-from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import (

@@ -4,7 +4,6 @@ full disk. Nothing crashes, and what was accepted or said is there afterwards.
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import subprocess
 import tempfile
@@ -28,9 +27,8 @@ from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.local_store import LocalObjectStore
 from tests.components import make_components
-from tests.fakes.scripted_server import Answer, Request, serve
 from tests.requirements import missing, required_module
-from tests.s3_servers import client_environment, run_moto
+from tests.s3_servers import Front, client_environment, run_moto
 from tests.unit.api.conftest import SPEC, Clock, Server, control_plane
 
 OUTAGE_S = 600.0
@@ -39,27 +37,6 @@ OUTAGE_S = 600.0
 
 ROUNDS = 6
 """Rounds of the control plane during an outage, at least; each waits seconds for the store's client to try again."""
-
-
-class Refusing:
-    """An S3 endpoint that passes requests on to another one, or answers 503."""
-
-    def __init__(self, port: int) -> None:
-        self.away = False
-        self.refused = 0
-        self._behind = port
-
-    def answer(self, request: Request) -> Answer:
-        if self.away:
-            self.refused += 1
-            error = b"<Error><Code>ServiceUnavailable</Code><Message>Please reduce your request rate.</Message></Error>"
-            return Answer(503, b"" if request.method == "HEAD" else error)
-        connection = http.client.HTTPConnection("127.0.0.1", self._behind, timeout=60)
-        connection.request(request.method, request.target, request.raw, request.headers)
-        answer = connection.getresponse()
-        kept = {"content-type", "etag", *(["content-length"] if request.method == "HEAD" else [])}
-        headers = {name.title(): value for name, value in answer.getheaders() if name.lower() in kept}
-        return Answer(answer.status, answer.read(), headers)
 
 
 @contextmanager
@@ -159,8 +136,8 @@ def through_an_outage(
 def test_jobs_run_and_end_while_s3_answers_503(
     tmp_path: Path, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with run_moto() as moto, serve(front := Refusing(moto.port)) as url:
-        for name, value in client_environment(int(url.rpartition(":")[2])).items():
+    with run_moto() as moto, closing(Front(moto.port)) as front:
+        for name, value in client_environment(front.port).items():
             monkeypatch.setenv(name, value)
         objects = open_store(moto.uri("outage"), patient=False)
         with serving_jobs(make_components(sqlite_database, objects, clock=Clock()), tmp_path) as server:

@@ -13,17 +13,16 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
 
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.leases import SqlLeases
-from swiftkv_platform.database.registry import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database, alembic_config
 from swiftkv_platform.database.tables import Base
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, LeaseLostError
-from swiftkv_platform.orchestration.demand import Demand
+from swiftkv_platform.orchestration.demand import Claim, Demand
 from swiftkv_platform.orchestration.job import Event, Job, JobStatus, start, transition
 from swiftkv_platform.orchestration.ports import Fence
 from swiftkv_platform.orchestration.registry import RegistryService
-from swiftkv_platform.orchestration.standing import Claim
 from tests.records import TENANT, make_job, make_model, standing_of, store
 from tests.threads import at_once
 

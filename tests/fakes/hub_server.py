@@ -1,4 +1,4 @@
-"""A hub on this machine that speaks as much of its protocol as publishing needs: repositories, large files, commits."""
+"""A hub on this machine that speaks as much of its protocol as models need that are published or fetched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.fakes.scripted_server import Answer, Request, json_answer, serve
 
@@ -31,12 +34,26 @@ class Hub:
     uploads: int = 0
     fail_uploads: int = 0
     """Uploads of large files that are still to fail."""
+    fetched: set[str] = field(default_factory=set)
+    """Files that were downloaded."""
+
+    def use(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Make this the hub of this process, with an empty cache."""
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", self.url)
+        files = self.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
 
     def answer(self, request: Request) -> Answer:
         path = request.path
         if request.method == "PUT":
             return self._upload(request.raw, path.rpartition("/")[2])
-        if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/main", path):
+        if match := re.fullmatch(rf"/{_REPOSITORY}/resolve/\w+/(?P<file>.+)", path):
+            return self._file(self.repositories[match["repo"]].get(match["file"]), match["file"], request.method)
+        if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/tree/\w+", path):
             files = self.repositories[match["repo"]].items()
             return json_answer(
                 [{"type": "file", "path": p, "size": len(data), "oid": _blob(data)} for p, data in files]
@@ -56,6 +73,14 @@ class Hub:
         if match := re.fullmatch(rf"/api/models/{_REPOSITORY}/commit/main", path):
             return self._commit(match["repo"], [json.loads(line) for line in request.raw.splitlines()])
         return json_answer({"error": f"no such address {path}"}, 404)
+
+    def _file(self, data: bytes | None, name: str, method: str) -> Answer:
+        headers = {"X-Repo-Commit": "0" * 40, "ETag": f'"{_blob(data or b"")}"'}
+        if data is None:
+            return Answer(404, b"", {**headers, "X-Error-Code": "EntryNotFound"})
+        if method == "GET":
+            self.fetched.add(name)
+        return Answer(200, data, headers)
 
     def _upload(self, data: bytes, oid: str) -> Answer:
         if self.fail_uploads:

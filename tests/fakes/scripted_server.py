@@ -136,7 +136,8 @@ def serve(answering: Answering) -> Iterator[str]:
             for name, value in {"Content-Length": length, **answer.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(answer.body)
+            if self.command != "HEAD":
+                self.wfile.write(answer.body)
 
         do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _handle  # noqa: N815 (http.server's names)
 

@@ -34,7 +34,11 @@ from tests.security.hostile_sources import (
     write_task,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.soak("starts a Ray of its own that is traced"),
+    pytest.mark.timeout(400),
+]
 
 _AUDIT = """
 import os, sys

@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import event, text
 
-from swiftkv_platform.database.audit import SqlAudit
+from swiftkv_platform.database.access import SqlAudit
 from swiftkv_platform.database.retention import SqlRetention
 from swiftkv_platform.database.rows import tables
 from swiftkv_platform.database.session import Database

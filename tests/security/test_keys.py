@@ -15,9 +15,9 @@ from sqlalchemy import event
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from swiftkv_platform.api.key_uses import KeyUses
+from swiftkv_platform.api.sessions import KeyUses
 from swiftkv_platform.cli.app import app as cli
-from swiftkv_platform.database.key_uses import SqlKeyUses
+from swiftkv_platform.database.access import SqlKeyUses
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError, InvalidInputError, UnauthenticatedError
 from swiftkv_platform.orchestration.tenants import Tenants

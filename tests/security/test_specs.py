@@ -13,9 +13,8 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.data.opening import read_source
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.attempt.downloads import access_of
-from swiftkv_platform.orchestration.attempt_limits import AttemptLimits
 from swiftkv_platform.orchestration.job import Attempt, Job, JobStatus
-from swiftkv_platform.orchestration.job_limits import JobLimits
+from swiftkv_platform.orchestration.limits import AttemptLimits, JobLimits
 from swiftkv_platform.orchestration.tenants import Tenants
 from swiftkv_platform.sources import HubSource, PathSource, SourceRules, parse_source
 from swiftkv_platform.specs import DataSourceSpec, JobSpec

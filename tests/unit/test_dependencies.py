@@ -23,7 +23,7 @@ from tests.requirements import REQUIRE_ALL, missing, required_module
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SERVICES = {
-    *("aiohttp", "alembic", "boto3", "botocore", "fastapi", "psycopg", "ray", "sqlalchemy"),
+    *("aiohttp", "alembic", "fastapi", "obstore", "psycopg", "ray", "sqlalchemy"),
     *("starlette", "torch", "uvicorn"),
 }
 """Distributions that no light installation brings."""

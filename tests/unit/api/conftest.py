@@ -21,11 +21,11 @@ from swiftkv_platform.api.app import create_app
 from swiftkv_platform.api.dependencies import Components, prices, webhook_rules
 from swiftkv_platform.api.webhook_sender import send_webhook
 from swiftkv_platform.database.session import Database
+from swiftkv_platform.orchestration.deploying import DeploymentReconciler
 from swiftkv_platform.orchestration.files import files_of
 from swiftkv_platform.orchestration.parents import Parents
 from swiftkv_platform.orchestration.ports import SubmissionStatus
 from swiftkv_platform.orchestration.reconciler import Reconciler
-from swiftkv_platform.orchestration.serving import DeploymentReconciler
 from swiftkv_platform.orchestration.webhooks import Deliverer
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.artifacts import manifest_digest

@@ -16,8 +16,8 @@ import pytest
 from openai import OpenAI
 from openai.types import FileDeleted, FileObject
 
-from swiftkv_platform.api.upload_places import MOST, MOST_OF_A_TENANT, UploadPlaces
-from swiftkv_platform.contract.files import file_key, new_file_id
+from swiftkv_platform.api.routes.files import MOST, MOST_OF_A_TENANT, UploadPlaces
+from swiftkv_platform.contract.attempts import file_key, new_file_id
 from swiftkv_platform.data.uploads import LONGEST_ROW
 from swiftkv_platform.errors import DatabaseUnavailableError, OverloadedError
 from swiftkv_platform.orchestration.files import File

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from swiftkv_platform.api import following
-from swiftkv_platform.api.following import Followers
-from swiftkv_platform.api.watches import Watches
+from swiftkv_platform.api.following import Followers, Watches
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.errors import DatabaseUnavailableError

@@ -56,11 +56,11 @@ REFUSALS: list[tuple[str, dict[str, Any], str, str]] = [
     ("job_nobodys:2", L6, "training.from", "there is no job job_nobodys"),
     ("{job}:3", L6, "training.from", "it has steps 2"),
     ("{job}:ckpt_00000002_0002", L6, "training.from", "it has steps 2"),
-    ("{job}:2", {"swiftkv": {"num_key_value_layers": 5}}, "swiftkv.num_key_value_layers", "6 would do"),
-    ("{job}:2", {}, "swiftkv.num_key_value_layers", "6 would do"),
-    ("{job}:2", {"swiftkv": {**SIX, "key_value_group_size": 2}}, "swiftkv.key_value_group_size", "1 would do"),
-    ("{job}:2", {"swiftkv": {**SIX, "own_output_projection": True}}, "swiftkv.own_output_projection", "False would do"),
-    ("{job}:2", {**L6, "model": {"name_or_path": "org/other"}}, "model.name_or_path", "'org/teacher' would do"),
+    ("{job}:2", {"swiftkv": {"num_key_value_layers": 5}}, "swiftkv.num_key_value_layers", "use 6"),
+    ("{job}:2", {}, "swiftkv.num_key_value_layers", "use 6"),
+    ("{job}:2", {"swiftkv": {**SIX, "key_value_group_size": 2}}, "swiftkv.key_value_group_size", "use 1"),
+    ("{job}:2", {"swiftkv": {**SIX, "own_output_projection": True}}, "swiftkv.own_output_projection", "use False"),
+    ("{job}:2", {**L6, "model": {"name_or_path": "org/other"}}, "model.name_or_path", "use 'org/teacher'"),
     (
         "{job}:2",
         {**STATE, "optimizer": {"name": "muon"}},
@@ -106,7 +106,7 @@ def test_shares_of_layers_are_compared_where_the_teacher_is_known(server: Server
 def test_a_job_that_trains_tail_does_not_go_on_as_qkv(server: Server) -> None:
     parent = server.succeed(distillation={"trainable": "tail"})
     error = refusal(server.client.post("/jobs", json=continuing(f"{parent['id']}:2")))
-    assert (error["field"], "'tail' would do" in error["message"]) == ("distillation.trainable", True)
+    assert (error["field"], "use 'tail'" in error["message"]) == ("distillation.trainable", True)
     server.submit(**continuing(f"{parent['id']}:2", distillation={"trainable": "all"}))
 
 

@@ -16,8 +16,7 @@ from swiftkv_platform.cli.app import app
 from swiftkv_platform.client import MetricPoint
 from swiftkv_platform.errors import SwiftKVError
 from swiftkv_platform.local.demo.llm import llm_spec
-from swiftkv_platform.local.demo.plot import plot_loss
-from swiftkv_platform.local.demo.report import build_report, print_report, write_report
+from swiftkv_platform.local.demo.report import build_report, plot_loss, print_report, write_report
 from swiftkv_platform.local.demo.run import job_spec
 from swiftkv_platform.specs import REAL_TEACHER, JobSpec
 from tests.requirements import required_module

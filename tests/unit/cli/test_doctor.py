@@ -19,9 +19,8 @@ from sqlalchemy import make_url, text
 from typer.testing import CliRunner
 
 from swiftkv_platform.cli.app import app
-from swiftkv_platform.cli.doctor.checks import CHECKS
-from swiftkv_platform.cli.doctor.findings import Check, Finding, Surroundings, run_checks, worst
-from swiftkv_platform.cli.doctor.variables import OF_TESTS, OTHERS
+from swiftkv_platform.cli.doctor import CHECKS, OF_TESTS, OTHERS
+from swiftkv_platform.cli.findings import Check, Finding, Surroundings, run_checks, worst
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.settings import Settings
 from swiftkv_platform.storage.addresses import open_store
@@ -67,7 +66,7 @@ def checks() -> tuple[Check, ...]:
 @pytest.fixture
 def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...]) -> Examine:
     """Runs the command on an environment of its own with some variables more, and returns what it found by check."""
-    monkeypatch.setattr("swiftkv_platform.cli.doctor.checks.CHECKS", checks)
+    monkeypatch.setattr("swiftkv_platform.cli.doctor.CHECKS", checks)
     for name in ("SWIFTKV_URL", "SWIFTKV_API_KEY", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -175,7 +174,7 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
         raise ValueError("no\nsuch luck")
 
     def lacks(_: Surroundings) -> Finding:
-        raise ModuleNotFoundError(name="boto3")
+        raise ModuleNotFoundError(name="obstore")
 
     checks = [
         Check("hangs", hang, "pull the plug"),
@@ -187,7 +186,7 @@ def test_a_check_that_hangs_or_breaks_says_so_and_the_others_are_heard(tmp_path:
     release.set()
     assert found["hangs"] == Finding("failed", "No answer within 0.5 s.", "pull the plug")
     assert found["breaks"] == Finding("failed", "The check broke: ValueError: no such luck.", "mend it")
-    assert (found["lacks"].status, "boto3" in found["lacks"].message) == ("warning", True)
+    assert (found["lacks"].status, "obstore" in found["lacks"].message) == ("warning", True)
     assert found["fine"] == Finding("ok", "Fine.")
 
 

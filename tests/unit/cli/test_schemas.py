@@ -20,7 +20,7 @@ import yaml
 from typer._completion_classes import BashComplete
 from typer.testing import CliRunner
 
-from swiftkv_platform.cli import ids
+from swiftkv_platform.cli import context
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.specs.deployment import DeploymentSpec
 from tests.documented import blocks
@@ -48,11 +48,11 @@ def script() -> Script:
 
 
 def test_completion_does_not_wait_for_a_control_plane_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ids, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(context, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ctx = typer.Context(COMMAND)
         ctx.params["url"] = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert ids.complete_job(ctx, "") == []  # the client itself would wait for a minute
+        assert context.complete_job(ctx, "") == []  # the client itself would wait for a minute
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from swiftkv_platform.cli.app import app
 from swiftkv_platform.cli.estimates import describe_estimate
 from swiftkv_platform.client import Estimate
-from swiftkv_platform.local import units
+from swiftkv_platform.local import terminal as units
 from swiftkv_platform.specs import JobSpec
 from tests.fakes.scripted_server import Script, json_answer, list_answer
 from tests.unit.cli.conftest import Run
@@ -82,12 +82,12 @@ def test_an_estimate_says_what_is_made_and_taken() -> None:
 def test_memory_that_does_not_fit_says_what_would_do() -> None:
     on_cpus = described(GIB)["memory"]
     assert on_cpus.endswith(
-        "this machine's 1 GiB: does not fit: fewer workers or a smaller training.micro_batch_size would do"
+        "this machine's 1 GiB: does not fit; use fewer workers or a smaller training.micro_batch_size"
     )
     on_gpus = {"resources": {"gpus_per_worker": 1, "accelerator_type": "L4"}}
     assert described(spec=on_gpus)["memory"] == "124 MiB a worker of one L4's 22.4 GiB: fits"
     too_large = described(spec=on_gpus, memory_per_worker=30 * GIB)["memory"]
-    assert too_large.startswith("30 GiB a worker of one L4's 22.4 GiB: does not fit: more workers")
+    assert too_large.startswith("30 GiB a worker of one L4's 22.4 GiB: does not fit; use more workers")
     assert described(spec={"resources": {"gpus_per_worker": 1}})["memory"] == "124 MiB a worker of GPU memory"
     assert described(None)["memory"].endswith("2 workers take 1.63 GiB")
 

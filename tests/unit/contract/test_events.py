@@ -16,9 +16,9 @@ from swiftkv_platform.contract.events import (
     MessageEvent,
     MetricsEvent,
     PlacementEvent,
+    ReasonCode,
     parse_event,
 )
-from swiftkv_platform.contract.reasons import ReasonCode
 from tests.old_home import old_attempts
 
 NOW = 1000.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftkv_platform.database.registry import SqlRegistry
+from swiftkv_platform.database.catalog import SqlRegistry
 from swiftkv_platform.database.repository import SqlJobRepository
 from swiftkv_platform.database.session import Database
 from swiftkv_platform.orchestration.job import Event, Job, Reason, new_id, status_event

@@ -14,10 +14,10 @@ from swiftkv_platform.contract.attempts import AttemptRequest
 from swiftkv_platform.database.leases import SqlLeases
 from swiftkv_platform.errors import DatabaseUnavailableError, LeaseLostError
 from swiftkv_platform.orchestration.attention import SPARING, Attention
+from swiftkv_platform.orchestration.demand import Placed
 from swiftkv_platform.orchestration.job import JobStatus
 from swiftkv_platform.orchestration.leadership import LEASE_S, Leadership
 from swiftkv_platform.orchestration.loop import ControlLoop
-from swiftkv_platform.orchestration.standing import Placed
 from tests.unit.orchestration.conftest import Plane
 
 

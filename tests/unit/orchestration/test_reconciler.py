@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import MANIFEST
-from swiftkv_platform.contract.protocol import PROTOCOL
+from swiftkv_platform.contract.attempts import MANIFEST, PROTOCOL
 from swiftkv_platform.errors import StorageError
 from swiftkv_platform.orchestration.job import JobStatus, Reason
 from swiftkv_platform.orchestration.ports import Page, SubmissionStatus

@@ -7,8 +7,7 @@ import argparse
 import pytest
 
 from swiftkv_platform.contract.attempt_id import AttemptId
-from swiftkv_platform.contract.attempts import AttemptRequest
-from swiftkv_platform.contract.protocol import PROTOCOL
+from swiftkv_platform.contract.attempts import PROTOCOL, AttemptRequest
 from swiftkv_platform.errors import IllegalTransitionError
 from swiftkv_platform.orchestration.job import Job, JobStatus, Reason, transition
 from swiftkv_platform.orchestration.ports import SubmissionStatus

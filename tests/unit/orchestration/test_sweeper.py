@@ -131,7 +131,7 @@ class Dying(InMemoryObjectStore):
 
     def __init__(self, objects: InMemoryObjectStore) -> None:
         super().__init__()
-        self._objects = objects._objects
+        self._client = objects._client
         self.left = 10**9
 
     def _change(self) -> None:
@@ -142,6 +142,10 @@ class Dying(InMemoryObjectStore):
     def delete(self, key: str) -> None:
         self._change()
         super().delete(key)
+
+    def delete_many(self, keys: list[str]) -> None:
+        for key in keys:
+            self.delete(key)
 
     def delete_prefix(self, prefix: str) -> None:
         self._change()
@@ -194,7 +198,7 @@ class Refusing(InMemoryObjectStore):
 
     def __init__(self, objects: InMemoryObjectStore, *refused: str) -> None:
         super().__init__()
-        self._objects, self._refused = objects._objects, refused
+        self._client, self._refused = objects._client, refused
 
     def delete_prefix(self, prefix: str) -> None:
         if any(name in prefix for name in self._refused):

@@ -19,7 +19,7 @@ from swiftkv_platform.jobs.attempt.events import Reporter
 from swiftkv_platform.jobs.attempt.parts import PhaseProgress
 from swiftkv_platform.jobs.worker.memory import free_bytes
 from swiftkv_platform.jobs.worker.prepare import load_tokenizer, set_up_process, task_device, writer
-from swiftkv_platform.planning.writing import refuse, teacher_bytes
+from swiftkv_platform.planning.phases import refuse, teacher_bytes
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.object_store import ObjectStore

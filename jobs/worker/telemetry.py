@@ -14,8 +14,8 @@ import torch
 from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.trainer import StepMetrics
 from swiftkv_platform.errors import ModelError
-from swiftkv_platform.planning.devices import PEAK_FLOPS
 from swiftkv_platform.planning.job_setup import training_setup
+from swiftkv_platform.planning.machines import PEAK_FLOPS
 from swiftkv_platform.planning.training import plan_training
 from swiftkv_platform.specs import JobSpec
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from swiftkv_platform.client import Estimate
 from swiftkv_platform.local.units import count, duration, flops, plural, size
-from swiftkv_platform.planning.devices import DEVICE_MEMORY
+from swiftkv_platform.planning.machines import DEVICE_MEMORY
 from swiftkv_platform.specs import JobSpec
 
 _SMALLER = "does not fit: fewer workers or a smaller training.micro_batch_size would do"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -214,14 +214,14 @@ class TrainedTensors(LazyTensors):
         self._read_range = read_range or partial(_read_file, directory)
         self._index = FileSystemReader(directory).read_metadata()
         prefix = f"model.{STUDENT}"
-        self._entries = {
+        self.places = {
             name.removeprefix(prefix): (name, entry)
             for name, entry in self._index.state_dict_metadata.items()
             if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        stored, entry = self._entries[name]
+        stored, entry = self.places[name]
         first, last, _ = (slice(None) if rows is None else rows).indices(entry.size[0])
         tensor = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype)
         places, wanted = [], []
@@ -237,15 +237,6 @@ class TrainedTensors(LazyTensors):
         for number, values in read_pieces(wanted, self._read_range):
             tensor[places[number]] = values
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
 
 def _read_file(directory: Path, name: str, start: int, stop: int) -> bytes:

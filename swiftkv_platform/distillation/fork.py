@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from swiftkv_platform.distillation.losses import hidden_loss, lm_loss, logits_loss
-from swiftkv_platform.distillation.sequence_parallel import SequenceGroup, use_sequence_parallel_attention
+from swiftkv_platform.distillation.sequence_parallel import ATTENTION, SequenceGroup
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.model.decoder import DecoderContext
 from swiftkv_platform.model.masks import PACKED, Masks
@@ -66,7 +66,7 @@ class Fork(nn.Module):
         self._dtype = dtype
         self._attention = attention
         if sequence is not None:
-            use_sequence_parallel_attention(student)
+            student.config._attn_implementation = ATTENTION
         elif student.config._attn_implementation == "sdpa":
             student.config._attn_implementation = PACKED
         self._spec = spec

@@ -64,24 +64,12 @@ class SequenceGroup:
             layer_arguments={**context.layer_arguments, _GROUP: self},
         )
 
-    def to_heads(self, tensor: Tensor) -> Tensor:
-        """[batch, num_heads, num_tokens / size, dim] -> [batch, num_heads / size, num_tokens, dim]."""
-        return self._swap(tensor)
-
-    def to_tokens(self, tensor: Tensor) -> Tensor:
-        """[batch, num_tokens, num_heads / size, dim] -> [batch, num_tokens / size, num_heads, dim]."""
-        return self._swap(tensor)
-
-    def _swap(self, tensor: Tensor) -> Tensor:
-        """Exchange parts: every worker keeps its part of axis 1, and gets all parts of axis 2."""
+    def swap(self, tensor: Tensor) -> Tensor:
+        """Exchange parts: every worker keeps its part of axis 1, and gets all parts of axis 2, be axis 1 the heads and
+        axis 2 the tokens or the other way round: [batch, n, m / size, dim] -> [batch, n / size, m, dim]."""
         parts = tensor.unflatten(1, (self.size, -1)).movedim(1, 0)  # one for each worker
         received = cast("Tensor", _AllToAll.apply(parts, self.group))  # type: ignore[no-untyped-call]
         return torch.cat(received.unbind(0), dim=2)
-
-
-def use_sequence_parallel_attention(model: Any) -> None:
-    """Make every layer of `model` attend by this module."""
-    model.config._attn_implementation = ATTENTION
 
 
 def check_heads(config: Any, size: int) -> None:
@@ -137,9 +125,9 @@ def _attend(
     """Attention of whole samples over this worker's heads; as transformers' functions, of this worker's tokens."""
     group: SequenceGroup = arguments[_GROUP]
     samples: PackedSamples = arguments[SAMPLES]
-    query, key, value = (group.to_heads(tensor) for tensor in (query, key, value))
+    query, key, value = (group.swap(tensor) for tensor in (query, key, value))
     output = samples.attend(query, key, value, scaling=arguments["scaling"], layer=module.layer_idx)  # type: ignore[arg-type]
-    return group.to_tokens(output), None
+    return group.swap(output), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)

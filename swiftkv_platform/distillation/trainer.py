@@ -27,8 +27,7 @@ from swiftkv_platform.distillation.course import (
     turn_notes,
     went_back,
 )
-from swiftkv_platform.distillation.held_out import HeldOut
-from swiftkv_platform.distillation.micro_batches import MicroBatch, micro_batches
+from swiftkv_platform.distillation.micro_batches import HeldOut, MicroBatch, micro_batches
 from swiftkv_platform.distillation.optimizer import default_warmup_steps, learning_rate
 from swiftkv_platform.distillation.parallel import Parallel
 from swiftkv_platform.distillation.rate_search import first_rate, highest_rate, search

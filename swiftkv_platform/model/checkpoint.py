@@ -142,6 +142,9 @@ class Checkpoint:
 class LazyTensors(Mapping[str, torch.Tensor], ABC):
     """Tensors that are read when they are asked for."""
 
+    places: Mapping[str, Any]
+    """Where each tensor is, by its name."""
+
     @abstractmethod
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """A tensor, or no more than some rows of it, along the first dimension."""
@@ -149,9 +152,14 @@ class LazyTensors(Mapping[str, torch.Tensor], ABC):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.read(name)
 
-    @abstractmethod
     def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor `name`; reads none, as a mapping's own way would."""
+        return name in self.places  # a mapping's own way reads the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: slice | None) -> torch.Tensor:
@@ -165,23 +173,11 @@ class StoredTensors(LazyTensors):
     """Tensors of the safetensors files in a directory, each read when it is asked for."""
 
     def __init__(self, directory: Path) -> None:
-        self._files: dict[str, Path] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            with _opened(path, directory) as file:
-                self._files |= dict.fromkeys(file.keys(), path)
+        self._checkpoint = stored_checkpoint(directory)
+        self.places = self._checkpoint.shards
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        with _opened(self._files[name], self._files[name].parent) as file:
-            return _read(file, name, rows)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+        return self._checkpoint.tensors([name], rows)[name]
 
 
 def ranges(part: Part | None, num_dims: int) -> tuple[slice, ...]:

@@ -27,7 +27,7 @@ def _grouped_query(
         kv_heads = num_key_value_heads or fields.count("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise ModelError(
-                f"{heads} query heads cannot share {kv_heads} KV heads; a divisor would do",
+                f"{heads} query heads cannot share {kv_heads} KV heads; a divisor is accepted",
                 field="num_key_value_heads" if num_key_value_heads is None else "num_key_value_heads_swiftkv",
                 value=kv_heads,
             )
@@ -129,7 +129,7 @@ def _everywhere(default: int | None) -> Callable[[Fields, int], Windows]:
     def windows(fields: Fields, num_layers: int) -> Windows:
         window = fields.optional_count("sliding_window") if fields.given("sliding_window") else default
         if window == 1:
-            raise ModelError("config.json has sliding_window 1; 2 or more would do", field="sliding_window", value=1)
+            raise ModelError("config.json has sliding_window 1; 2 or more is accepted", field="sliding_window", value=1)
         return (window,) * num_layers
 
     return windows

@@ -89,10 +89,10 @@ def forward_flops(
             pairs = attention_pairs(num_queries, past + num_tokens - num_queries, layer.window)
         computes_kv = not upper or i in leaders
         total += Flops(
-            query=num_queries * _flops(attention.query),
+            query=num_queries * maps_flops(attention.query),
             key_value=computes_kv * _key_value(attention, num_tokens, past + num_tokens if num_queries else 0),
-            output=num_queries * _flops(attention.output),
-            mlp=num_queries * _flops(layer.mlp),
+            output=num_queries * maps_flops(attention.output),
+            mlp=num_queries * maps_flops(layer.mlp),
             attention=pairs * attention.flops_per_pair,
         )
     return total
@@ -121,9 +121,9 @@ def attention_pairs(num_queries: int, past: int, window: int | None) -> int:
     return growing * past + growing * (growing + 1) // 2 + (num_queries - growing) * window
 
 
-def _flops(maps: tuple[Linear, ...]) -> int:
+def maps_flops(maps: tuple[Linear, ...]) -> int:
     return sum(linear.flops for linear in maps)
 
 
 def _key_value(attention: Attention, num_tokens: int, num_attended: int) -> int:
-    return num_tokens * _flops(attention.key_value) + num_attended * _flops(attention.expansion)
+    return num_tokens * maps_flops(attention.key_value) + num_attended * maps_flops(attention.expansion)

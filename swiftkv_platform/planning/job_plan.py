@@ -11,10 +11,9 @@ from typing import Any
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.planning.architecture import Architecture, Linear
-from swiftkv_platform.planning.devices import DEVICE_MEMORY
 from swiftkv_platform.planning.job_setup import training_setup
 from swiftkv_platform.planning.layers import LayerMap
-from swiftkv_platform.planning.machines import Machines
+from swiftkv_platform.planning.machines import DEVICE_MEMORY, Machines
 from swiftkv_platform.planning.parameters import Parameters
 from swiftkv_platform.planning.phase_plans import Assumptions, DiskUse, JobPlan, PhaseName, PhasePlan, PhaseSeconds
 from swiftkv_platform.planning.phases import (
@@ -412,8 +411,8 @@ def _refuse_small_disks(plan: JobPlan, spec: JobSpec) -> None:
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size)
     raise InvalidInputError(
         f"to {needed.phase} needs {use.total / 1e9:.1f} GB of a node's disk ({listed}), and a node has "
-        f"{given / 1e9:.1f} GB (SWIFTKV_NODE_DISK_BYTES); nodes with {use.total} bytes, a smaller teacher, or one in a "
-        "directory that every node mounts, would do",
+        f"{given / 1e9:.1f} GB (SWIFTKV_NODE_DISK_BYTES); use nodes with {use.total} bytes, a smaller teacher, or one "
+        "in a directory that every node mounts",
         field="model.name_or_path",
         value=spec.model.name_or_path,
     )

@@ -101,7 +101,9 @@ def plan(
     sequence_length = model.max_position_embeddings if sequence_length is None else sequence_length
     if sequence_length < 1:
         raise InvalidInputError(
-            f"sequence_length is {sequence_length}; 1 or more would do", field="sequence_length", value=sequence_length
+            f"sequence_length is {sequence_length}; 1 or more is accepted",
+            field="sequence_length",
+            value=sequence_length,
         )
     check_kv_cache_dtype(kv_cache_dtype)
     dense_map = dense_layer_map(model)

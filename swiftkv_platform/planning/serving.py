@@ -87,10 +87,10 @@ def _check(setup: ServingSetup) -> None:
     for name in ("memory_bytes", "sequence_length", "block_size", "tensor_parallel_size"):
         value = getattr(setup, name)
         if value < 1:
-            raise InvalidInputError(f"{name} is {value}; 1 or more would do", field=name, value=value)
+            raise InvalidInputError(f"{name} is {value}; 1 or more is accepted", field=name, value=value)
     if not 0 <= setup.reserved < 1:
         raise InvalidInputError(
-            f"reserved is {setup.reserved}; a share from 0 up to 1 would do", field="reserved", value=setup.reserved
+            f"reserved is {setup.reserved}; a share from 0 up to 1 is accepted", field="reserved", value=setup.reserved
         )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swiftkv_platform.data.packing import Samples, pack
-from swiftkv_platform.distillation.held_out import measured_rows
+from swiftkv_platform.distillation.micro_batches import measured_rows
 from swiftkv_platform.planning.steering import measuring_interval
 from swiftkv_platform.specs import ValidationSpec
 

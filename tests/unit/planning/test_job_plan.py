@@ -252,7 +252,7 @@ def test_too_small_a_disk_is_refused() -> None:
     assert (error.field, error.value) == ("model.name_or_path", "org/teacher")
     assert "to publish needs 35.3 GB of a node's disk (cache 16.9, checkpoints 1.6, the artifact 16.9)" in error.message
     assert f"nodes with {needed.total} bytes" in error.message
-    assert "would do" in error.message
+    assert "; use nodes with" in error.message
 
 
 def test_too_little_host_memory_is_refused() -> None:
@@ -267,8 +267,6 @@ def test_too_little_host_memory_is_refused() -> None:
 def test_workers_that_would_do_to_evaluate_are_named() -> None:
     """16 GB of a T4: neither a training step nor an evaluation fits on one worker."""
     alone = {**GPUS, "num_workers": 1, "accelerator_type": "L4"}
-    with pytest.raises(
-        InvalidInputError, match=r"with 1 workers? needs .* resources\.num_workers \d+ would do"
-    ) as refused:
+    with pytest.raises(InvalidInputError, match=r"with 1 workers? needs .* use resources\.num_workers \d+$") as refused:
         plan(job(resources=alone))
     assert refused.value.field == "resources.num_workers"

@@ -93,7 +93,7 @@ def test_time_follows_tokens_workers_and_speed() -> None:
 
 
 def test_a_batch_that_does_not_divide() -> None:
-    with pytest.raises(InvalidInputError, match=r"batch_size is 10; a multiple of .* = 4 would do"):
+    with pytest.raises(InvalidInputError, match=r"batch_size is 10; use a multiple of .* = 4$"):
         plan_training(LLAMA_8B, TrainingSetup(num_workers=4, batch_size=10))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.orchestration.estimates import estimate
-from swiftkv_platform.planning.writing import refuse_writers_without_room, teacher_bytes
+from swiftkv_platform.planning.phases import refuse_writers_without_room, teacher_bytes
 from swiftkv_platform.specs import JobSpec
 
 CONFIG = json.loads((Path(__file__).parents[3] / "benchmarks" / "configs" / "llama-3.1-8b.json").read_text())

@@ -31,10 +31,7 @@ def train(
     store: ObjectStore, request: AttemptRequest, reporter: Reporter, *, rows_store: ObjectStore | None = None
 ) -> tuple[str, ray.ObjectRef]:
     """Train from the newest checkpoint there is; returns the last checkpoint's key, and the `StoredPreparation`.
-
-    Args:
-        rows_store: keeps the prepared rows, where that is not `store`.
-    """
+    `rows_store`: keeps the prepared rows, where that is not `store`."""
     rows_uri = (rows_store or store).uri
     say_waiting(reporter, request.spec, "prepare")
     plan_ref, prepared = as_task(prepare, request.spec.resources, num_returns=2).remote(request, rows_uri)
@@ -70,11 +67,8 @@ def measure(
     checkpoint: str,
     prepared: ray.ObjectRef,
 ) -> Manifest:
-    """Have the job's workers measure what was trained, together; returns what the first one published.
-
-    Args:
-        task: `swiftkv_platform.jobs.tasks.evaluate` or `evaluate_trial`.
-    """
+    """Have the job's workers measure what was trained, together; returns what the first one published. `task`:
+    `swiftkv_platform.jobs.tasks.evaluate` or `evaluate_trial`."""
     resources = request.spec.resources
     num_workers = group_size(resources)
     say_waiting(reporter, request.spec, "evaluate", num_workers=num_workers)
@@ -116,11 +110,8 @@ def have_data_written(store: ObjectStore, request: AttemptRequest, reporter: Rep
 
 
 def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -> Any:
-    """Return a task's result, however long the cluster takes to find a place for it.
-
-    Raises:
-        StoppedError: the attempt is to end first. Another one repeats the task.
-    """
+    """Return a task's result, however long the cluster takes to find a place for it. Raises `StoppedError`: the attempt
+    is to end first. Another one repeats the task."""
     while not ray.wait([task], timeout=LOOK_INTERVAL_S)[0]:
         stop_request = look(store, request)
         if stop_request in STOPPED:
@@ -142,11 +133,8 @@ def needed_resources(spec: JobSpec) -> dict[str, float]:
 
 
 def refuse_unshared_store(store: ObjectStore) -> None:
-    """Workers of one machine cannot see another's directories.
-
-    Raises:
-        InvalidInputError: a directory as the store of a cluster of several nodes.
-    """
+    """Workers of one machine cannot see another's directories. Raises `InvalidInputError`: a directory as the store of
+    a cluster of several nodes."""
     num_nodes = sum(node["Alive"] for node in ray.nodes())
     if num_nodes == 1 or not isinstance(store, LocalObjectStore) or os.environ.get(_SHARED) == "1":
         return

@@ -34,14 +34,8 @@ _HELD_OUT_TOKENS = 8192
 
 
 def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
-    """Run a job's phases without data, weights and machines.
-
-    Args:
-        config: the teacher's `config.json`.
-
-    Raises:
-        InvalidInputError: DDP and DeepSpeed copy by addresses, which fake tensors do not have.
-    """
+    """Run a job's phases without data, weights and machines. `config`: the teacher's `config.json`. Raises
+    `InvalidInputError`: DDP and DeepSpeed copy by addresses, which fake tensors do not have."""
     strategy = spec.sharding.strategy
     if strategy != "fsdp2":
         raise InvalidInputError(

@@ -48,12 +48,8 @@ class AttemptAnswers:
 
 
 def write(request: AttemptRequest, store_uri: str, worker: int) -> int:
-    """Write the share of worker `worker`; returns its number of tokens.
-
-    Raises:
-        ModelError: an unreadable teacher or tokenizer.
-        DataError: prompts that cannot be read.
-    """
+    """Write the share of worker `worker`; returns its number of tokens. Raises `ModelError`: an unreadable teacher or
+    tokenizer; `DataError`: prompts that cannot be read."""
     spec = request.spec
     set_up_process(spec)
     store = open_store(store_uri)

@@ -59,10 +59,7 @@ class Telemetry:
 def training_flops_per_token(spec: JobSpec, config: Any, rows: PackedRows) -> float | None:
     """Operations that training on `rows` takes, over the positions that the loss counts; each token attends to its own
     sample. What gradient checkpointing repeats is not among them. None for a family that the planner does not know.
-
-    Args:
-        config: the student's configuration.
-    """
+    `config`: the student's configuration."""
     setup = replace(
         training_setup(spec), samples=rows.sample_counts, counted_share=rows.num_counted_tokens / rows.num_tokens
     )

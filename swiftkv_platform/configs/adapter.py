@@ -168,11 +168,8 @@ class AdapterConfig(FrozenModel):
     def apply(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_prefix: str, source: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The student's tensors from the adapter's and, under `base_prefix`, the base's, in the order they come.
-
-        Raises:
-            ModelError: at the first tensor of another base; at the end for those that are missing.
-        """
+        """The student's tensors from the adapter's and, under `base_prefix`, the base's, in the order they come. Raises
+        `ModelError`: at the first tensor of another base; at the end for those that are missing."""
         own, base, name_of_base = set(), set(), self.base.name_or_path
         for full_name, tensor in tensors:
             name = full_name.removeprefix(base_prefix)

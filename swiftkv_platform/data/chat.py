@@ -61,12 +61,8 @@ class ChatRenderer:
         return cls(PLAIN_TEMPLATE, is_plain=True, special_tokens=special_tokens)
 
     def render(self, conversation: Conversation) -> str:
-        """The conversation as text.
-
-        Raises:
-            RowError: the template refuses the messages.
-            ModelError: the tokenizer has no default template.
-        """
+        """The conversation as text. Raises `RowError`: the template refuses the messages; `ModelError`: the tokenizer
+        has no default template."""
         return self._render(conversation)[0]
 
     def render_prompt(self, conversation: Conversation) -> str:
@@ -76,12 +72,9 @@ class ChatRenderer:
     def render_with_spans(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """The text, and the [begin, end) characters of each assistant turn, its closing marker included.
 
-        Where the template marks them by `{% generation %}`, its marks count; otherwise the turns are found by
-        rendering the conversation up to each of them.
-
-        Raises:
-            RowError: the template refuses the messages, or a turn cannot be found in what it writes.
-            ModelError: the tokenizer has no default template.
+        Where the template marks them by `{% generation %}`, its marks count; otherwise the turns are found by rendering
+        the conversation up to each of them. Raises `RowError`: the template refuses the messages, or a turn cannot be
+        found in what it writes; `ModelError`: the tokenizer has no default template.
         """
         if self.template is not None and _MARKS_ASSISTANT.search(self.template):
             return self._render(conversation, with_spans=True)

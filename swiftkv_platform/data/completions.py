@@ -118,11 +118,7 @@ class PromptSource:
             yield Shard(key, prompts, seeds)
 
     def answers(self, store: AnswerStore) -> Iterator[Answer]:
-        """Yield the answers that have been written, prompt by prompt.
-
-        Raises:
-            StorageError: a shard is missing.
-        """
+        """Yield the answers that have been written, prompt by prompt. Raises `StorageError`: a shard is missing."""
         for shard in self.shards():
             data = store.get(shard.key)
             if data is None:

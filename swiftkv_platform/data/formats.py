@@ -65,11 +65,8 @@ class RowReader:
     """Every column the reader looks at."""
 
     def __call__(self, row: Row) -> Content:
-        """The row's text or conversation; "" where it holds none.
-
-        Raises:
-            RowError: a value of another type than the format has.
-        """
+        """The row's text or conversation; "" where it holds none. Raises `RowError`: a value of another type than the
+        format has."""
         return self.format.parse([row[column] for column in self.required], row)
 
 
@@ -77,11 +74,7 @@ def find_format(
     name: str, columns: Sequence[str], *, origin: str, path: str, formats: Sequence[RowFormat] | None = None
 ) -> RowReader:
     """The reader for rows with `columns`: of the format `name`, or the first of `formats` (all) that fits where it is
-    `auto`.
-
-    Raises:
-        DataError: the columns of no format, or not those of `name`, are there.
-    """
+    `auto`. Raises `DataError`: the columns of no format, or not those of `name`, are there."""
     formats = FORMATS if formats is None else formats
     candidates = formats if name == "auto" else [f for f in formats if f.name == name]
     for candidate in candidates:
@@ -98,11 +91,8 @@ def find_format(
 
 
 def content_digest(content: Content) -> int:
-    """64 bits of what a sample says, whatever file, format or tokenizer it comes through.
-
-    Raises:
-        RowError: half of a surrogate pair, which JSON can write but no text holds.
-    """
+    """64 bits of what a sample says, whatever file, format or tokenizer it comes through. Raises `RowError`: half of a
+    surrogate pair, which JSON can write but no text holds."""
     data = content if isinstance(content, str) else content.as_json()
     try:
         return int.from_bytes(hashlib.blake2b(data.encode("utf-8"), digest_size=8).digest(), "big")

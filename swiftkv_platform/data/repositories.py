@@ -47,15 +47,9 @@ def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boun
 
 
 def read_laid_out(name: str, source: DataSourceSpec, path: str, boundary: Boundary = UNBOUNDED) -> Table:
-    """A split of a hub data set, or of a directory laid out like one.
-
-    Args:
-        boundary: where the files of a directory may lie; what is in the directory itself does.
-
-    Raises:
-        DataError: no such data set, split or subset, or a card or file that leads out of `boundary`.
-        StorageError: the hub does not answer.
-    """
+    """A split of a hub data set, or of a directory laid out like one. `boundary`: where the files of a directory may
+    lie; what is in the directory itself does. Raises `DataError`: no such data set, split or subset, or a card or file
+    that leads out of `boundary`; `StorageError`: the hub does not answer."""
     if boundary.directories is None:
         return _read(name, source, path, None)
     field, directory = f"{path}.name_or_path", Path(name)

@@ -56,12 +56,9 @@ def source_rows(
     formats: Sequence[RowFormat] = FORMATS,
 ) -> Iterator[SourceRow]:
     """Yield the rows of `data.sources[index]`: all, or `sample_count` of them chosen by the seed; of a streamed source,
-    of unknown length, the first. Rows that the source itself holds out are not counted.
-
-    Raises:
-        DataError, InvalidInputError, StorageError: as `prepare_data`; `DataError` with the line for a row that the
-            format cannot read.
-    """
+    of unknown length, the first. Rows that the source itself holds out are not counted. Raises `DataError,
+    InvalidInputError, StorageError`: as `prepare_data`; `DataError` with the line for a row that the format cannot
+    read."""
     path = f"data.sources[{index}]"
     tables = read_source(source, path=path, remote=remote, access=access)
     training = [table for table in tables if not table.held_out]

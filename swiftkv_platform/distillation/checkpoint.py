@@ -98,10 +98,7 @@ class Checkpointer:
 
     def restore(self) -> Progress:
         """Load the newest complete checkpoint that is not damaged; a fresh `Progress` where there is none at all.
-
-        Raises:
-            StorageError: there are some, and none can be read.
-        """
+        Raises `StorageError`: there are some, and none can be read."""
         keys = from_rank_0(self._store.candidates)
         if not keys:
             return Progress()
@@ -113,11 +110,8 @@ class Checkpointer:
         return progress
 
     def go_back(self, step: int) -> None:
-        """Load the state that was saved after `step`; waits until it is in the store.
-
-        Raises:
-            StorageError: it is not there, or cannot be read; a later attempt goes on from the newest checkpoint.
-        """
+        """Load the state that was saved after `step`; waits until it is in the store. Raises `StorageError`: it is not
+        there, or cannot be read; a later attempt goes on from the newest checkpoint."""
         self._uploader.wait()
         keys = from_rank_0(lambda: self._store.of_step(step))
         if not keys:

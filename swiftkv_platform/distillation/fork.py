@@ -293,11 +293,8 @@ def load_trained(student: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
-    """`hidden_loss_layer` as a negative index into the hidden states; -1 is the normalised output.
-
-    Raises:
-        InvalidInputError: a layer below the fork, where teacher and student are the same.
-    """
+    """`hidden_loss_layer` as a negative index into the hidden states; -1 is the normalised output. Raises
+    `InvalidInputError`: a layer below the fork, where teacher and student are the same."""
     num_layers, first = config.num_hidden_layers, config.num_key_value_layers
     index = spec.hidden_loss_layer
     index = index if index < 0 else index - (num_layers + 1)

@@ -73,11 +73,8 @@ class SequenceGroup:
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Every worker of a group takes equally many query heads, and equally many key-value heads.
-
-    Raises:
-        InvalidInputError: `sharding.sequence_parallel_size` does not divide the heads of teacher or student.
-    """
+    """Every worker of a group takes equally many query heads, and equally many key-value heads. Raises
+    `InvalidInputError`: `sharding.sequence_parallel_size` does not divide the heads of teacher or student."""
     heads = {
         "num_attention_heads": config.num_attention_heads,
         # MLA expands its latent to keys and values of every query head.

@@ -217,11 +217,8 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
 
 
 def save_lazy(lazy: LazyStudent, directory: Path, *, teacher: bool) -> None:
-    """Write a student's weight files as `save_pretrained` would, one file's worth in memory.
-
-    Args:
-        teacher: keep the teacher's projections of layers >= l; without, the configuration says that they are gone.
-    """
+    """Write a student's weight files as `save_pretrained` would, one file's worth in memory. `teacher`: keep the
+    teacher's projections of layers >= l; without, the configuration says that they are gone."""
     write_model_shards(directory, stored_tensors(lazy, teacher=teacher))
 
 

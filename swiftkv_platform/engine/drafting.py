@@ -213,10 +213,7 @@ def exit_head_pays(history: DraftHistory, costs: DraftCosts, num_sequences: int,
 
 def paying_drafts(expected: Tokens[float], costs: DraftCosts, num_sequences: int) -> dict[int, float]:
     """Choose drafts to run together in one pass of the layers below l; return the passes that each is expected to save.
-
-    Args:
-        expected: by draft, the probability that it and those before it are accepted.
-    """
+    `expected`: by draft, the probability that it and those before it are accepted."""
     row = costs.row * num_sequences
     chosen = [at for at, probability in enumerate(expected) if probability > row]
     gain = sum(expected[at] - row for at in chosen) - costs.lower * num_sequences

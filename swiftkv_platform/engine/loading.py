@@ -51,13 +51,8 @@ def load_model(
     path: str | Path, config: EngineConfig, ranks: Ranks | None = None, *, weights: Path | None = None
 ) -> LoadedModel:
     """Read a Hugging Face directory, SwiftKV or not, or fetch it from the hub first; with `ranks` one's own part.
-
-    Args:
-        weights: directory that has the weights of `path`: with `ranks`, an adapter put together with its base.
-
-    Raises:
-        ModelError: the checkpoint cannot be read, or `max_model_len` exceeds its context.
-    """
+    `weights`: directory that has the weights of `path`: with `ranks`, an adapter put together with its base. Raises
+    `ModelError`: the checkpoint cannot be read, or `max_model_len` exceeds its context."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     directory = local_directory(str(path))
@@ -82,10 +77,7 @@ def load_model(
 
 def describe_model(directory: Path, config: EngineConfig) -> ModelDescription:
     """Read what a Hugging Face directory holds beside its weights, as another engine than the native one serves it.
-
-    Raises:
-        ModelError: as `load_model`.
-    """
+    Raises `ModelError`: as `load_model`."""
     model_config = read_served_config(directory, config)
     try:
         generation_config = None

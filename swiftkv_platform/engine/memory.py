@@ -41,12 +41,9 @@ def layer_shapes(config: Any, num_ranks: int = 1) -> list[LayerShape]:
 
 
 def make_cache(loaded: LoadedModel, config: EngineConfig, num_blocks: int | None = None) -> KVCache:
-    """The KV cache of an engine, or of one of its ranks; `num_blocks` is given where rank 0 has decided.
-
-    Raises:
-        InvalidInputError: `kv_cache_bytes` holds not even one block; `kv_cache_dtype` or `block_size` is none that
-            attention on a GPU reads.
-    """
+    """The KV cache of an engine, or of one of its ranks; `num_blocks` is given where rank 0 has decided. Raises
+    `InvalidInputError`: `kv_cache_bytes` holds not even one block; `kv_cache_dtype` or `block_size` is none that
+    attention on a GPU reads."""
     device, format_ = torch.device(loaded.model.device), storage_format(config.kv_cache_dtype, loaded.model.dtype)
     model_config = loaded.model.config
     if device.type == "cuda" and format_.stored != loaded.model.dtype:
@@ -142,11 +139,8 @@ class DeviceMemory:
 
 
 def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, memory: DeviceMemory) -> int:
-    """Blocks that fit into a GPU's memory beside the worst step, which was run with `cache` in it.
-
-    Raises:
-        InvalidInputError: not even one does.
-    """
+    """Blocks that fit into a GPU's memory beside the worst step, which was run with `cache` in it. Raises
+    `InvalidInputError`: not even one does."""
     shapes = layer_shapes(loaded.model.config, config.tensor_parallel_size)
     block_bytes = bytes_per_block(shapes, cache.block_size, cache.format)
     fit = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks

@@ -85,12 +85,9 @@ class RequestReader:
             )
 
     def read(self, prompt: Prompt, params: SamplingParams) -> ReadRequest:
-        """Tokenize. Blocks for as long as the text takes; any thread may do so.
-
-        Raises:
-            InvalidInputError: an empty or too long prompt, a token id outside the vocabulary, parameters that this
-                model cannot serve, more tokens than the KV cache holds.
-        """
+        """Tokenize. Blocks for as long as the text takes; any thread may do so. Raises `InvalidInputError`: an empty or
+        too long prompt, a token id outside the vocabulary, parameters that this model cannot serve, more tokens than
+        the KV cache holds."""
         self.check(prompt, params)
         token_ids = tuple(self._encode(prompt, params))
         self._check_fits(len(token_ids), params)

@@ -141,11 +141,8 @@ class Sequence:
         return self._detokenizer.text if self._detokenizer else ""
 
     def start(self, *, num_cached_tokens: int, waited_s: float | None = None) -> None:
-        """Leave the queue, the KV of the first tokens being there already.
-
-        Args:
-            waited_s: seconds since it arrived, where that is not now.
-        """
+        """Leave the queue, the KV of the first tokens being there already. `waited_s`: seconds since it arrived, where
+        that is not now."""
         self._become(SequenceStatus.RUNNING)
         self.num_computed_tokens = num_cached_tokens
         if self._scheduled is None:

@@ -92,11 +92,8 @@ def whole_name(name: str) -> str:
 
 
 def shard(model: Any, ranks: Ranks) -> None:
-    """Keep this rank's part of a causal language model of ours, in place; it may be on the meta device.
-
-    Raises:
-        ModelError: heads or columns that cannot be cut into equal parts.
-    """
+    """Keep this rank's part of a causal language model of ours, in place; it may be on the meta device. Raises
+    `ModelError`: heads or columns that cannot be cut into equal parts."""
     check_divides(model.config, ranks.size)
     for parent, name, child in list(_children(model.model.layers)):
         cuts = {leaf: cut for leaf, _ in child.named_parameters(recurse=False) if (cut := cut_of(f"{name}.{leaf}"))}

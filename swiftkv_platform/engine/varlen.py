@@ -160,11 +160,8 @@ def choose_operator(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def block_size_for(operator: VarlenOperator | None, wanted: int | None, default: int) -> int:
-    """Tokens of a block that the operator can read.
-
-    Raises:
-        InvalidInputError: `wanted` is not a multiple of what FlashAttention reads.
-    """
+    """Tokens of a block that the operator can read. Raises `InvalidInputError`: `wanted` is not a multiple of what
+    FlashAttention reads."""
     if operator is not varlen_attn:
         return wanted or default
     if wanted is not None and wanted % FLASH_PAGE:

@@ -37,17 +37,14 @@ def measure_depths(
     max_tokens: int,
     needles: Needles | None = None,
 ) -> Iterator[Depth]:
-    """Rewire `teacher` at each of `depths` and compare it with itself on held-out rows.
+    """Rewire `teacher` at each of `depths` and compare it with itself on held-out rows. Raises `DataError`: nothing is
+    held out; `ModelError`: an unknown family.
 
     Args:
         teacher: a causal language model of a known family; its weights are shared with the students, never changed.
         key_value_group_size: g; where fewer layers are left than that, they form one group.
         calibration: batches with `input_ids` and `position_ids` for the calibrated start.
         max_tokens: held-out tokens to measure.
-
-    Raises:
-        DataError: nothing is held out.
-        ModelError: an unknown family.
     """
     num_layers = teacher.config.num_hidden_layers
     for depth in depths:

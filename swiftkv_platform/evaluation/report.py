@@ -176,11 +176,8 @@ class Report(FrozenModel):
         tasks: TaskResults = NO_TASKS,
         instruct: bool = False,
     ) -> Self:
-        """The report from what was measured on the same rows before and after training.
-
-        Args:
-            instruct: whether the model is instruction-tuned, which decides the limits that the spec leaves open.
-        """
+        """The report from what was measured on the same rows before and after training. `instruct`: whether the model
+        is instruction-tuned, which decides the limits that the spec leaves open."""
         student, teacher = distilled.student, distilled.teacher
         ratio = student.perplexity / teacher.perplexity
         return cls(
@@ -209,11 +206,7 @@ class Report(FrozenModel):
         )
 
     def check_gates(self) -> None:
-        """Refuse a student that is too far from its teacher.
-
-        Raises:
-            QualityGateError: with the figures that decided.
-        """
+        """Refuse a student that is too far from its teacher. Raises `QualityGateError`: with the figures that decided."""
         refused = [gate for gate in self.gates if not gate.passed]
         if not refused:
             return

@@ -150,11 +150,8 @@ def write_adapter(
 
 
 def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: Path, files: Files) -> None:
-    """Put an adapter and its base together in the new directory `target`, the base checked tensor by tensor.
-
-    Raises:
-        ModelError: the base is not the one that the adapter was made of, or the adapter's files are incomplete.
-    """
+    """Put an adapter and its base together in the new directory `target`, the base checked tensor by tensor. Raises
+    `ModelError`: the base is not the one that the adapter was made of, or the adapter's files are incomplete."""
     own = stored_checkpoint(directory)
     adapter.check_shape(json.loads((directory / "config.json").read_bytes()), str(directory))
     adapter.check_own(own.shards, str(directory))
@@ -250,13 +247,8 @@ def whole_model(
 @contextmanager
 def readable(source: str | Path, arguments: dict[str, Any]) -> Iterator[tuple[str | Path, Checkpoint | None]]:
     """The model and the checkpoint that a `from_pretrained` of `source` reads, adapters applied to their base.
-
-    Args:
-        arguments: those of `from_pretrained`. `base_model` is taken out; of an adapter those about the hub too.
-
-    Raises:
-        ModelError: as `whole_model`.
-    """
+    `arguments`: those of `from_pretrained`. `base_model` is taken out; of an adapter those about the hub too. Raises
+    `ModelError`: as `whole_model`."""
     base_model = arguments.pop("base_model", None)
     if arguments.get("state_dict") is not None or arguments.get("gguf_file") is not None:
         yield source, None

@@ -62,11 +62,8 @@ def make_cache(
 
 
 def check_cache(cache: Any, config: Any, *, swiftkv: bool) -> None:
-    """Refuse a transformers cache with another number of layers than the mode's; one without layers grows them.
-
-    Raises:
-        ModelError: naming the number of layers and what to do.
-    """
+    """Refuse a transformers cache with another number of layers than the mode's; one without layers grows them. Raises
+    `ModelError`: naming the number of layers and what to do."""
     if not isinstance(cache, Cache) or not cache.layers:
         return
     wanted = config.layer_map.num_kv_cache_layers if swiftkv else config.num_hidden_layers

@@ -203,11 +203,8 @@ def match_heads(
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]], gram: torch.Tensor, num_key_value_heads: int
 ) -> list[list[int]]:
     """By layer of a group, its head that joins each shared head: the first layer's in their order, those of each layer
-    behind it so that `merge_keys` loses least.
-
-    Args:
-        layers: predicted keys and summed squared queries, as `merge_keys` takes them.
-    """
+    behind it so that `merge_keys` loses least. `layers`: predicted keys and summed squared queries, as `merge_keys`
+    takes them."""
     orders = [list(range(num_key_value_heads))]
     joined: list[tuple[torch.Tensor, torch.Tensor]] = []  # weighted keys and gram @ them, in the heads' new order
     for keys, queries in layers:

@@ -64,13 +64,8 @@ class Checkpoint:
     @classmethod
     def open(cls, source: str | Path, **arguments: Any) -> Checkpoint:
         """Find the tensors of `source`, where transformers would; of a sharded checkpoint only the index is read.
-
-        Args:
-            arguments: those of `from_pretrained` that say where on the hub; others are ignored.
-
-        Raises:
-            ModelError: no weights, pickles alone, or an unreadable file.
-        """
+        `arguments`: those of `from_pretrained` that say where on the hub; others are ignored. Raises `ModelError`: no
+        weights, pickles alone, or an unreadable file."""
         hub = hub_arguments(arguments)
         if weights := _find(source, SAFE_WEIGHTS_NAME, hub):
             with _opened(weights, source) as file:
@@ -124,11 +119,8 @@ class Checkpoint:
         return {name: found[name][1] for name in self.shards}
 
     def tensors(self, names: Iterable[str], part: Part | None = None) -> dict[str, torch.Tensor]:
-        """Some tensors, read into memory of their own: nothing of the files stays mapped.
-
-        Args:
-            part: reads no more than this of each.
-        """
+        """Some tensors, read into memory of their own: nothing of the files stays mapped. `part`: reads no more than
+        this of each."""
         by_shard: dict[str, list[str]] = {}
         for name in names:
             by_shard.setdefault(self.shards[name], []).append(name)

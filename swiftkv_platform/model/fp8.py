@@ -22,11 +22,7 @@ _ACTIVATIONS = (".input_scale", ".input_scale_ub", ".activation_scale", ".q_scal
 
 
 def is_fp8(config: Any) -> bool:
-    """Whether a configuration announces FP8 weights.
-
-    Raises:
-        ModelError: another quantisation.
-    """
+    """Whether a configuration announces FP8 weights. Raises `ModelError`: another quantisation."""
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return False
@@ -57,14 +53,8 @@ def is_scale(name: str, checkpoint: Checkpoint) -> bool:
 def read_tensors(
     checkpoint: Checkpoint, names: list[str] | tuple[str, ...], part: Part | None = None
 ) -> dict[str, torch.Tensor]:
-    """Some tensors by name; float8 ones times their scales, in float32.
-
-    Args:
-        part: reads no more than this of each; scales are read whole.
-
-    Raises:
-        ModelError: float8 without scales, or scales that do not fit.
-    """
+    """Some tensors by name; float8 ones times their scales, in float32. `part`: reads no more than this of each; scales
+    are read whole. Raises `ModelError`: float8 without scales, or scales that do not fit."""
     scales = {name: found for name in names if (found := _scale_of(name, checkpoint)) is not None}
     read = checkpoint.tensors(names, part)
     grids = checkpoint.tensors(scales.values())

@@ -240,11 +240,8 @@ AttentionImplementation = Literal["auto", "varlen_attn", "sdpa"]
 def choose_operator(
     implementation: AttentionImplementation, config: Any, device: torch.device, dtype: torch.dtype
 ) -> VarlenOperator | None:
-    """`varlen_attn`, or None: SDPA, one sample after the other.
-
-    Raises:
-        InvalidInputError: `varlen_attn` is asked for, and the device cannot run it.
-    """
+    """`varlen_attn`, or None: SDPA, one sample after the other. Raises `InvalidInputError`: `varlen_attn` is asked for,
+    and the device cannot run it."""
     return _choose(implementation, attention_head_dim(config), device, dtype)
 
 

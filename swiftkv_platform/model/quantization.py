@@ -25,11 +25,8 @@ _FP8_SHIFT = 2.0**120
 
 
 def payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
-    """Return the data type that a cache stores for `kv_cache_dtype`; None for `auto`, the model's own type.
-
-    Raises:
-        InvalidInputError: naming the values there are.
-    """
+    """Return the data type that a cache stores for `kv_cache_dtype`; None for `auto`, the model's own type. Raises
+    `InvalidInputError`: naming the values there are."""
     if kv_cache_dtype in (None, "auto"):
         return None
     if kv_cache_dtype not in PAYLOAD_DTYPES:

@@ -19,11 +19,8 @@ _SLOW = ("tokenizer.model", "vocab.json", "tekken.json")
 
 
 def check_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Check the tokenizer of a model directory, where it has one.
-
-    Raises:
-        ModelError: it cannot be read, or makes ids that the model has no embedding for.
-    """
+    """Check the tokenizer of a model directory, where it has one. Raises `ModelError`: it cannot be read, or makes ids
+    that the model has no embedding for."""
     try:
         highest = _highest_id(directory)
     except Exception as error:  # a broken file: the tokenizers library raises no narrower type

@@ -16,11 +16,7 @@ ConfigSource = str | Path | Mapping[str, Any]
 
 
 def read_config(source: ConfigSource) -> dict[str, Any]:
-    """The content of a Hugging Face `config.json`.
-
-    Raises:
-        ModelError: there is none, or it holds no JSON object.
-    """
+    """The content of a Hugging Face `config.json`. Raises `ModelError`: there is none, or it holds no JSON object."""
     if isinstance(source, Mapping):
         return dict(source)
     path = Path(source).expanduser()

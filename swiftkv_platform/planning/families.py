@@ -201,13 +201,8 @@ FAMILIES = {
 
 def read_architecture(source: ConfigSource, *, num_key_value_heads_swiftkv: int | None = None) -> Architecture:
     """The decoder that a `config.json` (path, directory or content) describes; a teacher's or a student's.
-
-    Args:
-        num_key_value_heads_swiftkv: KV heads of the student's groups (appendix C), in place of the configuration's.
-
-    Raises:
-        ModelError: no such file, a family without a row here, or a key that is missing or makes no sense.
-    """
+    `num_key_value_heads_swiftkv`: KV heads of the student's groups (appendix C), in place of the configuration's.
+    Raises `ModelError`: no such file, a family without a row here, or a key that is missing or makes no sense."""
     fields = Fields(read_config(source))
     model_type = fields.text("model_type", default="").removesuffix(_STUDENT_SUFFIX)
     if model_type not in FAMILIES:

@@ -51,11 +51,7 @@ def plan_job(
     inputs: Inputs,
     machines: Machines,
 ) -> JobPlan:
-    """Plan a job whose defaults are resolved.
-
-    Raises:
-        InvalidInputError: a node's disk that is too small for a phase.
-    """
+    """Plan a job whose defaults are resolved. Raises `InvalidInputError`: a node's disk that is too small for a phase."""
     setup = training_setup(spec)
     memory = plan_phases(model, layer_map, parameters, setup, calibration_tokens=calibration_tokens(spec))
     job = _Job(
@@ -397,11 +393,8 @@ class _Job:
 
 
 def _refuse_small_disks(plan: JobPlan, spec: JobSpec) -> None:
-    """Compare the disk of the fullest node in each phase with what the operator says that a node has.
-
-    Raises:
-        InvalidInputError: a phase that needs more.
-    """
+    """Compare the disk of the fullest node in each phase with what the operator says that a node has. Raises
+    `InvalidInputError`: a phase that needs more."""
     given = plan.assumptions.node_disk_bytes
     needed = max(plan.phases, key=lambda phase: phase.node_disk.total)
     if given is None or needed.node_disk.total <= given:

@@ -30,11 +30,7 @@ class KVBytes:
 
 
 def check_kv_cache_dtype(name: str, *, field: str = "kv_cache_dtype") -> None:
-    """Refuse a dtype that there is not.
-
-    Raises:
-        InvalidInputError: naming those there are.
-    """
+    """Refuse a dtype that there is not. Raises `InvalidInputError`: naming those there are."""
     if name not in DTYPE_BYTES:
         raise InvalidInputError(
             f"{field} is {name!r}; {', '.join(get_args(KVCacheDtype))} are accepted",

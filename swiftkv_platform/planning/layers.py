@@ -82,11 +82,8 @@ def _check_integer(name: str, value: object) -> None:
 def resolve_num_key_value_layers(
     num_hidden_layers: int, num_key_value_layers: int | None, prefill_reduction: float | None
 ) -> int:
-    """l from whichever of its two spellings is given; half of the layers where neither is.
-
-    Raises:
-        InvalidInputError: both are given, or a share outside 0..1.
-    """
+    """l from whichever of its two spellings is given; half of the layers where neither is. Raises `InvalidInputError`:
+    both are given, or a share outside 0..1."""
     if num_key_value_layers is not None and prefill_reduction is not None:
         raise InvalidInputError(
             f"swiftkv.num_key_value_layers is {num_key_value_layers} and swiftkv.prefill_reduction is "
@@ -114,11 +111,8 @@ def student_layer_map(
     prefill_reduction: float | None,
     key_value_group_size: int,
 ) -> LayerMap:
-    """The layer map of a student, which skips one layer at least.
-
-    Raises:
-        InvalidInputError: l, its share or g out of range, naming what is accepted.
-    """
+    """The layer map of a student, which skips one layer at least. Raises `InvalidInputError`: l, its share or g out of
+    range, naming what is accepted."""
     wanted = resolve_num_key_value_layers(num_hidden_layers, num_key_value_layers, prefill_reduction)
     _check_integer("num_key_value_layers", wanted)
     if not 1 <= wanted < num_hidden_layers:

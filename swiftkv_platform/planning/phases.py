@@ -54,10 +54,7 @@ def plan_phases(
     model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup, *, calibration_tokens: int
 ) -> tuple[PhaseMemory, ...]:
     """Memory of training, of calibration layer by layer, and of evaluation with the weights divided as in training.
-
-    Args:
-        calibration_tokens: tokens of the calibrated start; 0 for a copied one.
-    """
+    `calibration_tokens`: tokens of the calibrated start; 0 for a copied one."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     on_gpu = setup.device != "cpu"
     read = narrow * max(parameters.largest_layer, parameters.root)

@@ -64,12 +64,9 @@ def plan_serving(
     num_key_value_layers: int | None = None,
     key_value_group_size: int | None = None,
 ) -> ServingPlan:
-    """Compute what fits, from a `config.json`; the teacher with its cache in the dtype of the student's.
-
-    Raises:
-        InvalidInputError: a dtype or size that there is not, l or g out of range.
-        ModelError: a configuration that cannot be read, or a family without a row.
-    """
+    """Compute what fits, from a `config.json`; the teacher with its cache in the dtype of the student's. Raises
+    `InvalidInputError`: a dtype or size that there is not, l or g out of range; `ModelError`: a configuration that
+    cannot be read, or a family without a row."""
     _check(setup)
     model = read_architecture(config)
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)

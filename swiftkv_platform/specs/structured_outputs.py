@@ -55,11 +55,8 @@ class StructuredOutputs:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any] | Self | None) -> Self | None:
-        """The fields by name, or the constraint itself; None is none.
-
-        Raises:
-            InvalidInputError: naming the field and what it accepts.
-        """
+        """The fields by name, or the constraint itself; None is none. Raises `InvalidInputError`: naming the field and
+        what it accepts."""
         if value is None or isinstance(value, cls):
             return value
         known = [one.name for one in fields(cls) if one.name != "source"]

@@ -20,11 +20,8 @@ _UNREAD = ("s3://", "builtin:")
 
 
 def adapter_of(model: ModelConfig) -> AdapterConfig | None:
-    """The adapter that vLLM is to serve; None for a whole model.
-
-    Raises:
-        ModelError: a damaged adapter, or one whose base vLLM cannot find.
-    """
+    """The adapter that vLLM is to serve; None for a whole model. Raises `ModelError`: a damaged adapter, or one whose
+    base vLLM cannot find."""
     document = get_hf_file_to_dict(ADAPTER, model.model, model.revision)
     if document is None:
         return None

@@ -65,11 +65,8 @@ class SwiftKVForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint in the common format, ours or the reference's; an adapter with its base's after its own.
-
-        Raises:
-            ModelError: SwiftKV tensors that are missing or that the configuration has no place for; another base than
-                the adapter's.
-        """
+        Raises `ModelError`: SwiftKV tensors that are missing or that the configuration has no place for; another base
+        than the adapter's."""
         if self.adapter is not None:
             weights = self.adapter.apply(weights, base_prefix=BASE_PREFIX, source=self.config.name_or_path)
         groups = self.model.groups if self.model.layer_map.leaders else None

@@ -24,11 +24,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Refuse what concerns the model alone.
-
-        Raises:
-            ModelError: naming the option, its value and what would do.
-        """
+        """Refuse what concerns the model alone. Raises `ModelError`: naming the option, its value and what would do."""
         check_version(vllm.__version__)
         config: Any = model_config.hf_config
         family = config.model_type.removesuffix("_swiftkv")
@@ -57,11 +53,8 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Refuse what cannot be with skipped tokens or a shared KV cache, and switch vLLM's fast prefill on.
-
-        Raises:
-            ModelError: naming the option, its value and what would do.
-        """
+        """Refuse what cannot be with skipped tokens or a shared KV cache, and switch vLLM's fast prefill on. Raises
+        `ModelError`: naming the option, its value and what would do."""
         _check_parallelism(vllm_config)
         _check_features(vllm_config)
         config: Any = vllm_config.model_config.hf_config

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Make vLLM read, check and serve SwiftKV directories; calling it again changes nothing.
-
-    Raises:
-        ModelError: a vLLM of an unknown version that lacks what the plugin registers with.
-    """
+    """Make vLLM read, check and serve SwiftKV directories; calling it again changes nothing. Raises `ModelError`: a
+    vLLM of an unknown version that lacks what the plugin registers with."""
     import vllm
 
     from swiftkv_platform import configs

@@ -23,11 +23,8 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+")
 
 
 def configuration(data: Path) -> dict[str, Any]:
-    """The task over `FILE` in the directory `data`.
-
-    Raises:
-        InvalidInputError: the packages that the checkers need are not installed.
-    """
+    """The task over `FILE` in the directory `data`. Raises `InvalidInputError`: the packages that the checkers need are
+    not installed."""
     _checkers()
     return {
         "task": "ifeval_local",

@@ -88,16 +88,13 @@ def check_tasks(
 ) -> None:
     """Refuse, without a model, network or any data read, what `run_tasks` would refuse of these tasks.
 
-    Tasks of the harness that only their own code describes are taken at their word as to metrics.
+    Tasks of the harness that only their own code describes are taken at their word as to metrics. Raises
+    `InvalidInputError`: a task or metric that the harness does not know, a file that is no task, or a chat template
+    that the tokenizer lacks; `DataError`: a task's data is not where the spec says.
 
     Args:
         fetch: for `s3://` tasks and data.
         access: what the job may read, and whether its tasks may run code.
-
-    Raises:
-        InvalidInputError: a task or metric that the harness does not know, a file that is no task, or a chat template
-            that the tokenizer lacks.
-        DataError: a task's data is not where the spec says.
     """
     for task in resolve_tasks(specs, fetch=fetch, access=access):
         _templated(task.spec, tokenizer)

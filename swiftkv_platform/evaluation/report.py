@@ -206,7 +206,8 @@ class Report(FrozenModel):
         )
 
     def check_gates(self) -> None:
-        """Refuse a student that is too far from its teacher. Raises `QualityGateError`: with the figures that decided."""
+        """Refuse a student that is too far from its teacher. Raises `QualityGateError`: with the figures that decided.
+        """
         refused = [gate for gate in self.gates if not gate.passed]
         if not refused:
             return

@@ -190,8 +190,8 @@ def run_local(spec: JobSpec, output: Path, *, on_event: Callable[[AttemptEvent],
         )
     if spec.training.from_ is not None:
         raise InvalidInputError(
-            f"training.from is {spec.training.from_!r}, which a control plane knows, and none is asked here; "
-            "`swiftkv jobs submit` would do",
+            f"training.from is {spec.training.from_!r}, which a control plane knows, and none is asked here; use "
+            "`swiftkv jobs submit`",
             field="training.from",
             value=spec.training.from_,
         )

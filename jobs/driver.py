@@ -153,6 +153,6 @@ def warn_if_too_large(reporter: Reporter, spec: JobSpec) -> None:
         if amount > available.get(name, 0.0):
             reporter.message(
                 f"waiting for the cluster to grow: the workers need {amount:g} {name}s, it has "
-                f"{available.get(name, 0.0):g}; fewer resources.num_workers would do",
+                f"{available.get(name, 0.0):g}; use fewer resources.num_workers",
                 level="warn",
             )

@@ -44,8 +44,8 @@ def _there(parent: Parent) -> Iterator[None]:
         yield
     except ObjectNotFoundError as error:
         raise ModelError(
-            f"training.from is {parent.name!r}, whose files are not in the object store any more; another model or "
-            "checkpoint would do",
+            f"training.from is {parent.name!r}, whose files are not in the object store any more; use another model or "
+            "checkpoint",
             field="training.from",
             value=parent.name,
         ) from error
@@ -73,7 +73,7 @@ def check_all_there(parent: Parent, missing: Sequence[str]) -> None:
     if parent.kind == "model" and missing:
         raise ModelError(
             f"training.from is {parent.name!r}, a model that does not store {missing[0]} as one tensor, as models with "
-            "experts do not; a checkpoint of its job would do",
+            "experts do not; use a checkpoint of its job",
             field="training.from",
             value=parent.name,
         )

@@ -86,7 +86,7 @@ def _load(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     if not isinstance(config, SwiftKVConfigMixin):
         raise ModelError(
             f"{path} holds a {config.model_type} model, which has no student; one that `swiftkv distill` or "
-            "`swiftkv convert` wrote would do",
+            "`swiftkv convert` wrote is accepted",
             field="path",
             value=str(path),
         )

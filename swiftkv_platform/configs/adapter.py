@@ -97,7 +97,7 @@ class AdapterConfig(FrozenModel):
                 why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, and it is {str(first['input'])[:64]!r}"
             raise ModelError(
                 f"{ADAPTER} of {source!r} cannot be read ({why}); one that `swiftkv export --adapter` of this version "
-                "has written would do",
+                "has written is accepted",
                 field=ADAPTER,
                 value=source,
             ) from error
@@ -109,7 +109,7 @@ class AdapterConfig(FrozenModel):
             if getattr(found, name) != value:
                 raise ModelError(
                     f"{name} is {getattr(found, name)!r} in config.json of the adapter {source!r}, and {value!r} in "
-                    f"its {ADAPTER}; both files as `swiftkv export --adapter` wrote them would do",
+                    f"its {ADAPTER}; both files as `swiftkv export --adapter` wrote them are accepted",
                     field=name,
                     value=getattr(found, name),
                 )
@@ -121,7 +121,7 @@ class AdapterConfig(FrozenModel):
             if which:
                 raise ModelError(
                     f"the adapter {source!r} {what} {_listed(which)}; its files as `swiftkv export --adapter` wrote "
-                    "them would do",
+                    "them are accepted",
                     field="adapter",
                     value=source,
                 )

@@ -115,7 +115,7 @@ class ChatRenderer:
         if self.template is None:
             raise ModelError(
                 "the tokenizer has several chat templates, none of them named 'default', and data.sources holds "
-                "conversations; a tokenizer with a default one would do",
+                "conversations; use a tokenizer with a default one",
                 field="model.name_or_path",
             )
         import jinja2
@@ -160,7 +160,7 @@ def _saying_otherwise(conversation: Conversation, turn: int) -> Conversation:
 def _lost(turn: int) -> RowError:
     return RowError(
         f"the chat template does not reproduce assistant message {turn}, so its tokens cannot be told from the others; "
-        "a template with {% generation %} marks, or data.train_on: all, would do"
+        "use a template with {% generation %} marks, or data.train_on: all"
     )
 
 

@@ -115,7 +115,7 @@ def _format_of(columns: Collection[str], origin: str, source: DataSourceSpec, wh
         f"{each.name}: {' or '.join(' + '.join(sorted(group)) for group in each.columns)}" for each in wanted
     )
     shown = ", ".join(sorted(columns)) or "none"
-    raise _unusable(where, source.name_or_path, f"{origin} has the columns {shown}; these would do: {accepted}")
+    raise _unusable(where, source.name_or_path, f"{origin} has the columns {shown}; these are accepted: {accepted}")
 
 
 def _json_columns(file: Path, source: DataSourceSpec, where: str) -> frozenset[str] | None:

@@ -81,7 +81,7 @@ class DocumentEncoder:
         if with_offsets and not self._tokenizer.is_fast:
             raise DataError(
                 "data.train_on is 'assistant', which needs a tokenizer with a tokenizer.json; this one "
-                f"({type(self._tokenizer).__name__}) has none; 'all' would do",
+                f"({type(self._tokenizer).__name__}) has none; use 'all'",
                 field="data.train_on",
                 value="assistant",
             )

@@ -84,7 +84,7 @@ def find_format(
             return RowReader(candidate, required, required + optional)
     wanted = "; ".join(f"{f.name}: {' or '.join(' + '.join(group) for group in f.columns)}" for f in candidates)
     raise DataError(
-        f"{path}: {origin} has the columns {', '.join(columns) or '(none)'}; these would do: {wanted}",
+        f"{path}: {origin} has the columns {', '.join(columns) or '(none)'}; these are accepted: {wanted}",
         field=f"{path}.format",
         value=list(columns),
     )
@@ -97,7 +97,7 @@ def content_digest(content: Content) -> int:
     try:
         return int.from_bytes(hashlib.blake2b(data.encode("utf-8"), digest_size=8).digest(), "big")
     except UnicodeEncodeError as error:
-        raise RowError(f"character {error.start} is half of a surrogate pair; whole characters would do") from error
+        raise RowError(f"character {error.start} is half of a surrogate pair; whole characters are accepted") from error
 
 
 def _text(value: Any, what: str) -> str:
@@ -105,7 +105,7 @@ def _text(value: Any, what: str) -> str:
         return ""
     if isinstance(value, str):
         return value
-    raise RowError(f"{what} is {value!r:.80}, a {type(value).__name__}; a string would do")
+    raise RowError(f"{what} is {value!r:.80}, a {type(value).__name__}; a string is accepted")
 
 
 def _message_text(value: Any) -> str:
@@ -115,7 +115,7 @@ def _message_text(value: Any) -> str:
     parts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise RowError(f"a message holds the part {part!r:.80}; only text parts would do")
+            raise RowError(f"a message holds the part {part!r:.80}; only text parts are accepted")
         parts.append(_text(part.get("text"), "a text part"))
     return "".join(parts)
 
@@ -134,14 +134,14 @@ def _messages(turns: Any, what: str, roles: dict[str, str] | None = None) -> lis
     if turns is None:
         return []
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise RowError(f"{what} is {turns!r:.80}; a list of messages would do")
+        raise RowError(f"{what} is {turns!r:.80}; a list of messages is accepted")
     messages = []
     for turn in turns:
         role_key, content_key = ("from", "value") if turn.get("from") is not None else ("role", "content")
         role = turn.get(role_key)
         if not isinstance(role, str) or (roles is not None and role not in roles):
-            accepted = "a string" if roles is None else ", ".join(roles)
-            raise RowError(f"a message has the role {role!r}; {accepted} would do")
+            accepted = "a string is" if roles is None else f"{', '.join(roles)} are"
+            raise RowError(f"a message has the role {role!r}; {accepted} accepted")
         others = _without_nulls({key: value for key, value in turn.items() if key not in {role_key, content_key}})
         content = _message_text(turn.get(content_key))
         wordless = not content and others.get("tool_calls")
@@ -168,7 +168,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         return None
     tools = [value] if isinstance(value, dict) else value
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"tools is {value!r:.80}; a list of functions would do")
+        raise RowError(f"tools is {value!r:.80}; a list of functions is accepted")
     return [_without_nulls(tool) for tool in tools]
 
 
@@ -207,7 +207,7 @@ def _history(row: Row) -> list[Message]:
     """Earlier pairs of instruction and output."""
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output would do")
+        raise RowError(f"history is {history!r:.80}; a list of pairs of instruction and output is accepted")
     return [message for pair in history for message in _exchange(*(_text(part, "history") for part in pair))]
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from swiftkv_platform.contract.files import SUFFIX, StoredFile
-from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, reader_for
+from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, reader_for
 from swiftkv_platform.data.repositories import read_laid_out, read_repository, read_saved
-from swiftkv_platform.data.tables import Table
 from swiftkv_platform.errors import DataError, InvalidInputError
 from swiftkv_platform.sources import (
     OPEN,
@@ -88,7 +87,7 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
 def _needed(remote: RemoteFiles | None, name: str, field: str) -> RemoteFiles:
     if remote is None:
         raise InvalidInputError(
-            f"{field} is {name!r}, but this process has no object store to fetch it from; a local path would do",
+            f"{field} is {name!r}, but this process has no object store to fetch it from; use a local path",
             field=field,
             value=name,
         )
@@ -145,7 +144,7 @@ def _prompts(source: DataSourceSpec, path: str) -> Table:
     if source.complete is None:
         raise DataError(
             f"{path} is {source.name_or_path} without complete: its rows are requests, which the teacher answers; "
-            "complete: {} would do",
+            "add complete: {}",
             field=f"{path}.name_or_path",
             value=source.name_or_path,
         )
@@ -169,7 +168,7 @@ def _local(location: Path, name: str, field: str, boundary: Boundary) -> list[Ta
     tables = [_file_table(file, reader, field) for file, reader in readers if reader is not None]
     if not tables:
         what = "a directory without readable files" if location.is_dir() else "not a readable file"
-        raise DataError(f"{field} is {name!r}, {what}; {_SUFFIXES} would do", field=field, value=name)
+        raise DataError(f"{field} is {name!r}, {what}; {_SUFFIXES} are accepted", field=field, value=name)
     return tables
 
 
@@ -189,7 +188,7 @@ def _remote(remote: RemoteFiles, source: DataSourceSpec, field: str) -> list[Tab
     uris = [uri for uri in remote.list(name) if Path(uri).suffix in READERS]
     if not uris:
         raise DataError(
-            f"{field} is {name!r}, which has no readable objects; {_SUFFIXES} would do", field=field, value=name
+            f"{field} is {name!r}, which has no readable objects; {_SUFFIXES} are accepted", field=field, value=name
         )
     return [_object_table(remote, uri, field, keep=not source.streaming) for uri in uris]
 

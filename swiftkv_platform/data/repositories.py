@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swiftkv_platform.data.files import NumberedRow
-from swiftkv_platform.data.tables import Table
+from swiftkv_platform.data.files import NumberedRow, Table
 from swiftkv_platform.errors import DataError, StorageError, SwiftKVError
 from swiftkv_platform.sources import UNBOUNDED, Boundary
 from swiftkv_platform.sources.cards import CARDS, check_card, check_laid_out, check_saved
@@ -139,7 +138,7 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
     if kind not in _BUILDERS:
         raise DataError(
             f"{field} is {name!r}, whose files `datasets` would read as {kind}; where sources have rules "
-            f"{', '.join(sorted(_BUILDERS))} would do",
+            f"{', '.join(sorted(_BUILDERS))} are accepted",
             field=field,
             value=name,
         )
@@ -152,8 +151,8 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
 
 def _no_hub(name: str, field: str, error: Exception) -> StorageError:
     return StorageError(
-        f"{field} is {name!r}: no such path here, and the hub does not answer ({error}); a local copy of the data "
-        "set's directory would do",
+        f"{field} is {name!r}: no such path here, and the hub does not answer ({error}); use a local copy of the data "
+        "set's directory",
         field=field,
         value=name,
     )
@@ -200,7 +199,7 @@ def _rows(dataset: Any, name: str, path: str, columns: Sequence[str] | None) -> 
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: {name}, row {number} or one soon after it, holds text that is not UTF-8 ({error.reason}); UTF-8 "
-            "text would do",
+            "text is accepted",
             field=path,
             value=f"{name}:{number}",
         ) from error

@@ -8,7 +8,7 @@ from itertools import chain, islice, pairwise
 
 import numpy as np
 
-from swiftkv_platform.data.files import NumberedRow
+from swiftkv_platform.data.files import NumberedRow, Table
 from swiftkv_platform.data.formats import (
     FORMATS,
     Content,
@@ -19,7 +19,6 @@ from swiftkv_platform.data.formats import (
 )
 from swiftkv_platform.data.opening import RemoteFiles, read_source
 from swiftkv_platform.data.packing import IntArray
-from swiftkv_platform.data.tables import Table
 from swiftkv_platform.errors import DataError
 from swiftkv_platform.sources import OPEN, Access
 from swiftkv_platform.specs import DataSourceSpec

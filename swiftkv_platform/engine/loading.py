@@ -18,6 +18,7 @@ from swiftkv_platform.engine.weights import align, lay_out, use_kernels
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.conversion import dense_model
 from swiftkv_platform.model.families import student_classes  # registers the SwiftKV classes with the Auto classes
+from swiftkv_platform.model.tokenizers import end_ids
 from swiftkv_platform.specs.engine import EngineConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -223,8 +224,7 @@ def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | N
         getattr(model_config.get_text_config(), "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
     )
-    eos = next((candidate for candidate in candidates if candidate is not None), ())
-    return frozenset([eos] if isinstance(eos, int) else eos)
+    return end_ids(next((candidate for candidate in candidates if candidate is not None), None))
 
 
 def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:

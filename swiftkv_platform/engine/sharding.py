@@ -49,8 +49,8 @@ def check_divides(config: Any, size: int) -> None:
         which = " and ".join(f"{name} {count}" for name, count in wrong.items())
         fits = [ranks for ranks in range(1, size) if not any(count % ranks for count in counts.values() if count)]
         raise ModelError(
-            f"tensor_parallel_size is {size}, which does not divide this model's {which}; of fewer, "
-            f"{', '.join(map(str, fits))} would do",
+            f"tensor_parallel_size is {size}, which does not divide this model's {which}; use "
+            f"{' or '.join(map(str, fits))}",
             field="tensor_parallel_size",
             value=size,
         )

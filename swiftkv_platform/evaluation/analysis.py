@@ -19,9 +19,8 @@ from transformers.utils import logging as transformers_logging
 from swiftkv_platform.data.packing import PackedRows, pack
 from swiftkv_platform.data.preparation import prepare_data
 from swiftkv_platform.errors import DataError, InvalidInputError, ModelError
-from swiftkv_platform.evaluation.depths import Depth, measure_depths, shallowest
+from swiftkv_platform.evaluation.depths import Depth, Needles, measure_depths, shallowest
 from swiftkv_platform.evaluation.harness.needle import TEACHER_FINDS
-from swiftkv_platform.evaluation.needles import Needles
 from swiftkv_platform.evaluation.quality import evaluation_rows
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.packed_attention import to_tensors
@@ -159,7 +158,7 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
     if context is not None and longest > context:
         raise InvalidInputError(
             f"needle_length is {length}, {longest} tokens with template and answer, and the context is of {context}; "
-            f"{context - longest + length} would do",
+            f"use {context - longest + length}",
             field="needle_length",
             value=length,
         )
@@ -183,7 +182,7 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{path!r} cannot be loaded: {str(error).splitlines()[0]}; a Hugging Face model with a tokenizer would do",
+            f"{path!r} cannot be loaded: {str(error).splitlines()[0]}; use a Hugging Face model with a tokenizer",
             field="model",
             value=path,
         ) from error
@@ -208,8 +207,8 @@ def _read_text(
     samples = data.train.samples
     if len(samples) < 2:
         raise DataError(
-            f"text is one sequence of {data.train.num_tokens} tokens, and measuring holds some out; more text or a "
-            "smaller max_length would do",
+            f"text is one sequence of {data.train.num_tokens} tokens, and measuring holds some out; use more text or a "
+            "smaller max_length",
             field="text",
         )
     halves = [

@@ -115,7 +115,7 @@ def evaluation_rows(rows: PackedRows, *, max_tokens: int) -> list[int]:
     position that counts."""
     if not rows.num_counted_tokens:
         raise DataError(
-            "data.validation_fraction leaves no held-out text to evaluate on; a larger share or more samples would do",
+            "data.validation_fraction leaves no held-out text to evaluate on; use a larger share or more samples",
             field="data.validation_fraction",
         )
     num_rows = min(max(int(max_tokens / (rows.num_tokens / len(rows))), 1), len(rows))
@@ -252,10 +252,10 @@ def _compare(
 
 @contextmanager
 def evaluation_mode(model: Any) -> Iterator[None]:
-    """Run without dropout; the model is left as it came."""
-    was_training = model.training
+    """Run a SwiftKV model without dropout; it is left as it came, in its mode."""
+    mode, was_training = model.model.swiftkv_enabled, model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        model.swiftkv(mode).train(was_training)

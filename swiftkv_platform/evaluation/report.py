@@ -102,7 +102,7 @@ class Gate(FrozenModel):
         said += f" (95% interval {self.interval[0]:.4g} to {self.interval[1]:.4g})"
         if self.outcome != "undecided":
             return said
-        needed = "" if self.samples_needed is None else f"; {self.samples_needed:,} samples would do"
+        needed = "" if self.samples_needed is None else f"; {self.samples_needed:,} samples are needed"
         return f"{said}: undecided, too few samples for this limit{needed}"
 
 
@@ -206,8 +206,7 @@ class Report(FrozenModel):
         )
 
     def check_gates(self) -> None:
-        """Refuse a student that is too far from its teacher. Raises `QualityGateError`: with the figures that decided.
-        """
+        """Refuse a student too far from its teacher. Raises `QualityGateError` with the figures that decided."""
         refused = [gate for gate in self.gates if not gate.passed]
         if not refused:
             return
@@ -217,7 +216,7 @@ class Report(FrozenModel):
         raise QualityGateError(
             f"{reasons} (perplexity {self.distilled.perplexity:.3f} against the teacher's "
             f"{self.teacher.perplexity:.3f}, KL {self.distilled.kl:.4f} nats, top-1 agreement "
-            f"{self.distilled.top1_agreement:.1%}); {remedy} would do",
+            f"{self.distilled.top1_agreement:.1%}); use {remedy}",
             field=refused[0].field,
             value=refused[0].value,
         )
@@ -287,7 +286,7 @@ def _gate(name: str, subject: str, value: float, limit: float | None) -> Gate | 
 
 def _task_gate(score: TaskScore, limits: Limits) -> Gate | None:
     """A test of non-inferiority: passed where the whole interval of the points lost is within the limit, failed where
-    none of it is. A length at which the teacher itself finds few needles judges nothing."""
+    none of it is. There is no gate for a length at which the teacher itself finds few needles."""
     is_needle = score.task.startswith(NEEDLE)
     limit = limits.max_needle_drop if is_needle else limits.max_drop
     if limit is None or (is_needle and score.teacher < TEACHER_FINDS):

@@ -180,7 +180,7 @@ def check_can_be_base(base: Checkpoint, field: str) -> None:
     if any(info.dtype in FP8_DTYPES for info in base.headers.values()):
         raise ModelError(
             f"{field} is true, and {base.source!r} is stored in FP8, which its student holds turned back: nothing of "
-            f"the files would be shared; {field} false would do",
+            f"the files would be shared; use {field} false",
             field=field,
             value=True,
         )

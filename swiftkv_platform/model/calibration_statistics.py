@@ -100,7 +100,7 @@ def share_components(
     _, vectors = torch.linalg.eigh(torch.einsum("nhd,nhe->hde", weighted, images))  # ascending
     principal = vectors[..., -dim:]  # [heads, group * dim, dim]
     by_layer = principal.unflatten(1, (len(parts), dim)).unbind(1)
-    # Any basis of the components would do; this rotation and size leave what takes the maps up closest to what it was.
+    # Any basis of the components has the same error; with this rotation and size, what takes the maps up changes least.
     agreement = torch.stack([u.mT @ root for u, (root, _) in zip(by_layer, roots, strict=True)]).sum(0)
     left, _, right = torch.linalg.svd(agreement)
     rotation = left @ right

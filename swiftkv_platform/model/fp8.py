@@ -31,8 +31,8 @@ def is_fp8(config: Any) -> bool:
     if method in ("fbgemm_fp8", "fp8") or (method == "compressed-tensors" and _is_float8(fields)):
         return True
     raise ModelError(
-        f"quantization_config.quant_method {method!r} (format {fields.get('format')!r}) is not supported; unquantised "
-        "safetensors would do, or FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights",
+        f"quantization_config.quant_method {method!r} (format {fields.get('format')!r}) is not supported; use "
+        "unquantised safetensors, or FP8 as fbgemm_fp8, fp8 or compressed-tensors with 8-bit float weights",
         field="model.name_or_path",
         value=method,
     )

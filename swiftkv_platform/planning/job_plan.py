@@ -51,8 +51,7 @@ def plan_job(
     inputs: Inputs,
     machines: Machines,
 ) -> JobPlan:
-    """Plan a job whose defaults are resolved. Raises `InvalidInputError`: a node's disk that is too small for a phase.
-    """
+    """Plan a job whose defaults are resolved. Raises `InvalidInputError` for a node's disk too small for a phase."""
     setup = training_setup(spec)
     memory = plan_phases(model, layer_map, parameters, setup, calibration_tokens=calibration_tokens(spec))
     job = _Job(

@@ -70,7 +70,7 @@ class Access:
         parsed = parse_source(name, field=field, relative_paths=not self.is_restricted)
         if isinstance(parsed, FileSource):
             raise InvalidInputError(
-                f"{field} is {name!r}, an uploaded file of rows; a hub id, a directory or a built-in teacher would do",
+                f"{field} is {name!r}, an uploaded file of rows; use a hub id, a directory or a built-in teacher",
                 field=field,
                 value=name,
             )
@@ -106,7 +106,7 @@ class Access:
         if self.is_restricted and names_file and not task.name.startswith("builtin:"):
             raise InvalidInputError(
                 f"{field} is {task.name!r}; a task's file may name functions to run, so where sources have rules only "
-                "the name of a task that the harness knows, or of a `builtin:` one, would do",
+                "the name of a task that the harness knows, or of a `builtin:` one, is accepted",
                 field=field,
                 value=task.name,
             )
@@ -197,7 +197,7 @@ def _check_revision(revision: str) -> None:
     """A revision names files of the hub's cache, so it may not lead out of it."""
     if len(revision) > _LONGEST_REVISION or _REVISION.fullmatch(revision) is None:
         raise InvalidInputError(
-            f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub would do",
+            f"model.revision is {revision[:64]!a}; a branch, tag or commit of the hub is accepted",
             field="model.revision",
             value=ascii(revision[:64]),
         )

@@ -38,8 +38,7 @@ class Boundary:
             return path
         if not self.contains(path):
             raise error(
-                f"{field}: {path.name!r} leads to a place that the job may not read; a file of the source itself "
-                "would do",
+                f"{field}: {path.name!r} leads to a place that the job may not read; use a file of the source itself",
                 field=field,
                 value=path.name,
             )

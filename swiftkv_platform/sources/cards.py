@@ -34,7 +34,7 @@ def check_laid_out(directory: Path, field: str) -> None:
     """
     script = directory / f"{directory.name}.py"
     if script.exists():
-        raise _unusable(script, field, "is a script that builds the data set; its rows in files would do")
+        raise _unusable(script, field, "is a script that builds the data set; use its rows in files")
     for card in (directory / name for name in CARDS):
         if card.is_file():
             check_card(card, field)
@@ -55,7 +55,7 @@ def check_card(path: Path, field: str) -> None:
         if pattern.endswith(_PICKLES):
             raise _unusable(path, field, f"names the pickle {pattern[:200]!r}, which may run code when read")
         if leads_out(pattern):
-            raise _unusable(path, field, f"names {pattern[:200]!r}; files of the data set's own directory would do")
+            raise _unusable(path, field, f"names {pattern[:200]!r}; files of the data set's own directory are accepted")
 
 
 def check_saved(directory: Path, field: str) -> None:
@@ -107,7 +107,7 @@ def _plain_names(names: Any, path: Path, field: str) -> list[str]:
     found = names if isinstance(names, list) else []
     for name in found:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "::" in name:
-            raise _unusable(path, field, f"names {str(name)[:200]!r}; files beside it would do")
+            raise _unusable(path, field, f"names {str(name)[:200]!r}; files beside it are accepted")
     return found
 
 

@@ -151,12 +151,12 @@ def _config(values: Mapping[str, Any], tensors: set[str]) -> dict[str, Any]:
     architecture = str(values.get("general.architecture"))
     if architecture not in _CLASSES:
         raise _NotReadableError(
-            f"its architecture is {architecture}; {', '.join(_CLASSES)} are read from GGUF, of others a Hugging Face "
-            "model directory would do"
+            f"its architecture is {architecture}; {', '.join(_CLASSES)} are read from GGUF, of others use a "
+            "Hugging Face model directory"
         )
     if values.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors:
         # transformers reads neither from GGUF: the model would be another one at every position.
-        raise _NotReadableError("its rotary embeddings are scaled; a Hugging Face model directory would do")
+        raise _NotReadableError("its rotary embeddings are scaled; use a Hugging Face model directory")
     shape = {ours: _number(values, f"{architecture}.{theirs}") for theirs, ours in _KEYS.items()}
     vocabulary = values.get(_TOKENS)
     if isinstance(vocabulary, _List):

@@ -37,7 +37,7 @@ def read_teacher_config(
     """
     match access.model(name, field):
         case S3Source() if name.endswith(SUFFIX):
-            raise unusable(name, "GGUF files are read from a path; here a model directory would do", field)
+            raise unusable(name, "GGUF files are read from a path; use a model directory here", field)
         case S3Source():
             try:
                 return _parse(read_object(name.rstrip("/"), "config.json"), name, field)
@@ -103,7 +103,7 @@ def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
 
 
 def _unreadable(name: str, field: str) -> ModelError:
-    return unusable(name, "its config.json cannot be read; a Hugging Face model directory would do", field)
+    return unusable(name, "its config.json cannot be read; a Hugging Face model directory is accepted", field)
 
 
 def _parse(text: bytes, name: str, field: str) -> dict[str, Any]:

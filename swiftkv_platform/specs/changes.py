@@ -47,6 +47,6 @@ def _check(container: Any, key: str, path: str) -> None:
         case _:
             why = f"what would hold {key!r} is {container!r:.40}"
     raise InvalidInputError(
-        f"{path!r} is no path of the spec: {why}; one such as training.max_steps or data.sources.0.weight would do",
+        f"{path!r} is no path of the spec: {why}; use one such as training.max_steps or data.sources.0.weight",
         field=path,
     )

@@ -31,7 +31,7 @@ class ParentName:
         if match is None:
             raise ValueError(
                 f"{text[:80]!r} names neither a model nor a checkpoint; a model's id (mdl_...), JOB:STEP "
-                "(job_...:100) or a checkpoint as OpenAI's API lists it (job_...:ckpt_00000100_0001) would do"
+                "(job_...:100) or a checkpoint as OpenAI's API lists it (job_...:ckpt_00000100_0001) is accepted"
             )
         if match["model"] is not None:
             return cls(model=match["model"])

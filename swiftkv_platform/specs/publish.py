@@ -23,7 +23,7 @@ def kind_of(target: str) -> Literal["hub", "store"]:
         return "store"
     raise ValueError(
         f"{target[:120]!r} is no place to publish to; hf://organization/name, s3://bucket/prefix or an absolute "
-        "directory would do"
+        "directory is accepted"
     )
 
 

@@ -37,7 +37,7 @@ def check_readable(name: str, source: str) -> None:
     if name.startswith(_UNREAD) or name.endswith(".gguf") or is_missing:
         raise ModelError(
             f"base.name_or_path is {name!r}, and vLLM reads a directory of this machine or a hub id; `swiftkv export "
-            f"{source} WHOLE` makes a whole model, which would do (with --base DIRECTORY where the base has moved)",
+            f"{source} WHOLE` makes a whole model, which is accepted (with --base DIRECTORY where the base has moved)",
             field="base.name_or_path",
             value=name,
         )

@@ -24,7 +24,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
-        """Refuse what concerns the model alone. Raises `ModelError`: naming the option, its value and what would do."""
+        """Refuse what concerns the model alone. Raises `ModelError`, naming option, value and what is accepted."""
         check_version(vllm.__version__)
         config: Any = model_config.hf_config
         family = config.model_type.removesuffix("_swiftkv")
@@ -32,7 +32,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             raise _refusal(f"{config.model_type} is not served by vLLM: {UNSERVED[family]}", "model_type", family)
         if model_config.runner_type != "generate":
             raise _refusal(
-                "hidden states of skipped tokens do not exist; only runner=generate would do",
+                "hidden states of skipped tokens do not exist; use runner=generate",
                 "runner",
                 model_config.runner_type,
             )
@@ -54,7 +54,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """Refuse what cannot be with skipped tokens or a shared KV cache, and switch vLLM's fast prefill on. Raises
-        `ModelError`: naming the option, its value and what would do."""
+        `ModelError`: naming the option, its value and what is accepted."""
         _check_parallelism(vllm_config)
         _check_features(vllm_config)
         config: Any = vllm_config.model_config.hf_config
@@ -107,7 +107,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
     if speculative is not None and speculative.method != "ngram":
         raise _refusal(
             f"the {speculative.method} method drafts from hidden states or weights that a student has not; "
-            f"ngram would do, or lossless early exit in {_NATIVE}",
+            f"use ngram, or lossless early exit in {_NATIVE}",
             "speculative_config.method",
             speculative.method,
         )
@@ -115,7 +115,7 @@ def _check_features(vllm_config: VllmConfig) -> None:
     if quantization is not None:
         raise _refusal(
             f"weights quantised with {quantization} are not served: the scales of fused SwiftKV projections are not "
-            "mapped; a checkpoint in bfloat16 would do, and kv_cache_dtype=fp8 works",
+            "mapped; use a checkpoint in bfloat16, and kv_cache_dtype=fp8 works",
             "quantization",
             quantization,
         )

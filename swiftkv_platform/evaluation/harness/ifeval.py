@@ -81,7 +81,7 @@ def _checkers() -> Any:
         from lm_eval.tasks.ifeval import instructions_util, utils
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"evaluation.tasks: builtin:ifeval needs {error.name}; pip install 'lm_eval[ifeval]' would do",
+            f"evaluation.tasks: builtin:ifeval needs {error.name}; use pip install 'lm_eval[ifeval]'",
             field="evaluation.tasks",
             value="builtin:ifeval",
         ) from error

@@ -38,7 +38,7 @@ from swiftkv_platform.evaluation.harness.tasks import (
 )
 from swiftkv_platform.evaluation.instruct import is_instruction_tuned
 from swiftkv_platform.evaluation.parts import NoParts, Parts, measured
-from swiftkv_platform.evaluation.quality import ALONE
+from swiftkv_platform.evaluation.quality import ALONE, evaluation_mode
 from swiftkv_platform.frozen import FrozenModel
 from swiftkv_platform.model.workers import Workers
 from swiftkv_platform.sources import OPEN, Access
@@ -140,13 +140,8 @@ def run_tasks(
     """
     if not tasks:
         return TaskResults()
-    mode, was_training = model.model.swiftkv_enabled, model.training
-    model.eval()
-    try:
-        with _quiet():
-            return _Run(model, tokenizer, spec, workers, parts).all(tasks)
-    finally:
-        model.swiftkv(mode).train(was_training)
+    with evaluation_mode(model), _quiet():
+        return _Run(model, tokenizer, spec, workers, parts).all(tasks)
 
 
 class _Run:

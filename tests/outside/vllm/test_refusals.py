@@ -36,7 +36,7 @@ def test_fast_prefill_needs_no_flag(llama: Path) -> None:
         ({"enable_lora": True}, "LoRA"),
         ({"quantization": "fp8"}, "quantised with fp8"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
-        ({"runner": "pooling", "convert": "embed"}, "runner=generate would do"),
+        ({"runner": "pooling", "convert": "embed"}, "use runner=generate"),
     ],
     ids=["pipeline", "lora", "quantization", "kv-connector", "pooling"],
 )
@@ -48,7 +48,7 @@ def test_options(options: dict[str, Any], message: str, llama: Path) -> None:
 
 def test_drafts_from_a_second_model(llama: Path, tiny_teacher: Path) -> None:
     speculative = {"method": "draft_model", "model": str(tiny_teacher), "num_speculative_tokens": 2}
-    with pytest.raises(ModelError, match=r"draft_model.*ngram would do"):
+    with pytest.raises(ModelError, match=r"draft_model.*use ngram"):
         configure(llama, speculative_config=speculative)
 
 
@@ -56,7 +56,7 @@ def test_drafts_from_hidden_states(llama: Path, tmp_path: Path) -> None:
     config = json.loads((llama / "config.json").read_text()) | {"model_type": "llama", "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     speculative = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 2}
-    with pytest.raises(ModelError, match=r"eagle.*ngram would do"):
+    with pytest.raises(ModelError, match=r"eagle.*use ngram"):
         configure(llama, speculative_config=speculative)
 
 

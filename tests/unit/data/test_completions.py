@@ -217,7 +217,7 @@ def test_prompts_without_room_for_an_answer_are_dropped_and_counted(
 
 
 def test_rows_without_a_prompt_are_named(write: Write) -> None:
-    with pytest.raises(DataError, match=r"these would do: .*alpaca: instruction;"):
+    with pytest.raises(DataError, match=r"these are accepted: .*alpaca: instruction;"):
         list(prompts_of(data_spec(write([{"completion": "an answer"}]))).shards())
 
 

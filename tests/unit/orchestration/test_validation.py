@@ -1,4 +1,4 @@
-"""Refusals before anything runs, and how each names field, value and what would do."""
+"""Refusals before anything runs, and how each names field, value and what is accepted."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def check_data(name: str, **source: Any) -> None:
         ("", "empty"),
         ("nonsense", "no JSON"),
         ("[1]", "no object"),
-        ('{"body": "x"}', r"has the columns body; these would do: messages: messages; sharegpt: conversations"),
+        ('{"body": "x"}', r"has the columns body; these are accepted: messages: messages; sharegpt: conversations"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
@@ -188,7 +188,7 @@ def test_readable_data_is_accepted(tmp_path: Path, content: str) -> None:
 def test_a_named_format_wants_its_own_columns(tmp_path: Path) -> None:
     name = data_file(tmp_path, '{"text": "x"}')
     check_data(name, format="text")
-    with pytest.raises(DataError, match=r"these would do: messages: messages$"):
+    with pytest.raises(DataError, match=r"these are accepted: messages: messages$"):
         check_data(name, format="messages")
 
 

@@ -18,8 +18,7 @@ from swiftkv_platform.distillation.sequence_parallel import SequenceGroup
 from swiftkv_platform.distillation.trainer import Trainer
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.jobs.dry_run.fakes import Fakes, FakeWeights, FakeWorkers, faked
-from swiftkv_platform.jobs.dry_run.figures import Collective, DryRun, Memory
-from swiftkv_platform.jobs.dry_run.tracker import Gradients, Tracker
+from swiftkv_platform.jobs.dry_run.tracker import Collective, DryRun, Gradients, Memory, Tracker
 from swiftkv_platform.jobs.worker.measure import Evaluation
 from swiftkv_platform.jobs.worker.prepare import compute_dtype, student_shape
 from swiftkv_platform.model.calibration_stream import calibrate_streamed

@@ -40,7 +40,7 @@ from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
 from swiftkv_platform.reports.evaluation import evaluation_page
 from swiftkv_platform.reports.model_card import model_card
 from swiftkv_platform.sources import Access
-from swiftkv_platform.sources.licences import licence_of
+from swiftkv_platform.sources.cards import licence_of
 from swiftkv_platform.specs import JobSpec
 from swiftkv_platform.storage.addresses import open_store
 from swiftkv_platform.storage.artifacts import StoredDirectory, publish_directory

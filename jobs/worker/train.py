@@ -40,9 +40,8 @@ from swiftkv_platform.jobs.attempt.checkpoints import AttemptCheckpoints
 from swiftkv_platform.jobs.attempt.control import ControlWatcher, told_to_leave
 from swiftkv_platform.jobs.attempt.curve import Curve
 from swiftkv_platform.jobs.attempt.downloads import access_of, teacher_path
-from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter
+from swiftkv_platform.jobs.attempt.events import MetricsBuffer, Reporter, say_placed
 from swiftkv_platform.jobs.attempt.parents import check_all_there, fetch_parent, open_parent, trained_tensors
-from swiftkv_platform.jobs.attempt.places import say_placed
 from swiftkv_platform.jobs.attempt.preparation import StoredPreparation
 from swiftkv_platform.jobs.attempt.tracking import TrackedRun
 from swiftkv_platform.jobs.values import STOPPED, Outcome, WorkerConfig

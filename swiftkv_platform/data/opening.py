@@ -24,9 +24,9 @@ from swiftkv_platform.sources import (
     PathSource,
     S3Source,
 )
+from swiftkv_platform.sources.cards import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.chat_prompts import PROMPT_SPLITS, chat_prompts
 from swiftkv_platform.sources.corpus import standard_library_modules
-from swiftkv_platform.sources.layout import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.names import refuse_shadowed
 from swiftkv_platform.sources.recall_prompts import long_recall_prompts, recall_prompts
 from swiftkv_platform.specs import BUILTIN_CHATS, BUILTIN_DATA, BUILTIN_LONG_RECALL, BUILTIN_RECALL, DataSourceSpec

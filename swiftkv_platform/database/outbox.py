@@ -11,7 +11,7 @@ from swiftkv_platform.database.session import Database
 from swiftkv_platform.database.tables import DeliveryRow, EventRow, JobRow
 from swiftkv_platform.orchestration.job import Event, Job
 from swiftkv_platform.orchestration.webhooks import Delivery, Recipients
-from swiftkv_platform.specs.webhook import WebhookSpec
+from swiftkv_platform.specs.publish import WebhookSpec
 
 PENDING = "pending"
 DELIVERED = "delivered"

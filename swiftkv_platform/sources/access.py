@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swiftkv_platform.contract.files import StoredFile, is_file_id
 from swiftkv_platform.errors import InvalidInputError
 from swiftkv_platform.sources.boundary import UNBOUNDED, Boundary
-from swiftkv_platform.sources.layout import SUFFIXES
+from swiftkv_platform.sources.cards import SUFFIXES
 from swiftkv_platform.sources.names import (
     FileSource,
     HubSource,

@@ -24,9 +24,8 @@ from swiftkv_platform.specs.base import (
 )
 from swiftkv_platform.specs.data import BUILTIN_DATA, DataSpec
 from swiftkv_platform.specs.evaluation import EvaluationSpec, SweepSpec
-from swiftkv_platform.specs.publish import PublishSpec
+from swiftkv_platform.specs.publish import PublishSpec, WebhookSpec
 from swiftkv_platform.specs.training import OptimizerSpec, TrainingSpec
-from swiftkv_platform.specs.webhook import WebhookSpec
 
 BUILTIN_TEACHER = "builtin:python-5m"
 """The teacher that ships with the package, in `swiftkv_platform/sources/teacher`."""

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.limits import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
+from swiftkv_platform.specs.base import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Whitespace between two tokens of JSON: enough for indented text, too little to go on for ever."""

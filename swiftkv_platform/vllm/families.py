@@ -71,3 +71,12 @@ UNSERVED = {
     "this project's own engine serves DeepSeek-V2 students",
 }
 """Families without a row above: the reason, and what serves them."""
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """List each layer's window in tokens, None for full attention."""
+    window, count = getattr(config, "sliding_window", None), config.num_hidden_layers
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * count
+    return [window if kind == "sliding_attention" else None for kind in types]

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.attention.backends.utils import KVSharingFastPrefillMetadata
 
 from swiftkv_platform.planning import LayerMap
-from swiftkv_platform.vllm.families import VLLMFamily
+from swiftkv_platform.vllm.families import VLLMFamily, layer_windows
 from swiftkv_platform.vllm.layers import (
     DecoderLayer,
     GroupKeyValue,
@@ -34,7 +34,6 @@ from swiftkv_platform.vllm.layers import (
     OwnAttention,
     SharedAttention,
 )
-from swiftkv_platform.vllm.windows import layer_windows
 
 
 def student_map(config: Any) -> LayerMap:

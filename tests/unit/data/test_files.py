@@ -11,7 +11,7 @@ import pytest
 from swiftkv_platform.data import files as data_files
 from swiftkv_platform.data.files import reader_for
 from swiftkv_platform.errors import DataError
-from swiftkv_platform.sources.layout import SUFFIXES
+from swiftkv_platform.sources.cards import SUFFIXES
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from swiftkv_platform.reports.model_card import model_card
-from swiftkv_platform.sources.licences import licence_of
+from swiftkv_platform.sources.cards import licence_of
 from swiftkv_platform.sources.teacher_config import builtin_teacher
 
 LINEAGE: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from swiftkv_platform.engine import EngineConfig, SamplingParams
 from swiftkv_platform.errors import InvalidInputError
-from swiftkv_platform.specs.limits import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from swiftkv_platform.specs.base import MAX_LOGIT_BIAS, MAX_STOP_LENGTH, MAX_STOP_TOKEN_IDS, MAX_STOPS
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,6 @@ def wait_for(task: ray.ObjectRef, store: ObjectStore, request: AttemptRequest) -
 
 
 def as_task(function: Callable[..., Any], resources: ResourcesSpec, *, num_returns: int = 1) -> Any:
-    """`function` as a Ray task with a worker's resources."""
     return ray.remote(function).options(**task_options(resources), num_returns=num_returns)
 
 

@@ -56,7 +56,6 @@ def prepare(request: AttemptRequest, store_uri: str) -> tuple[Plan, StoredPrepar
 
 
 def task_options(resources: ResourcesSpec) -> dict[str, Any]:
-    """A worker's resources, for a task."""
     return {
         "num_cpus": resources.cpus_per_worker,
         "num_gpus": resources.gpus_per_worker,

@@ -49,7 +49,6 @@ class ControlWatcher:
 
     @property
     def stop_request(self) -> StopRequest:
-        """The largest stop request seen so far."""
         return self._stop_request
 
     def close(self) -> None:
@@ -100,5 +99,4 @@ def leave_on_sigterm() -> None:
 
 
 def told_to_leave() -> bool:
-    """Whether this worker has got a SIGTERM."""
     return _told_to_leave.is_set()

@@ -91,7 +91,6 @@ class Reporter:
         self._write(lambda time: PlacementEvent(time=time, message=message, data=data))
 
     def progress(self, phase: str, part: str, *, done: int, total: int, eta_s: float | None) -> None:
-        """Tell how far a part of a phase is."""
         data: ProgressData = {"phase": phase, "part": part, "done": done, "total": total, "eta_s": eta_s}
         left = "" if eta_s is None or done >= total else f", {eta_s:.0f} s left"
         message = f"{phase}: {part} {done} of {total}{left}"

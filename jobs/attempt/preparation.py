@@ -51,7 +51,6 @@ class StoredPreparation:
         return self.start is not None and not is_complete(open_store(self.store_uri), self.start)
 
     def fetch(self, directory: Path) -> None:
-        """Bring the rows to `directory`."""
         fetch_directory(open_store(self.store_uri), self.rows, directory)
 
     def fetch_start(self, directory: Path) -> None:
@@ -79,7 +78,6 @@ def find_rows(store: ObjectStore, request: AttemptRequest) -> str | None:
 
 
 def publish_rows(store: ObjectStore, request: AttemptRequest, directory: Path) -> str:
-    """Upload the rows in `directory`; returns their key."""
     key = request.attempt_id.data_prefix
     publish_directory(store, directory, key, kind="data", lineage={}, metrics={})
     return key

@@ -112,7 +112,6 @@ def _trainer(spec: JobSpec, parallel: Parallel, rows: PackedRows) -> Trainer:
 
 
 def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:
-    """Memory of one worker that calibrates on one row."""
     source, tracker = FakeWeights(fakes.student(config).to(compute_dtype(spec)), fakes), Tracker()
     rows = [to_tensors(fakes.rows(1).batch([0]))]
     with fakes.active(tracker):

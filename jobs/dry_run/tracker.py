@@ -99,7 +99,6 @@ class Tracker(MemTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
-        """Forget the peak so far, and the collectives."""
         self._peak_mem.clear()
         self._calls.clear()
         self._bytes.clear()

@@ -192,7 +192,6 @@ class _Student:
         return StoredTensors(directory) if copies else self.trained
 
     def measure(self, prepared: Prepared, parts: Parts) -> Report:
-        """Measure the student before and after training. Collective."""
         spec = self.spec.evaluation
         fetched = self.workspace.path / f"tasks-{self.workers.rank}"
         tasks = resolve_tasks(spec.tasks, fetch=lambda uri: fetch_data(uri, fetched), access=self.access)

@@ -46,7 +46,6 @@ class Telemetry:
         return figures
 
     def begin(self, tokens: int) -> None:
-        """Continue a run after `tokens` counted tokens."""
         self._tokens = tokens
 
     def _memory(self) -> int:

@@ -198,7 +198,6 @@ class Documents:
 
     @property
     def num_samples(self) -> IntArray:
-        """[num_documents]"""
         return np.diff(self.first_samples)
 
     def __len__(self) -> int:

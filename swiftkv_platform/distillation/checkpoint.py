@@ -119,7 +119,6 @@ class Checkpointer:
         self._load(keys)
 
     def _load(self, keys: Sequence[str]) -> Progress:
-        """Load the first of `keys` that can be read."""
         for key in keys[:-1]:
             try:
                 return self._load_one(key)

@@ -265,7 +265,6 @@ class Trainer:
         )
 
     def _micro_batches(self, step: int) -> list[MicroBatch]:
-        """This worker's share of a step."""
         training = self._spec.training
         assert training.batch_size is not None, "settled before training, see specs.defaults"
         batch = batch_rows(len(self._rows), batch_size=training.batch_size, seed=training.seed, step=step)

@@ -98,12 +98,10 @@ class LazyStudent:
 
     @property
     def base(self) -> Checkpoint:
-        """The teacher's files."""
         return self._teacher.checkpoint
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the teacher's tensors as they are stored."""
         return sum(info.num_bytes for info in self._teacher.checkpoint.headers.values())
 
     def started_from(self, start: Mapping[str, Tensor]) -> None:
@@ -155,7 +153,6 @@ class LazyStudent:
             part._parameters[leaf] = filled
 
     def release(self, module: nn.Module) -> None:
-        """Put every parameter of `module` back on the meta device."""
         for part, leaf, parameter in _parameters(module):
             part._parameters[leaf] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
             self._filled.pop(self._tied.get(self._names[id(part), leaf], ""), None)

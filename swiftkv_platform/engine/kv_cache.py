@@ -46,7 +46,6 @@ class StorageFormat:
         return self.payload is None and self.stored != self.computed
 
     def row_size(self, dim: int) -> int:
-        """Elements that `dim` numbers take."""
         return dim if self.payload is None else dim * self.payload.itemsize + SCALE_DTYPE.itemsize
 
     def row_bytes(self, dim: int) -> int:
@@ -76,7 +75,6 @@ class PagedTensor:
 
     @property
     def payload(self) -> torch.dtype | None:
-        """The type of quantised numbers; None where `rows` hold plain ones."""
         return self._format.payload
 
     def write(self, slots: torch.Tensor, x: torch.Tensor) -> None:

@@ -228,7 +228,6 @@ def _eos_token_ids(generation_config: Any, model_config: Any, tokenizer: Any | N
 
 
 def prepare(model: PreTrainedModel, config: EngineConfig, device: Any = None) -> PreTrainedModel:
-    """Return the model on its device, its weights laid out for inference."""
     device = device or config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

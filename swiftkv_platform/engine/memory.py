@@ -157,7 +157,6 @@ def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, m
 
 
 def measure(step: Callable[[], object], device: torch.device) -> DeviceMemory:
-    """The memory of a GPU around a step."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

@@ -178,7 +178,6 @@ class Leader:
 
 
 def join(rank: int, port: int, config: EngineConfig) -> Ranks:
-    """Join the ranks, in a process that `Leader.start` started."""
     size = config.tensor_parallel_size
     store = _c10d.TCPStore("127.0.0.1", port, size, is_master=False)
     return Ranks(store, rank, size, rank_device(config, rank))

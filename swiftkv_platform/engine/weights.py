@@ -141,7 +141,6 @@ class _Linear(nn.Module):
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -153,7 +152,6 @@ class _OneDNNLinear(_Linear):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKING_HINT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y
 
@@ -167,7 +165,6 @@ class _RMSNorm(nn.Module):
         self.variance_epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size]; in float32 inside."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.variance_epsilon).to(x.dtype)
 
 
@@ -201,5 +198,4 @@ class _Part(nn.Module):
         self.out_features = fused.sizes[at]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
         return self._fused.part(x, self._at)

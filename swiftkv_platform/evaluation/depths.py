@@ -96,12 +96,10 @@ class Needles:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a prompt and its answer."""
         return max(map(len, self.prompts)) + ANSWER_TOKENS
 
     @torch.no_grad()
     def share_found(self, model: Any) -> float:
-        """Share of the numbers that are in the model's greedy answers."""
         found = 0
         for prompt, answer in zip(self.prompts, self.answers, strict=True):
             ids = torch.tensor([prompt], device=model.device)

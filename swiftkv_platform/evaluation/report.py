@@ -263,7 +263,6 @@ def exit_bins(counts: ExitCounts) -> tuple[ExitBin, ...] | None:
 
 
 def _gates(limits: Limits, student: Quality, ratio: float, tasks: tuple[TaskScore, ...]) -> tuple[Gate, ...]:
-    """The limits that are set, the worst first."""
     gates = [
         _gate("max_kl", "held-out KL in nats", student.kl, limits.max_kl),
         _gate(

@@ -68,7 +68,6 @@ class _Difference:
         self.num_bytes = self.num_written = 0
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
-        """Compare one tensor of the student."""
         self.seen.add(name)
         self.num_bytes += tensor.nbytes
         if name not in self._base.shards:

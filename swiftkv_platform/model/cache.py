@@ -106,7 +106,6 @@ class StoredKeyValue:
         return StoredKeyValue(keys, values, self.payload, self.dtype)
 
     def read(self) -> KeyValue:
-        """Dequantised, each [batch, num_heads, num_tokens, dim]."""
         return unpack(self.keys, self.payload, self.dtype), unpack(self.values, self.payload, self.dtype)
 
 
@@ -178,5 +177,4 @@ def take_rows(stored: Stored, kept: TokenSelection) -> Stored:
 
 
 def read(stored: Stored) -> KeyValue:
-    """Keys and values to attend to."""
     return stored.read() if isinstance(stored, StoredKeyValue) else stored

@@ -30,7 +30,6 @@ rows)."""
 
 
 def method_of(layers: Mapping[int, Any]) -> Method:
-    """The method of the kind of attention that `layers` have."""
     attention = next(iter(layers.values())).self_attn
     return LATENTS if isinstance(attention, LatentAttentionMixin) else HEADS
 
@@ -61,7 +60,6 @@ class _Recorder:
 
 @contextmanager
 def recording(layers: Mapping[int, Any], method: Method) -> Iterator[_Recorder]:
-    """Record the teacher's upper attention while the block runs."""
     recorder = _Recorder(layers, method)
     try:
         yield recorder

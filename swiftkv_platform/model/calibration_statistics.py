@@ -38,7 +38,6 @@ class CalibrationStatistics:
         yield from self.exits
 
     def add_(self, other: CalibrationStatistics) -> CalibrationStatistics:
-        """Add another batch's sums, in place."""
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.add_(theirs.to(mine.device))
         self.num_tokens += other.num_tokens
@@ -162,7 +161,6 @@ class OutputSums:
         return cls(a.T @ a, a.T @ missing)
 
     def add_(self, other: OutputSums) -> OutputSums:
-        """Add another row's sums, in place."""
         self.gram.add_(other.gram)
         self.cross.add_(other.cross)
         return self

@@ -160,7 +160,6 @@ class _Stream:
         self._hidden.append(self._store.keep(context.hidden))
 
     def _step(self, i: int, row: int) -> None:
-        """Run a layer over one row."""
         # Masks are made again: those of all rows together may be larger than the rows.
         hidden = self._hidden[row].load(self._device)
         context = self._decoder.begin(inputs_embeds=hidden, position_ids=self._positions[row])

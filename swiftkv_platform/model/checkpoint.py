@@ -90,7 +90,6 @@ class Checkpoint:
         return path
 
     def names_in(self, shard: str) -> list[str]:
-        """Return the tensors of a file."""
         return self._names_by_shard[shard]
 
     @cached_property

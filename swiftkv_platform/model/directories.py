@@ -108,7 +108,6 @@ class ShardWriter:
         self._num_files = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one tensor."""
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
             self.flush()
         tensor = tensor.detach().cpu().contiguous()
@@ -117,7 +116,6 @@ class ShardWriter:
         self._pending_bytes += tensor.nbytes
 
     def flush(self) -> None:
-        """Write what is pending."""
         if not self._pending:
             return
         self._num_files += 1

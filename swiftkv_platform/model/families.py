@@ -35,7 +35,6 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """Prefix of transformers' class names."""
         return configs.PREFIXES[self.model_type]
 
     def teacher_class(self, suffix: str) -> type[Any]:

@@ -63,7 +63,6 @@ class SwiftKVGenerationMixin(nn.Module):
         self._check_early_exit(generation_mode, generation_config)
 
     def _check_early_exit(self, generation_mode: Any, generation_config: Any) -> None:
-        """Refuse what early exit cannot do here."""
         mode = generation_config.early_exit.mode
         if mode == "off":
             return

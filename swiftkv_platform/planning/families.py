@@ -81,7 +81,6 @@ def _latent(fields: Fields, num_key_value_heads: int | None) -> Attention:
 def _gated(
     hidden: int, intermediate: int, *, bias: bool = False, copies: int = 1, active: int = 1
 ) -> tuple[Linear, ...]:
-    """gate, up and down."""
     into = Linear(hidden, intermediate, bias, copies, active)
     return into, into, Linear(intermediate, hidden, bias, copies, active)
 

@@ -52,7 +52,6 @@ class Flops:
 
     @property
     def linear(self) -> float:
-        """All but attention."""
         return self.total - self.attention
 
 

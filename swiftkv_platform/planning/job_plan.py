@@ -109,7 +109,6 @@ class _Job:
 
     @cached_property
     def on_node(self) -> int:
-        """Workers of the fullest node."""
         return self.machines.workers_per_node(self.spec.resources)
 
     @property
@@ -345,7 +344,6 @@ class _Job:
 
     @property
     def _stored(self) -> DiskUse:
-        """Bytes in the store after training."""
         own = self.volumes
         return DiskUse.of(cache=own.rows + own.start, checkpoints=self._num_kept * own.checkpoint)
 
@@ -369,7 +367,6 @@ class _Job:
 
     @cached_property
     def _flops_per_step(self) -> float:
-        """FLOPs of one worker in a step."""
         tokens = self.setup.batch_size * self.setup.sequence_length
         return tokens * training_flops(self.model, self.layer_map, self.setup).total / self.num_workers
 
@@ -388,7 +385,6 @@ class _Job:
         return trial_steps * self._flops_per_step + (schedule.num_measurements + trials) * measuring
 
     def _seconds(self, flops: float) -> float | None:
-        """Seconds of one worker's arithmetic."""
         return None if self.flops_per_second is None else flops / self.flops_per_second
 
 

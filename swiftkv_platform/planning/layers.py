@@ -53,7 +53,6 @@ class LayerMap:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """First layer of each group, ascending."""
         return tuple(range(self.num_key_value_layers, self.num_hidden_layers, self.key_value_group_size))
 
     def leader(self, layer: int) -> int:
@@ -62,7 +61,6 @@ class LayerMap:
         return layer - offset % self.key_value_group_size
 
     def group(self, leader: int) -> range:
-        """The layers of a leader's group."""
         return range(leader, min(leader + self.key_value_group_size, self.num_hidden_layers))
 
     def cache_layer(self, layer: int) -> int:

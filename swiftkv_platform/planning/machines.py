@@ -39,7 +39,6 @@ class Machines(FrozenModel):
     """Origin of `flops_per_second`."""
 
     def workers_per_node(self, resources: ResourcesSpec) -> int:
-        """Most workers on a node."""
         room: float = resources.max_workers
         if resources.gpus_per_worker:
             room = self.node_gpus // resources.gpus_per_worker

@@ -83,7 +83,6 @@ def plan_phases(
 
 
 def calibration_rows(setup: TrainingSetup, calibration_tokens: int) -> int:
-    """Most rows that one worker calibrates on."""
     return -(-calibration_tokens // (setup.sequence_length * setup.num_workers))
 
 
@@ -212,7 +211,6 @@ def _unfit(
 
 
 def teacher_bytes(config: ConfigSource, dtype: str) -> int:
-    """Return the size of a teacher's weights."""
     model = read_architecture(config)
     return weights_bytes(model, dense_layer_map(model), dtype)
 

@@ -163,14 +163,12 @@ def measuring_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSet
 
 
 def _layer(layer: Layer, setup: TrainingSetup) -> float:
-    """A teacher's layer, forward."""
     attention = layer.attention
     maps = (*attention.query, *attention.key_value, *attention.expansion, *attention.output, *layer.mlp)
     return maps_flops(maps) + _attention(layer, setup)
 
 
 def _attention(layer: Layer, setup: TrainingSetup) -> float:
-    """Attention of a layer, per token."""
     samples = setup.samples or ((setup.sequence_length, 1),)
     pairs = sum(number * attention_pairs(length, 0, layer.window) for length, number in samples)
     return pairs * layer.attention.flops_per_pair / sum(number * length for length, number in samples)

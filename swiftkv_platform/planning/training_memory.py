@@ -57,7 +57,6 @@ class WorkerMemory(FrozenModel):
 def worker_memory(
     model: Architecture, layer_map: LayerMap, parameters: Parameters, setup: TrainingSetup
 ) -> WorkerMemory:
-    """An estimate for one worker."""
     narrow = 2 if setup.dtype == "bfloat16" else WIDE
     shards = setup.num_workers
     trained, frozen = parameters.trained, narrow * parameters.frozen

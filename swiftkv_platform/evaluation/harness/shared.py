@@ -180,7 +180,6 @@ class SharedModel(HFLM):  # type: ignore[misc]  # the harness is untyped
         return self._workers.gather([(index, answer) for (index, _), answer in zip(mine, written, strict=True)])
 
     def _tell(self) -> None:
-        """Tell of an answer more."""
         self._told += 1
         if self._workers.is_first:
             self._progress(self._told, self._to_tell)

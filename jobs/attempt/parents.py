@@ -43,11 +43,10 @@ def _there(parent: Parent) -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:
-        raise ModelError(
-            f"training.from is {parent.name!r}, whose files are not in the object store any more; use another model or "
-            "checkpoint",
-            field="training.from",
-            value=parent.name,
+        raise ModelError.of(
+            "training.from",
+            parent.name,
+            ", whose files are not in the object store any more; use another model or checkpoint",
         ) from error
 
 

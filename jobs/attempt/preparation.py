@@ -91,11 +91,8 @@ def find_start(store: ObjectStore, request: AttemptRequest) -> str | None:
 def start_key(request: AttemptRequest) -> str | None:
     """Key at which the workers of this attempt publish the calibrated start, unless an earlier one's is there; None for
     a job that starts from the copies, or continues from a model or checkpoint."""
-    return request.attempt_id.start_prefix(request.spec.name) if _calibrates(request) else None
-
-
-def _calibrates(request: AttemptRequest) -> bool:
-    return request.spec.swiftkv.is_calibrated and request.parent is None
+    calibrates = request.spec.swiftkv.is_calibrated and request.parent is None
+    return request.attempt_id.start_prefix(request.spec.name) if calibrates else None
 
 
 def _newest(store: ObjectStore, request: AttemptRequest, prefix: Callable[[AttemptId], str]) -> str | None:

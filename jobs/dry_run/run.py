@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig
 
-from swiftkv_platform.data.packing import PackedRows
 from swiftkv_platform.distillation.checkpoint import Progress
 from swiftkv_platform.distillation.fork import Fork
 from swiftkv_platform.distillation.measured import MeasuredStudent
@@ -63,7 +62,8 @@ def dry_run(spec: JobSpec, config: Mapping[str, Any]) -> DryRun:
 def _train(spec: JobSpec, config: Any, fakes: Fakes) -> tuple[Memory, tuple[Collective, ...], tuple[int, int]]:
     """Memory and collectives of a step, and the numbers of parameters, all and trained."""
     parallel = _spread(spec, config, fakes)
-    trainer = _trainer(spec, parallel, fakes.rows(_batch_size(spec)))
+    nothing = cast("Any", None)  # a single step neither saves nor reports
+    trainer = Trainer(parallel, fakes.rows(_batch_size(spec)), nothing, spec, total_steps=1, listener=nothing)
     counts = (
         sum(parameter.numel() for parameter in parallel.module.parameters()),
         sum(parameter.numel() for parameter in parallel.module.parameters() if parameter.requires_grad),
@@ -104,11 +104,6 @@ def _spread(spec: JobSpec, config: Any, fakes: Fakes) -> Parallel:
     )
     weights = FakeWeights(fork.student, fakes)
     return parallelize(fork, spec, dtype=compute_dtype(spec), device=torch.device("cpu"), weights=weights)
-
-
-def _trainer(spec: JobSpec, parallel: Parallel, rows: PackedRows) -> Trainer:
-    # A single step neither saves nor reports.
-    return Trainer(parallel, rows, cast("Any", None), spec, total_steps=1, listener=cast("Any", None))
 
 
 def _calibrate(spec: JobSpec, config: Any, fakes: Fakes) -> Memory:

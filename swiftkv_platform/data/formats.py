@@ -180,12 +180,12 @@ def _parse_text(values: list[Any], _row: Row) -> Content:
     return _text(values[0], "text")
 
 
-def _parse_messages(values: list[Any], row: Row) -> Content:
-    return _conversation(_messages(values[0], "messages"), row)
+def _chats(column: str, roles: dict[str, str] | None = None) -> Callable[[list[Any], Row], Content]:
+    return lambda values, row: _conversation(_messages(values[0], column, roles), row)
 
 
-def _parse_sharegpt(values: list[Any], row: Row) -> Content:
-    return _conversation(_messages(values[0], "conversations", _SHAREGPT_ROLES), row)
+def _unanswered_chats(column: str, roles: dict[str, str] | None = None) -> Callable[[list[Any], Row], Content]:
+    return lambda values, row: _conversation(_unanswered(_messages(values[0], column, roles)), row)
 
 
 def _parse_prompt_completion(values: list[Any], row: Row) -> Content:
@@ -226,14 +226,6 @@ def _question(prompt: str) -> list[Message]:
     return [{"role": "user", "content": prompt}] if prompt else []
 
 
-def _prompt_of_messages(values: list[Any], row: Row) -> Content:
-    return _conversation(_unanswered(_messages(values[0], "messages")), row)
-
-
-def _prompt_of_sharegpt(values: list[Any], row: Row) -> Content:
-    return _conversation(_unanswered(_messages(values[0], "conversations", _SHAREGPT_ROLES)), row)
-
-
 def _prompt_of_prompt(values: list[Any], row: Row) -> Content:
     if isinstance(values[0], list):
         return _conversation(_unanswered(_messages(values[0], "prompt")), row)
@@ -260,8 +252,8 @@ _BESIDE = ("system", "tools")
 """Columns beside those of any conversation."""
 
 FORMATS = (
-    RowFormat("messages", (("messages",),), _parse_messages, optional=_BESIDE),
-    RowFormat("sharegpt", (("conversations",),), _parse_sharegpt, optional=_BESIDE),
+    RowFormat("messages", (("messages",),), _chats("messages"), optional=_BESIDE),
+    RowFormat("sharegpt", (("conversations",),), _chats("conversations", _SHAREGPT_ROLES), optional=_BESIDE),
     RowFormat(
         "prompt_completion",
         (
@@ -280,8 +272,8 @@ FORMATS = (
 """Row formats in the order `auto` tries them: what says most about a sample first."""
 
 PROMPT_FORMATS = (
-    RowFormat("messages", (("messages",),), _prompt_of_messages, optional=_BESIDE),
-    RowFormat("sharegpt", (("conversations",),), _prompt_of_sharegpt, optional=_BESIDE),
+    RowFormat("messages", (("messages",),), _unanswered_chats("messages"), optional=_BESIDE),
+    RowFormat("sharegpt", (("conversations",),), _unanswered_chats("conversations", _SHAREGPT_ROLES), optional=_BESIDE),
     RowFormat("prompt_completion", (("prompt",), ("question",), ("problem",)), _prompt_of_prompt, optional=_BESIDE),
     RowFormat("alpaca", (("instruction",),), _prompt_of_alpaca, optional=("input", "history", *_BESIDE)),
     RowFormat("text", (("text",),), _parse_text),

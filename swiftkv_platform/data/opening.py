@@ -86,10 +86,8 @@ def read_source(source: DataSourceSpec, *, path: str, remote: RemoteFiles | None
 
 def _needed(remote: RemoteFiles | None, name: str, field: str) -> RemoteFiles:
     if remote is None:
-        raise InvalidInputError(
-            f"{field} is {name!r}, but this process has no object store to fetch it from; use a local path",
-            field=field,
-            value=name,
+        raise InvalidInputError.of(
+            field, name, ", but this process has no object store to fetch it from; use a local path"
         )
     return remote
 
@@ -120,17 +118,14 @@ def _builtin(source: DataSourceSpec, path: str) -> list[Table]:
     if source.name_or_path in _PROMPTS:
         return [_prompts(source, path)]
     if source.name_or_path != BUILTIN_DATA:
-        raise DataError(
-            f"{path}.name_or_path is {source.name_or_path!r}; the built-in data sets are "
-            f"{', '.join((BUILTIN_DATA, *_PROMPTS))}",
-            field=f"{path}.name_or_path",
-            value=source.name_or_path,
+        raise DataError.of(
+            f"{path}.name_or_path",
+            source.name_or_path,
+            f"; the built-in data sets are {', '.join((BUILTIN_DATA, *_PROMPTS))}",
         )
     if source.split != "train":
-        raise DataError(
-            f"{path}.split is {source.split!r}; {BUILTIN_DATA} offers 'train' and evaluates on its held-out modules",
-            field=f"{path}.split",
-            value=source.split,
+        raise DataError.of(
+            f"{path}.split", source.split, f"; {BUILTIN_DATA} offers 'train' and evaluates on its held-out modules"
         )
     modules = list(standard_library_modules())
     return [
@@ -149,11 +144,7 @@ def _prompts(source: DataSourceSpec, path: str) -> Table:
             value=source.name_or_path,
         )
     if source.split not in PROMPT_SPLITS:
-        raise DataError(
-            f"{path}.split is {source.split!r}; {source.name_or_path} has {' and '.join(PROMPT_SPLITS)}",
-            field=f"{path}.split",
-            value=source.split,
-        )
+        raise DataError.of(f"{path}.split", source.split, f"; {source.name_or_path} has {' and '.join(PROMPT_SPLITS)}")
     rows = [{"prompt": prompt} for prompt in _PROMPTS[source.name_or_path](held_out=source.is_held_out)]
     return Table(source.name_or_path, ("prompt",), lambda _columns: enumerate(rows, start=1), lambda: len(rows))
 
@@ -187,9 +178,7 @@ def _remote(remote: RemoteFiles, source: DataSourceSpec, field: str) -> list[Tab
     name = source.name_or_path
     uris = [uri for uri in remote.list(name) if Path(uri).suffix in READERS]
     if not uris:
-        raise DataError(
-            f"{field} is {name!r}, which has no readable objects; {_SUFFIXES} are accepted", field=field, value=name
-        )
+        raise DataError.of(field, name, f", which has no readable objects; {_SUFFIXES} are accepted")
     return [_object_table(remote, uri, field, keep=not source.streaming) for uri in uris]
 
 

@@ -36,11 +36,7 @@ def read_saved(location: Path, source: DataSourceSpec, path: str, boundary: Boun
         raise DataError(f"{path} cannot be read: data set {name!r}: {error}", field=path, value=name) from error
     if isinstance(found, datasets.DatasetDict):
         if source.split not in found:
-            raise DataError(
-                f"{path}.split is {source.split!r}; {name} has {', '.join(found)}",
-                field=f"{path}.split",
-                value=source.split,
-            )
+            raise DataError.of(f"{path}.split", source.split, f"; {name} has {', '.join(found)}")
         found = found[source.split]
     return _table(name, found, path)
 
@@ -86,10 +82,8 @@ def _check_repository_cards(name: str, field: str) -> str | None:
         except EntryNotFoundError:
             continue
         except (HfHubHTTPError, ConnectionError) as error:
-            raise DataError(
-                f"{field} is {name!r}: no such data set on the hub, or one that it does not open ({error})",
-                field=field,
-                value=name,
+            raise DataError.of(
+                field, name, f": no such data set on the hub, or one that it does not open ({error})"
             ) from error
         revision = file.parent.name
         Boundary.of(file.parents[2]).check(file, field)
@@ -113,10 +107,8 @@ def _read(name: str, source: DataSourceSpec, path: str, is_own: Any, revision: s
     except SwiftKVError:
         raise
     except datasets.exceptions.DatasetNotFoundError as error:
-        raise DataError(
-            f"{path}.name_or_path is {name!r}: no such path here and no such data set on the hub ({error})",
-            field=f"{path}.name_or_path",
-            value=name,
+        raise DataError.of(
+            f"{path}.name_or_path", name, f": no such path here and no such data set on the hub ({error})"
         ) from error
     except ConnectionError as error:
         raise _no_hub(name, f"{path}.name_or_path", error) from error
@@ -144,17 +136,14 @@ def _check_builder(builder: Any, name: str, field: str, is_own: Any) -> None:
         )
     for file in (file for split in (files or {}).values() for file in split):
         if not is_own(file):
-            raise DataError(
-                f"{field} is {name!r}, which names the file {file!r} of another place", field=field, value=name
-            )
+            raise DataError.of(field, name, f", which names the file {file!r} of another place")
 
 
 def _no_hub(name: str, field: str, error: Exception) -> StorageError:
-    return StorageError(
-        f"{field} is {name!r}: no such path here, and the hub does not answer ({error}); use a local copy of the data "
-        "set's directory",
-        field=field,
-        value=name,
+    return StorageError.of(
+        field,
+        name,
+        f": no such path here, and the hub does not answer ({error}); use a local copy of the data set's directory",
     )
 
 

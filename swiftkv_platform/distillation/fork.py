@@ -299,11 +299,10 @@ def hidden_loss_index(config: Any, spec: DistillationSpec) -> int:
     index = spec.hidden_loss_layer
     index = index if index < 0 else index - (num_layers + 1)
     if not first - num_layers <= index <= -1:
-        raise InvalidInputError(
-            f"distillation.hidden_loss_layer is {spec.hidden_loss_layer}, where teacher and student are the same; "
-            f"{first - num_layers}..-1 are accepted",
-            field="distillation.hidden_loss_layer",
-            value=spec.hidden_loss_layer,
+        raise InvalidInputError.of(
+            "distillation.hidden_loss_layer",
+            spec.hidden_loss_layer,
+            f", where teacher and student are the same; {first - num_layers}..-1 are accepted",
         )
     return index
 

@@ -83,11 +83,7 @@ def check_heads(config: Any, size: int) -> None:
     }
     for name, count in heads.items():
         if count is not None and count % size:
-            raise InvalidInputError(
-                f"sharding.sequence_parallel_size is {size}, which must divide {name} = {count}",
-                field="sharding.sequence_parallel_size",
-                value=size,
-            )
+            raise InvalidInputError.of("sharding.sequence_parallel_size", size, f", which must divide {name} = {count}")
 
 
 class _AllToAll(torch.autograd.Function):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from swiftkv_platform.engine import kernels
-from swiftkv_platform.engine.varlen import Pages, VarlenOperator
+from swiftkv_platform.engine.varlen import Pages
+from swiftkv_platform.model.packed_attention import VarlenOperator
 from swiftkv_platform.model.quantization import SCALE_DTYPE, pack, unpack
 
 Run = tuple[int, int]

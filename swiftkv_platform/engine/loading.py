@@ -189,11 +189,7 @@ def _context_length(path: str | Path, model_config: Any, config: EngineConfig) -
             value=None,
         )
     if config.max_model_len is not None and config.max_model_len > length:
-        raise ModelError(
-            f"max_model_len is {config.max_model_len}; model {str(path)!r} accepts 2..{length}",
-            field="max_model_len",
-            value=config.max_model_len,
-        )
+        raise ModelError.of("max_model_len", config.max_model_len, f"; model {str(path)!r} accepts 2..{length}")
     return config.max_model_len or length
 
 

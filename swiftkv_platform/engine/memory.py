@@ -102,11 +102,10 @@ def _num_blocks(
         available: int = psutil.virtual_memory().available
         return max(min(wanted, available // FREE_MEMORY_SHARE // config.tensor_parallel_size // block_bytes), 1)
     if config.kv_cache_bytes < block_bytes:
-        raise InvalidInputError(
-            f"kv_cache_bytes is {config.kv_cache_bytes}; one block of {block_size} tokens takes {block_bytes} "
-            "bytes of this model's KV: give that or more",
-            field="kv_cache_bytes",
-            value=config.kv_cache_bytes,
+        raise InvalidInputError.of(
+            "kv_cache_bytes",
+            config.kv_cache_bytes,
+            f"; one block of {block_size} tokens takes {block_bytes} bytes of this model's KV: give that or more",
         )
     return config.kv_cache_bytes // block_bytes
 
@@ -145,13 +144,12 @@ def measured_blocks(loaded: LoadedModel, config: EngineConfig, cache: KVCache, m
     block_bytes = bytes_per_block(shapes, cache.block_size, cache.format)
     fit = memory.kv_cache_bytes(ServingSetup.reserved) // block_bytes + cache.num_blocks
     if fit < 1:
-        raise InvalidInputError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}; a step of as many takes "
-            f"{memory.peak - memory.allocated} bytes beside the weights, and of {memory.total} bytes of memory nothing "
-            f"is left for a block of KV, which takes {block_bytes}: use a smaller number, a smaller model or "
-            "tensor_parallel_size",
-            field="max_num_batched_tokens",
-            value=config.max_num_batched_tokens,
+        raise InvalidInputError.of(
+            "max_num_batched_tokens",
+            config.max_num_batched_tokens,
+            f"; a step of as many takes {memory.peak - memory.allocated} bytes beside the weights, and of "
+            f"{memory.total} bytes of memory nothing is left for a block of KV, which takes {block_bytes}: use a "
+            "smaller number, a smaller model or tensor_parallel_size",
         )
     return min(fit, wanted_blocks(loaded, config, cache.block_size))
 

@@ -219,10 +219,8 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     if torch.cuda.device_count() < config.tensor_parallel_size:
-        raise ModelError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but torch sees {torch.cuda.device_count()} GPUs",
-            field="tensor_parallel_size",
-            value=config.tensor_parallel_size,
+        raise ModelError.of(
+            "tensor_parallel_size", config.tensor_parallel_size, f", but torch sees {torch.cuda.device_count()} GPUs"
         )
     return torch.device("cuda", rank)
 

@@ -169,10 +169,8 @@ class RequestReader:
             )
 
         if len(self._excluded(params)) >= self._vocab_size:
-            raise InvalidInputError(
-                f"min_tokens is {params.min_tokens}, and stop_token_ids leave no token of the vocabulary; give fewer",
-                field="min_tokens",
-                value=params.min_tokens,
+            raise InvalidInputError.of(
+                "min_tokens", params.min_tokens, ", and stop_token_ids leave no token of the vocabulary; give fewer"
             )
         if self._tokenizer is None and params.stop:
             raise InvalidInputError(

@@ -48,11 +48,10 @@ def check_divides(config: Any, size: int) -> None:
     if wrong:
         which = " and ".join(f"{name} {count}" for name, count in wrong.items())
         fits = [ranks for ranks in range(1, size) if not any(count % ranks for count in counts.values() if count)]
-        raise ModelError(
-            f"tensor_parallel_size is {size}, which does not divide this model's {which}; use "
-            f"{' or '.join(map(str, fits))}",
-            field="tensor_parallel_size",
-            value=size,
+        raise ModelError.of(
+            "tensor_parallel_size",
+            size,
+            f", which does not divide this model's {which}; use {' or '.join(map(str, fits))}",
         )
 
 

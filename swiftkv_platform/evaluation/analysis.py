@@ -148,10 +148,8 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
     if length is None:
         return None
     if not options.measure:
-        raise InvalidInputError(
-            f"needle_length is {length}, and no depth is measured; with measure the calibrated starts look for needles",
-            field="needle_length",
-            value=length,
+        raise InvalidInputError.of(
+            "needle_length", length, ", and no depth is measured; with measure the calibrated starts look for needles"
         )
     needles = Needles.create(tokenizer, length, options.needle_samples)
     longest = needles.longest
@@ -168,11 +166,7 @@ def _needles(tokenizer: Any, options: AnalysisOptions, context: int | None) -> N
 def _check_depths(depths: Sequence[int], num_layers: int) -> None:
     for depth in depths:
         if not 1 <= depth < num_layers:
-            raise InvalidInputError(
-                f"depth is {depth}; a model of {num_layers} layers accepts 1..{num_layers - 1}",
-                field="depth",
-                value=depth,
-            )
+            raise InvalidInputError.of("depth", depth, f"; a model of {num_layers} layers accepts 1..{num_layers - 1}")
 
 
 def _load(path: str, dtype: str) -> tuple[Any, Any]:

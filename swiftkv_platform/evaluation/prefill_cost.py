@@ -65,11 +65,7 @@ def measure_prefill(model: Any, *, prompt_length: int, rounds: int, batch_size: 
     """
     context = model.config.max_position_embeddings
     if not 1 <= prompt_length <= context:
-        raise InvalidInputError(
-            f"prompt_length is {prompt_length}; this model takes 1..{context} tokens",
-            field="prompt_length",
-            value=prompt_length,
-        )
+        raise InvalidInputError.of("prompt_length", prompt_length, f"; this model takes 1..{context} tokens")
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (batch_size, prompt_length), generator=generator).to(model.device)
     counted: dict[bool, tuple[float, float]] = {}

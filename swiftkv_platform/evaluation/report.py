@@ -180,13 +180,16 @@ class Report(FrozenModel):
         is instruction-tuned, which decides the limits that the spec leaves open."""
         student, teacher = distilled.student, distilled.teacher
         ratio = student.perplexity / teacher.perplexity
+        recovered = None
+        if rewired:
+            recovered = 1.0 - student.kl / rewired.student.kl if rewired.student.kl else 0.0
         return cls(
             teacher=teacher,
             rewired=rewired.student if rewired else None,
             calibrated=calibrated.student if calibrated else None,
             distilled=student,
             perplexity_ratio=ratio,
-            kl_recovered=_recovered(rewired.student.kl, student.kl) if rewired else None,
+            kl_recovered=recovered,
             num_positions=distilled.num_positions,
             prefill_flops_ratio=cost.flops_ratio,
             kv_bytes_ratio=cost.kv_bytes_ratio,
@@ -224,10 +227,6 @@ class Report(FrozenModel):
 
 def _both(cost: PrefillCost, figure: str) -> BothModes:
     return BothModes(dense=getattr(cost.dense, figure), swiftkv=getattr(cost.swiftkv, figure))
-
-
-def _recovered(before: float, after: float) -> float:
-    return 1.0 - after / before if before else 0.0
 
 
 def quality_bins(sums: BinnedSums) -> tuple[QualityBin, ...]:

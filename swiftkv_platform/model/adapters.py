@@ -159,7 +159,7 @@ def assemble(directory: Path, adapter: AdapterConfig, base: Checkpoint, target: 
     whole = {
         shard
         for shard in kept.values()
-        if all(adapter.keeps(name) and name not in adapter.cast for name in base.names_in(shard))
+        if all(adapter.keeps(name) and name not in adapter.cast for name in base.names_in[shard])
     }
     shards = _place(base, {name: shard for name, shard in kept.items() if shard in whole}, target, "base", files)
     shards |= _place(own, own.shards, target, "swiftkv", files)
@@ -228,11 +228,7 @@ def whole_model(
     adapter = None if directory is None else read_adapter(directory)
     if directory is None or adapter is None:
         if base_model is not None:
-            raise ModelError(
-                f"base_model is {str(base_model)!r}, and {str(source)!r} is no adapter; leave it out",
-                field="base_model",
-                value=str(base_model),
-            )
+            raise ModelError.of("base_model", str(base_model), f", and {str(source)!r} is no adapter; leave it out")
         yield source, None
         return
     found = (find_base or _by_name)(adapter.base) if base_model is None else base_model

@@ -38,11 +38,6 @@ from swiftkv_platform.model.calibration_statistics import (
 from swiftkv_platform.model.initialization import share_heads
 
 
-def _sum_of_squares(queries: torch.Tensor) -> torch.Tensor:
-    """[num_attention_heads, head_dim]."""
-    return queries.square().sum(0)
-
-
 @dataclass
 class _Layer:
     """A layer's attention as it joins its group: by one member, or by several where a shared head stands for several of
@@ -132,7 +127,11 @@ def _fit(
     assign(leader.v_proj_swiftkv, value.T)
 
 
-HEADS = Method(recorded=("k_proj", "v_proj"), query_statistic=_sum_of_squares, fit=_fit)
+HEADS = Method(
+    recorded=("k_proj", "v_proj"),
+    query_statistic=lambda queries: queries.square().sum(0),  # [num_attention_heads, head_dim]
+    fit=_fit,
+)
 
 
 def _members(projection: torch.Tensor, num_heads: int, num_shared: int) -> list[torch.Tensor]:

@@ -43,16 +43,6 @@ class CalibrationStatistics:
         self.num_tokens += other.num_tokens
         return self
 
-    def cpu(self) -> CalibrationStatistics:
-        """The same in host memory, where it can leave the process."""
-        return CalibrationStatistics(
-            gram=self.gram.cpu(),
-            cross={key: sums.cpu() for key, sums in self.cross.items()},
-            queries={layer: sums.cpu() for layer, sums in self.queries.items()},
-            exits=tuple(sums.cpu() for sums in self.exits),
-            num_tokens=self.num_tokens,
-        )
-
 
 def ridge_factor(gram: torch.Tensor) -> torch.Tensor:
     """Lower Cholesky factor of a Gram matrix with the ridge penalty."""

@@ -89,11 +89,9 @@ class Checkpoint:
             raise _unusable(self.source, f"its index names {shard}, which is not there")
         return path
 
-    def names_in(self, shard: str) -> list[str]:
-        return self._names_by_shard[shard]
-
     @cached_property
-    def _names_by_shard(self) -> dict[str, list[str]]:
+    def names_in(self) -> dict[str, list[str]]:
+        """Tensors by file."""
         by_shard: dict[str, list[str]] = {}
         for name, shard in self.shards.items():
             by_shard.setdefault(shard, []).append(name)

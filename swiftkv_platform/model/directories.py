@@ -35,10 +35,8 @@ _OWN = ("config.json", "README.md", "evaluation.json", "manifest.json")
 def check_new(target: Path) -> None:
     """Raises `ConflictError` unless `target` is new or an empty directory."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConflictError(
-            f"output is {str(target)!r}, which exists and is not empty; name a new or an empty directory",
-            field="output",
-            value=str(target),
+        raise ConflictError.of(
+            "output", str(target), ", which exists and is not empty; name a new or an empty directory"
         )
 
 

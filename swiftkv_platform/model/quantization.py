@@ -30,10 +30,8 @@ def payload_dtype(kv_cache_dtype: Any) -> torch.dtype | None:
     if kv_cache_dtype in (None, "auto"):
         return None
     if kv_cache_dtype not in PAYLOAD_DTYPES:
-        raise InvalidInputError(
-            f"kv_cache_dtype is {kv_cache_dtype!r}; it must be auto, {' or '.join(PAYLOAD_DTYPES)}",
-            field="kv_cache_dtype",
-            value=kv_cache_dtype,
+        raise InvalidInputError.of(
+            "kv_cache_dtype", kv_cache_dtype, f"; it must be auto, {' or '.join(PAYLOAD_DTYPES)}"
         )
     return PAYLOAD_DTYPES[kv_cache_dtype]
 

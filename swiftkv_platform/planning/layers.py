@@ -39,11 +39,10 @@ class LayerMap:
             )
         skipped = max(self.num_hidden_layers - self.num_key_value_layers, 1)
         if not 1 <= self.key_value_group_size <= skipped:
-            raise InvalidInputError(
-                f"swiftkv.key_value_group_size is {self.key_value_group_size}; with {skipped} layers that compute no "
-                f"KV of their own 1..{skipped} are accepted",
-                field="swiftkv.key_value_group_size",
-                value=self.key_value_group_size,
+            raise InvalidInputError.of(
+                "swiftkv.key_value_group_size",
+                self.key_value_group_size,
+                f"; with {skipped} layers that compute no KV of their own 1..{skipped} are accepted",
             )
 
     @property
@@ -93,10 +92,8 @@ def resolve_num_key_value_layers(
         return num_key_value_layers
     share = 0.5 if prefill_reduction is None else prefill_reduction
     if not 0 < share < 1:
-        raise InvalidInputError(
-            f"swiftkv.prefill_reduction is {share}; the share of layers that prefill skips is between 0 and 1",
-            field="swiftkv.prefill_reduction",
-            value=share,
+        raise InvalidInputError.of(
+            "swiftkv.prefill_reduction", share, "; the share of layers that prefill skips is between 0 and 1"
         )
     skipped = min(max(round(share * num_hidden_layers), 1), num_hidden_layers - 1)
     return num_hidden_layers - skipped
@@ -114,11 +111,10 @@ def student_layer_map(
     wanted = resolve_num_key_value_layers(num_hidden_layers, num_key_value_layers, prefill_reduction)
     _check_integer("num_key_value_layers", wanted)
     if not 1 <= wanted < num_hidden_layers:
-        raise InvalidInputError(
-            f"swiftkv.num_key_value_layers is {wanted}; the teacher has {num_hidden_layers} layers, so "
-            f"1..{num_hidden_layers - 1} are accepted",
-            field="swiftkv.num_key_value_layers",
-            value=wanted,
+        raise InvalidInputError.of(
+            "swiftkv.num_key_value_layers",
+            wanted,
+            f"; the teacher has {num_hidden_layers} layers, so 1..{num_hidden_layers - 1} are accepted",
         )
     return LayerMap(num_hidden_layers, wanted, key_value_group_size)
 
@@ -127,9 +123,7 @@ def shared_key_value_heads(sharing: Sharing, *, num_attention_heads: int, num_ke
     """Key-value heads of each KV-cache layer >= l. Raises `InvalidInputError` for an unknown `sharing`."""
     heads = {"gqa": num_key_value_heads, "mqa": 1, "mha": num_attention_heads}
     if sharing not in heads:
-        raise InvalidInputError(
-            f"swiftkv.sharing is {sharing!r}; {', '.join(heads)} are accepted", field="swiftkv.sharing", value=sharing
-        )
+        raise InvalidInputError.of("swiftkv.sharing", sharing, f"; {', '.join(heads)} are accepted")
     return heads[sharing]
 
 

@@ -97,11 +97,7 @@ def plan(
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
     sequence_length = model.max_position_embeddings if sequence_length is None else sequence_length
     if sequence_length < 1:
-        raise InvalidInputError(
-            f"sequence_length is {sequence_length}; 1 or more is accepted",
-            field="sequence_length",
-            value=sequence_length,
-        )
+        raise InvalidInputError.of("sequence_length", sequence_length, "; 1 or more is accepted")
     check_kv_cache_dtype(kv_cache_dtype)
     dense_map = dense_layer_map(model)
     prefill: dict[Convention, PrefillComparison] = {}

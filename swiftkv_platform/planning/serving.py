@@ -86,9 +86,7 @@ def _check(setup: ServingSetup) -> None:
         if value < 1:
             raise InvalidInputError(f"{name} is {value}; 1 or more is accepted", field=name, value=value)
     if not 0 <= setup.reserved < 1:
-        raise InvalidInputError(
-            f"reserved is {setup.reserved}; a share from 0 up to 1 is accepted", field="reserved", value=setup.reserved
-        )
+        raise InvalidInputError.of("reserved", setup.reserved, "; a share from 0 up to 1 is accepted")
 
 
 def _capacity(model: Architecture, layer_map: LayerMap, setup: ServingSetup) -> Capacity:

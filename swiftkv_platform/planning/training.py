@@ -72,11 +72,10 @@ def plan_training(
     model = read_architecture(config)
     _check_sequence_parallelism(model, setup)
     if setup.batch_size % setup.rows_per_pass:
-        raise InvalidInputError(
-            f"training.batch_size is {setup.batch_size}; use a multiple of num_workers / sequence_parallel_size x "
-            f"micro_batch_size = {setup.rows_per_pass}",
-            field="training.batch_size",
-            value=setup.batch_size,
+        raise InvalidInputError.of(
+            "training.batch_size",
+            setup.batch_size,
+            f"; use a multiple of num_workers / sequence_parallel_size x micro_batch_size = {setup.rows_per_pass}",
         )
     layer_map = resolve_layer_map(model, num_key_value_layers, key_value_group_size)
     parameters = setup.student_parameters(model, layer_map)
@@ -107,11 +106,7 @@ def _check_sequence_parallelism(model: Architecture, setup: TrainingSetup) -> No
     }
     for name, count in counts.items():
         if count % size:
-            raise InvalidInputError(
-                f"sharding.sequence_parallel_size is {size}, which must divide {name} = {count}",
-                field="sharding.sequence_parallel_size",
-                value=size,
-            )
+            raise InvalidInputError.of("sharding.sequence_parallel_size", size, f", which must divide {name} = {count}")
 
 
 def training_flops(model: Architecture, layer_map: LayerMap, setup: TrainingSetup) -> TrainingFlops:

@@ -69,10 +69,8 @@ class Access:
         """The model called `name`. Raises `InvalidInputError` for a name that is none, or is closed."""
         parsed = parse_source(name, field=field, relative_paths=not self.is_restricted)
         if isinstance(parsed, FileSource):
-            raise InvalidInputError(
-                f"{field} is {name!r}, an uploaded file of rows; use a hub id, a directory or a built-in teacher",
-                field=field,
-                value=name,
+            raise InvalidInputError.of(
+                field, name, ", an uploaded file of rows; use a hub id, a directory or a built-in teacher"
             )
         self._check(parsed, field)
         return parsed
@@ -117,11 +115,10 @@ class Access:
         """Raises `InvalidInputError` if `source` is closed."""
         if isinstance(source, FileSource):
             if source.name not in (self.files or {}):
-                raise InvalidInputError(
-                    f"{field} is {source.name!r}, and there is no such file here; `swiftkv files list` lists those of "
-                    "a control plane",
-                    field=field,
-                    value=source.name,
+                raise InvalidInputError.of(
+                    field,
+                    source.name,
+                    ", and there is no such file here; `swiftkv files list` lists those of a control plane",
                 )
         elif isinstance(source, HubSource):
             organizations = self.hub_organizations
@@ -138,11 +135,7 @@ class Access:
 
     def _closed(self, source: Source, field: str, opened: str) -> InvalidInputError:
         reader = "this tenant" if self.tenant is None else f"tenant {self.tenant!r}"
-        return InvalidInputError(
-            f"{field} is {source.name!r}, which {reader} may not read; open to it are {opened}",
-            field=field,
-            value=source.name,
-        )
+        return InvalidInputError.of(field, source.name, f", which {reader} may not read; open to it are {opened}")
 
 
 OPEN = Access()

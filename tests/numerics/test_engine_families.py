@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, RequestOutput, SamplingParams, kernels, memory
-from swiftkv_platform.engine.varlen import VarlenOperator, reference_varlen_attn
+from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.model import convert, load_dense
+from swiftkv_platform.model.packed_attention import VarlenOperator
 from tests.tiny_models import FAMILY_CONFIGS, disturb, family_teacher
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, prompt_logprobs=0)

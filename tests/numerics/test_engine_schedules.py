@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from swiftkv_platform.engine import EngineConfig, LLMEngine, memory
 from swiftkv_platform.engine.loading import load_model
-from swiftkv_platform.engine.varlen import VarlenOperator, reference_varlen_attn
+from swiftkv_platform.engine.varlen import reference_varlen_attn
 from swiftkv_platform.model import convert, load_dense
+from swiftkv_platform.model.packed_attention import VarlenOperator
 from tests.engine_schedules import Subject, check_outputs, random_arrivals, random_config, run
 from tests.tiny_models import random_teacher
 

@@ -233,7 +233,7 @@ def _choose(report: SweepReport, trials: tuple[Trial, ...]) -> Trial:
     raise QualityGateError(
         f"no trial of the sweep passes the gates; of {best.name}, whose KL is the lowest, {failed['subject']} is "
         f"{failed['value']:.4g}, {failed['field']} asks for {failed['limit']:g}"
-        f"{', which its samples cannot decide' if undecided else ''}; {remedy} may do",
+        f"{', which its samples cannot decide' if undecided else ''}; try {remedy}",
         field=failed["field"],
         value=failed["value"],
     )

@@ -1,7 +1,7 @@
 """The whole exception tree. It knows codes and fields; how an error becomes HTTP is the API's business.
 
 SwiftKVError
-├── InvalidInputError          something the caller can put right: names field, value and what would do
+├── InvalidInputError          something the caller can put right: names field, value and what is accepted
 │   ├── DataError              a data set that cannot be read, is empty or lacks columns
 │   └── ModelError             a checkpoint or configuration that cannot be used
 ├── UnauthenticatedError       no key, or an unknown one

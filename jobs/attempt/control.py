@@ -74,7 +74,7 @@ def checkpoint_on_sigterm(store: ObjectStore, request: AttemptRequest) -> Iterat
     def announce(_signal: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, before)
         get_logger().warning("preempted")
-        with suppress(StorageError):  # the checkpoints there are will do
+        with suppress(StorageError):  # the attempt then ends with the checkpoints there are
             AttemptStore(store).announce_preemption(request.attempt_id)
 
     signal.signal(signal.SIGTERM, announce)

@@ -45,7 +45,7 @@ class RowFormat:
 
     name: str
     columns: tuple[tuple[str, ...], ...]
-    """Sets of columns, any one of which will do."""
+    """Sets of columns, any one of which is enough."""
     parse: Callable[[list[Any], Row], Content]
     """Reads a row: the values of the matched set of columns in its order, and the whole row."""
     optional: tuple[str, ...] = ()

@@ -126,7 +126,8 @@ def _head_loss(
 ) -> Tensor:
     """Apply `head` in its own dtype, outside autocast: the chunks' products are the same in forward and backward.
 
-    The loss is scale^2 times the sum of the chunks' losses, its gradient scale times theirs: logits are divided by it.
+    Logits are divided by `scale`: so the loss is the sum of the chunks' losses times scale^2, and its gradient the
+    chunks' gradients times scale.
     """
     chunk_size = chunk_size or max(FEWEST_ROWS, LOGITS_PER_CHUNK[_kind(head)] // len(head))
     with torch.autocast(hidden.device.type, enabled=False):

@@ -274,8 +274,8 @@ class Trainer:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
         raise LossNotFiniteError(
-            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; a smaller optimizer.learning_rate or a longer "
-            f"optimizer.warmup_ratio may do, or model.dtype float32",
+            f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; try a smaller optimizer.learning_rate, a longer "
+            "optimizer.warmup_ratio or model.dtype float32",
             field="optimizer.learning_rate",
             value=self._spec.optimizer.learning_rate,
         )

@@ -60,10 +60,7 @@ def run_sweep(store: ObjectStore, request: AttemptRequest, reporter: Reporter) -
     trials = expand(request.spec)
     outcomes = _run_trials(store, request, trials, reporter)
     report = summarise([_point(trial, outcomes[trial.name]) for trial in trials])
-    files = {
-        "sweep.json": report.model_dump_json(indent=2) + "\n",
-        "sweep.html": sweep_page(request.spec.name, report),
-    }
+    files = {"sweep.json": report.model_dump_json(indent=2) + "\n", "sweep.html": sweep_page(request.spec.name, report)}
     for name, text in files.items():
         store.put_bytes(f"{request.attempt_id.prefix}/{name}", text.encode())
     reporter.message(f"{len(trials)} trials have ended", sweep=_table(report), recommended=report.recommended)

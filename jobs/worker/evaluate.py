@@ -312,11 +312,7 @@ def _lineage(request: AttemptRequest, data_fingerprint: str) -> dict[str, Any]:
 
 
 def _publish(
-    store: ObjectStore,
-    request: AttemptRequest,
-    directory: Path,
-    lineage: Mapping[str, Any],
-    metrics: Mapping[str, Any],
+    store: ObjectStore, request: AttemptRequest, directory: Path, lineage: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> Manifest:
     prefix = request.attempt_id.artifact_prefix
     return publish_directory(store, directory, prefix, kind="artifact", lineage=lineage, metrics=metrics)

@@ -38,11 +38,7 @@ from swiftkv_platform.specs.defaults import resolve_batch_size, resolve_defaults
 
 
 def prepare(
-    spec: JobSpec,
-    rows: Path,
-    *,
-    answers: AnswerStore | None = None,
-    access: Access = OPEN,
+    spec: JobSpec, rows: Path, *, answers: AnswerStore | None = None, access: Access = OPEN
 ) -> tuple[Plan, PreparedData]:
     """Everything that precedes the workers, without reading a weight.
 
@@ -125,11 +121,7 @@ def load_student(spec: JobSpec, path: str) -> Any:
 
 
 def open_lazy(
-    spec: JobSpec,
-    path: str,
-    start: Mapping[str, Tensor] | None = None,
-    *,
-    device: torch.device | str = "cpu",
+    spec: JobSpec, path: str, start: Mapping[str, Tensor] | None = None, *, device: torch.device | str = "cpu"
 ) -> LazyStudent:
     """The student in the spec's dtype, its weights unread.
 

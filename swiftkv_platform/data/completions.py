@@ -130,12 +130,7 @@ class PromptSource:
 
     def _prompts(self) -> Iterator[Answer]:
         rows = source_rows(
-            self.source,
-            self.index,
-            seed=self.seed,
-            remote=self.remote,
-            access=self.access,
-            formats=PROMPT_FORMATS,
+            self.source, self.index, seed=self.seed, remote=self.remote, access=self.access, formats=PROMPT_FORMATS
         )
         for row in rows:
             if row.held_out:

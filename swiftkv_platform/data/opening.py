@@ -14,16 +14,7 @@ from swiftkv_platform.contract.files import SUFFIX, StoredFile
 from swiftkv_platform.data.files import READERS, FileReader, NumberedRow, Row, Table, reader_for
 from swiftkv_platform.data.repositories import read_laid_out, read_repository, read_saved
 from swiftkv_platform.errors import DataError, InvalidInputError
-from swiftkv_platform.sources import (
-    OPEN,
-    Access,
-    Boundary,
-    BuiltinSource,
-    FileSource,
-    HubSource,
-    PathSource,
-    S3Source,
-)
+from swiftkv_platform.sources import OPEN, Access, Boundary, BuiltinSource, FileSource, HubSource, PathSource, S3Source
 from swiftkv_platform.sources.cards import SUFFIXES, data_files, is_hub_layout, is_saved_dataset
 from swiftkv_platform.sources.chat_prompts import PROMPT_SPLITS, chat_prompts
 from swiftkv_platform.sources.corpus import standard_library_modules
@@ -107,11 +98,7 @@ def _uploaded(remote: RemoteFiles, stored: StoredFile, name: str, field: str) ->
     return replace(_file_table(file, READERS[SUFFIX], field), origin=name)
 
 
-_PROMPTS = {
-    BUILTIN_CHATS: chat_prompts,
-    BUILTIN_RECALL: recall_prompts,
-    BUILTIN_LONG_RECALL: long_recall_prompts,
-}
+_PROMPTS = {BUILTIN_CHATS: chat_prompts, BUILTIN_RECALL: recall_prompts, BUILTIN_LONG_RECALL: long_recall_prompts}
 
 
 def _builtin(source: DataSourceSpec, path: str) -> list[Table]:

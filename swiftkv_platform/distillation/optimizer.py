@@ -87,11 +87,7 @@ def build_optimizers(named: Iterable[tuple[str, nn.Parameter]], spec: OptimizerS
     for name, parameter in named:
         (matrices if parameter.ndim == 2 and "exit_head." not in name else rest).append(parameter)
     muon = Muon(
-        matrices,
-        lr=0.0,
-        weight_decay=spec.weight_decay,
-        momentum=spec.momentum,
-        adjust_lr_fn="match_rms_adamw",
+        matrices, lr=0.0, weight_decay=spec.weight_decay, momentum=spec.momentum, adjust_lr_fn="match_rms_adamw"
     )
     return [muon, build_optimizer(rest, spec)] if rest else [muon]
 

@@ -108,12 +108,7 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _attention_mask: Tensor | None,
-    **arguments: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
     """Attention of whole samples over this worker's heads; as transformers' functions, of this worker's tokens."""
     group: SequenceGroup = arguments[_GROUP]

@@ -42,12 +42,7 @@ class LazyStudent:
     """
 
     def __init__(
-        self,
-        model: Any,
-        teacher: StoredWeights,
-        start: Mapping[str, Tensor],
-        *,
-        device: torch.device | str = "cpu",
+        self, model: Any, teacher: StoredWeights, start: Mapping[str, Tensor], *, device: torch.device | str = "cpu"
     ) -> None:
         self.model = model
         self._teacher = teacher

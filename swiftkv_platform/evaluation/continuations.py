@@ -144,10 +144,7 @@ def _continue(model: Any, prompts: torch.Tensor, num_tokens: int, *, in_step: bo
     else the model ships for `generate()`, penalties or beams, is left out."""
     shipped = model.generation_config
     settings = GenerationConfig(
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=shipped.eos_token_id,
-        pad_token_id=_PADDING,
+        max_new_tokens=num_tokens, do_sample=False, eos_token_id=shipped.eos_token_id, pad_token_id=_PADDING
     )
     mask = torch.ones_like(prompts)
     model.generation_config = settings  # generate() fills what a given configuration leaves open from the model's

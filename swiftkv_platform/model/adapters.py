@@ -34,14 +34,7 @@ from swiftkv_platform.configs.adapter import (
 from swiftkv_platform.errors import ModelError
 from swiftkv_platform.model.bases import model_directory
 from swiftkv_platform.model.checkpoint import Checkpoint, hub_arguments, stored_checkpoint
-from swiftkv_platform.model.directories import (
-    Files,
-    ShardWriter,
-    copy_companions,
-    place,
-    shard_names,
-    write_index,
-)
+from swiftkv_platform.model.directories import Files, ShardWriter, copy_companions, place, shard_names, write_index
 from swiftkv_platform.model.fp8 import FP8_DTYPES
 from swiftkv_platform.model.loading import find_checkpoint
 from swiftkv_platform.planning.volumes import MAX_SHARD_BYTES
@@ -206,11 +199,7 @@ def check_base(adapter: AdapterConfig, base: Checkpoint) -> None:
 
 @contextmanager
 def whole_model(
-    source: str | Path,
-    *,
-    base_model: str | Path | None = None,
-    find_base: FindBase | None = None,
-    **arguments: Any,
+    source: str | Path, *, base_model: str | Path | None = None, find_base: FindBase | None = None, **arguments: Any
 ) -> Iterator[tuple[str | Path, AdapterConfig | None]]:
     """The model to read in the place of `source`, and its adapter: of an adapter a directory for as long as the block
     lasts, of anything else `source` itself and None.

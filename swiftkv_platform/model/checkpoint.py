@@ -195,12 +195,7 @@ def _find(source: str | Path, filename: str, hub: dict[str, Any]) -> str | None:
         path = directory / hub.get("subfolder", "") / filename
         return str(path) if path.is_file() else None
     try:
-        found: str | None = cached_file(
-            str(source),
-            filename,
-            _raise_exceptions_for_missing_entries=False,
-            **hub,
-        )
+        found: str | None = cached_file(str(source), filename, _raise_exceptions_for_missing_entries=False, **hub)
     except OSError as error:
         raise _unusable(source, str(error).splitlines()[0]) from error
     return found

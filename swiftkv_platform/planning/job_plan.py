@@ -207,9 +207,7 @@ class _Job:
             device=memory.device,
             host=memory.in_host_memory,
             disk=max(
-                DiskUse.of(cache=self._on_node),
-                DiskUse.of(cache=kept, checkpoints=on_disk),
-                key=lambda use: use.total,
+                DiskUse.of(cache=self._on_node), DiskUse.of(cache=kept, checkpoints=on_disk), key=lambda use: use.total
             ),
             store=DiskUse.of(cache=own.rows + own.start, checkpoints=(self._num_kept + 1) * own.checkpoint),
             fetched=fetched,

@@ -152,10 +152,7 @@ class SourceRules:
     """Whether tasks may run the code that a model writes."""
 
     def access(
-        self,
-        tenant: str,
-        hub_organizations: Sequence[str] | None = None,
-        files: Mapping[str, StoredFile] | None = None,
+        self, tenant: str, hub_organizations: Sequence[str] | None = None, files: Mapping[str, StoredFile] | None = None
     ) -> Access:
         """Return what the rules come to for one tenant.
 

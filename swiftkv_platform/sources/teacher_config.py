@@ -99,7 +99,7 @@ def builtin_teacher(name: str, *, field: str = SPEC_FIELD) -> Path:
 
 def unusable(name: str, why: str, field: str = SPEC_FIELD) -> ModelError:
     """Error for a teacher that cannot be used."""
-    return ModelError(f"{field} is {name!r}: {why}", field=field, value=name)
+    return ModelError.of(field, name, f": {why}")
 
 
 def _unreadable(name: str, field: str) -> ModelError:

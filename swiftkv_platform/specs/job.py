@@ -260,9 +260,7 @@ class JobSpec(Spec):
         else:
             return self
         raise PydanticCustomError(
-            "parent",
-            "{field} is {value}: {problem}",
-            {"field": field, "value": value, "problem": problem},
+            "parent", "{field} is {value}: {problem}", {"field": field, "value": value, "problem": problem}
         )
 
     @model_validator(mode="after")

@@ -32,9 +32,7 @@ class SwiftKVChecks(VerifyAndUpdateConfig):
             raise _refusal(f"{config.model_type} is not served by vLLM: {UNSERVED[family]}", "model_type", family)
         if model_config.runner_type != "generate":
             raise _refusal(
-                "hidden states of skipped tokens do not exist; use runner=generate",
-                "runner",
-                model_config.runner_type,
+                "hidden states of skipped tokens do not exist; use runner=generate", "runner", model_config.runner_type
             )
         heads = config.num_key_value_heads_swiftkv
         if config.swiftkv and heads not in (None, config.num_key_value_heads):
@@ -77,11 +75,7 @@ def _refuse_prompt_logprobs(vllm_config: VllmConfig) -> None:
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
-    for option in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for option in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if (value := getattr(parallel, option)) != 1:
             raise _refusal(f"{option} is {value}; SwiftKV models take 1, and any tensor_parallel_size", option, value)
     if parallel.enable_dbo:

@@ -68,7 +68,7 @@ FAMILIES = {
 
 UNSERVED = {
     "deepseek_v2": "vLLM's multi-head latent attention cannot share a KV cache between layers; "
-    "this project's own engine serves DeepSeek-V2 students",
+    "this project's own engine serves DeepSeek-V2 students"
 }
 """Families without a row above: the reason, and what serves them."""
 

@@ -76,10 +76,7 @@ class ZeRO(Parallel):
             _partition(fork, weights, settings)
         trained = [parameter for parameter in fork.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
-            model=fork,
-            optimizer=build_optimizer(trained, spec.optimizer),
-            config=settings,
-            dist_init_required=False,
+            model=fork, optimizer=build_optimizer(trained, spec.optimizer), config=settings, dist_init_required=False
         )
         self.module: nn.Module = self._engine
         self._optimizer = self._engine.optimizer

@@ -21,7 +21,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 @dataclass(frozen=True)
 class StructuredOutputs:
     """One constraint. Raises `InvalidInputError` unless exactly one is given, for text that is no Unicode, for a schema
-    that is no JSON object, and for what is too long or too deep to be compiled (`engine/limits.py`)."""
+    that is no JSON object, and for what is too long or too deep to be compiled (limits: `specs/base.py`)."""
 
     json: str | Mapping[str, Any] | None = None
     """JSON schema that the answer validates against: its text, or the object."""
